@@ -1,0 +1,28 @@
+"""Layers that any model can be built from, in any module of your own.
+
+Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it is in a plain process.
+"""
+
+from megazoo.layers.attention import CausalSelfAttention
+from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
+from megazoo.layers.dropout import Dropout
+from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
+from megazoo.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from megazoo.layers.mlp import MLP, GatedMLP, gelu_tanh
+from megazoo.layers.norm import LayerNorm
+
+__all__ = [
+    "MLP",
+    "CausalSelfAttention",
+    "ColumnParallelLinear",
+    "Dropout",
+    "GatedMLP",
+    "LayerNorm",
+    "PositionEmbedding",
+    "QKVParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "gelu_tanh",
+    "vocab_parallel_cross_entropy",
+]

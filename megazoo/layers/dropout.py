@@ -1,0 +1,44 @@
+"""Dropout whose mask is a function of what it is for, not of a generator's state."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.random import derive_seed, seeded
+
+
+class Dropout(nn.Module):
+    """Dropout drawn from (seed of the micro-batch, site, and the tp rank inside tensor-parallel regions).
+
+    Nothing has to be saved to draw the same mask again, for a recomputation or after a resume.
+
+    Args:
+        probability: of zeroing an element, in [0, 1).
+        parallel: x differs between tp ranks, so must the masks; else all tp ranks draw the same mask.
+        ctx: parallel context; the ambient one by default.
+
+    `site` names the layer and is set by the model when it is built: no two layers may share it.
+    Shapes: x of any shape -> the same shape.
+    """
+
+    def __init__(self, probability: float, *, parallel: bool = False, ctx: ParallelContext | None = None):
+        super().__init__()
+        self.probability = probability
+        self.parallel = parallel
+        self.ctx = ctx or current_context()
+        self.site = ""
+
+    @property
+    def active(self) -> bool:
+        return self.training and self.probability > 0
+
+    def draw(self, seed: int, device: torch.device):
+        """A block in which torch's default generator draws for this site. seed: the micro-batch's."""
+        return seeded(derive_seed(seed, self.site, self.ctx.tp_rank if self.parallel else "all"), device)
+
+    def forward(self, x: torch.Tensor, seed: int) -> torch.Tensor:
+        if not self.active:
+            return x
+        with self.draw(seed, x.device):
+            return F.dropout(x, self.probability)

@@ -1,0 +1,82 @@
+"""Embeddings and output heads with the vocabulary cut over the tensor-parallel ranks, and learned positions."""
+
+import torch
+import torch.nn.functional as F
+
+from megazoo.parallel import collectives
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
+
+
+class _VocabParallel(ShardedModule):
+    """A [vocabulary, hidden] matrix, its rows cut over tp: rank r holds rows [start, start + rows).
+
+    The cut is by ceiling, so that tp need not divide the vocabulary: the padding rows behind the last true one are
+    zero, never looked up and never part of the logits.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, std: float = 0.02, ctx: ParallelContext | None = None):
+        super().__init__(ctx)
+        self.vocab_size = vocab_size
+        shard = Shard(0, (vocab_size,))
+        self.add_parameter("weight", ParameterSpec((vocab_size, hidden_size), shard, std=std))
+        cuts = list(shard.cuts(self.ctx.tp_size, self.ctx.tp_rank))
+        self.start, _, self.rows = cuts[0] if cuts else (vocab_size, 0, 0)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's logits: [..., hidden] -> [..., rows], for the tokens from `start` on."""
+        weight = self.weight if self.rows == len(self.weight) else self.weight[: self.rows]
+        return F.linear(collectives.copy_to_tensor_parallel(x, self.ctx), weight)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """All ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""
+        padding = len(self.weight) - logits.shape[-1]
+        padded = F.pad(logits, (0, padding)) if padding else logits
+        return collectives.gather_from_tensor_parallel(padded, self.ctx)[..., : self.vocab_size]
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """Token embedding with the vocabulary cut over tp; `logits` uses the same matrix as a tied output head.
+
+    Args:
+        vocab_size: true size of the vocabulary; need not divide by tp.
+        hidden_size: size of an embedding, the same on every rank.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; the ambient one by default.
+
+    Shapes: int64 [...] -> [..., hidden_size].
+    Errors: token ids outside [0, vocab_size) raise IndexError when tp is 1; with more ranks they embed to zero.
+    Source: Megatron-LM, Shoeybi et al. 2019, section 3.
+    """
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.ctx.tp_size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.start
+        elsewhere = (local < 0) | (local >= self.rows)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0)
+        return collectives.reduce_from_tensor_parallel(found, self.ctx)
+
+
+class VocabParallelHead(_VocabParallel):
+    """Untied output head, no bias: [..., hidden_size] -> this rank's logits (see `gather_logits`).
+
+    Args, cut and padding as in VocabParallelEmbedding.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits(x)
+
+
+class PositionEmbedding(ShardedModule):
+    """Learned absolute positions, the same on every tp rank.
+
+    Shapes: a sequence length (int) -> [sequence, hidden_size], positions 0, 1, 2 ...
+    """
+
+    def __init__(self, max_positions: int, hidden_size: int, *, std: float = 0.02, ctx: ParallelContext | None = None):
+        super().__init__(ctx)
+        self.add_parameter("weight", ParameterSpec((max_positions, hidden_size), std=std))
+
+    def forward(self, sequence: int) -> torch.Tensor:
+        return self.weight[:sequence]

@@ -1,0 +1,73 @@
+"""Feed-forward blocks, their inner features cut over the tensor-parallel ranks."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazoo.parallel.context import ParallelContext
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation (Hendrycks and Gimpel 2016): GPT-2's "gelu_new"."""
+    return F.gelu(x, approximate="tanh")
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))).
+
+    Args:
+        hidden_size: size of x; ffn_size: inner features over all tp ranks, which tp must divide.
+        activation: elementwise function.
+        bias: biases on both layers; std, output_std: of the initial weights; ctx: parallel context.
+
+    Shapes: [..., hidden] -> [..., hidden].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        activation: Callable[[torch.Tensor], torch.Tensor] = gelu_tanh,
+        *,
+        bias: bool = True,
+        std: float = 0.02,
+        output_std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
+        super().__init__()
+        self.up = ColumnParallelLinear(hidden_size, ffn_size, bias, std=std, ctx=ctx)
+        self.activation = activation
+        self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) with gate and up in one fused projection (Shazeer 2020; SwiGLU with silu).
+
+    Args and shapes as in MLP. The fused weight is [gate; up] along its rows; every rank holds its share of both.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+        *,
+        bias: bool = False,
+        std: float = 0.02,
+        output_std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
+        super().__init__()
+        self.gate_up = ColumnParallelLinear(hidden_size, (ffn_size, ffn_size), bias, std=std, ctx=ctx)
+        self.activation = activation
+        self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)

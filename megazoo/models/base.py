@@ -1,0 +1,226 @@
+"""What the stages of every model share: building, ties, the loss, and the calls that users make. Never a forward of a
+model: that stands, whole, in the model's own file."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megazoo.errors import UserError
+from megazoo.layers import Dropout, vocab_parallel_cross_entropy
+from megazoo.parallel.collectives import sum_between_stages
+from megazoo.parallel.context import ParallelContext, Stage, balanced_stages
+from megazoo.parallel.data_parallel import GradientBuckets
+from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline, seed_dropout
+from megazoo.parallel.random import derive_seed
+from megazoo.parallel.schedule import SCHEDULES
+from megazoo.parallel.shard import ParameterSpec, ShardedModule, initialize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of this rank under its global name. stages: the pipeline ranks that hold it, the first its owner."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ParameterSpec
+    stages: tuple[int, ...]
+
+    def counted_on(self, ctx: ParallelContext) -> bool:
+        """Whether this rank's part counts in sums over the model: copies over tp or between stages count once."""
+        return ctx.pp_rank == self.stages[0] and (self.spec.shard is not None or ctx.tp_rank == 0)
+
+
+class Model(nn.Module):
+    """This rank's stages of a language model. A family adds its Config, its layers, and `forward_stage`.
+
+    config: the family's dataclass. ctx: the parallel context. seed: of the dropout; `from_config` also draws the
+    initial weights from it. Parameter names are global: `layers.17.mlp.up.weight` is layer 17 of the whole model.
+    """
+
+    Config: type
+    presets: dict
+
+    def __init__(self, config, ctx: ParallelContext, seed: int = 0):
+        super().__init__()
+        self.check(config, ctx.tp_size, ctx.pp_size)
+        self.config, self.ctx, self.seed = config, ctx, seed
+        self.stages: list[Stage] = [self.all_stages(config, ctx.pp_size)[ctx.pp_rank]]
+        self.tied: dict[str, tuple[int, ...]] = {}  # global name -> the pipeline ranks that share the parameter
+        self._buckets: GradientBuckets | None = None
+        self._calls = 0
+
+    # What a family defines.
+
+    @classmethod
+    def stage_costs(cls, config) -> tuple[float, float, float]:
+        """Multiply-adds a token of one layer, of what comes before the layers, and of what comes after."""
+        raise NotImplementedError
+
+    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
+        """One stage: token ids (first stage) or activations in; activations or this rank's logits (last) out."""
+        raise NotImplementedError
+
+    # Build.
+
+    @classmethod
+    def check(cls, config, tp: int, pp: int) -> None:
+        """Raise UserError, naming what would do, if the model can't be cut into tp x pp."""
+        if config.hidden_size % config.heads:
+            raise UserError(f"heads {config.heads} don't divide hidden-size {config.hidden_size}")
+        for name, size in (("heads", config.heads), ("ffn-size", config.ffn_size)):
+            if size % tp:
+                fits = [n for n in range(1, min(size, 64) + 1) if config.heads % n == 0 and config.ffn_size % n == 0]
+                raise UserError(f"tp {tp} doesn't divide {name} {size}: use tp {_any_of(fits)}")
+        if config.layers < pp:
+            raise UserError(f"layers {config.layers} don't fill pp {pp} stages: use pp of at most {config.layers}")
+
+    @classmethod
+    def all_stages(cls, config, pp: int) -> list[Stage]:
+        return balanced_stages(config.layers, pp, *cls.stage_costs(config))
+
+    @classmethod
+    def build(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
+        """This rank's stages with initial weights: planned on meta, then filled parameter by parameter."""
+        model = cls.on_meta(config, ctx, seed=seed)
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=ctx.device)))
+        for entry in model.entries():
+            initialize(entry.parameter, entry.spec, ctx, derive_seed(seed, entry.name))
+        return model
+
+    @classmethod
+    def on_meta(cls, config, ctx: ParallelContext, *, seed: int = 0) -> "Model":
+        """This rank's stages without memory: what a virtual context can build."""
+        with ctx, torch.device("meta"):
+            model = cls(config, ctx, seed)
+        for name, module in model.named_modules():
+            if isinstance(module, Dropout):
+                module.site = name
+        return model
+
+    def entries(self) -> Iterator[Entry]:
+        """This rank's parameters with their global names and cuts, in the order of the forward."""
+        for prefix, module in self.named_modules():
+            if isinstance(module, ShardedModule):
+                for name, spec in module.specs.items():
+                    full = f"{prefix}.{name}"
+                    stages = self.tied.get(full, (self.ctx.pp_rank,))
+                    yield Entry(full, getattr(module, name), spec, stages)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    # Head and loss, on the last stage.
+
+    @property
+    def output_head(self):
+        """The vocabulary-parallel matrix that makes the logits: the head, or the embedding if they are tied."""
+        return self.head if hasattr(self, "head") else self.embedding
+
+    def token_loss(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The sum of the micro-batch's token losses, in nats."""
+        start = self.output_head.start
+        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), start, ctx=self.ctx)
+        return losses.sum()
+
+    # What users call.
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, *, return_logits: bool = False
+    ) -> Output:
+        """Run one batch; call it with the same inputs on every rank of a (pp, tp) group.
+
+        input_ids, labels: int64 [batch, sequence]. labels are aligned with input_ids and shifted here; -100 carries
+        no loss. With labels: loss, the mean over this batch's labelled tokens, on every rank. Without, or with
+        return_logits: logits [batch, sequence, vocabulary] on every rank of the last stage. The loss can be
+        differentiated when pp is 1; `train_batch` trains in every layout.
+        """
+        self._calls += 1
+        batches = self._microbatches(input_ids, labels, None, 1, None, self._calls)
+        want_logits = return_logits or labels is None
+        if self.ctx.pp_size > 1:
+            output = run_pipeline(self, batches, global_batch=False, return_logits=want_logits)
+            return Output(output.loss if labels is not None else None, output.logits)
+        logits = self.forward_stage(input_ids, batches[0], self.stages[0])
+        output = Output()
+        if labels is not None:
+            output.loss = self.token_loss(logits, batches[0]) / (batches[0].targets != IGNORED).sum().clamp(min=1)
+        if want_logits:
+            output.logits = self.output_head.gather_logits(logits)
+        return output
+
+    def train_batch(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        targets: torch.Tensor | None = None,
+        num_microbatches: int = 1,
+        shape: tuple[int, int] | None = None,
+        schedule: str = "1f1b",
+        step: int | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of this replica's batch; returns the mean loss over the global batch's labelled tokens.
+
+        input_ids: int64 [batch, sequence], needed on the first stage. labels: aligned with input_ids, shifted here; or
+        targets: shifted already; -100 carries no loss; needed on the last stage. shape: (batch, sequence), for stages
+        that get neither. num_microbatches must divide the batch. step: numbers the draw of the dropout masks; by
+        default it counts the calls.
+        Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
+        """
+        self._calls += 1
+        step = self._calls if step is None else step
+        batches = self._microbatches(input_ids, labels, targets, num_microbatches, shape, step)
+        if self._buckets is None:
+            self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
+        self._buckets.start(num_microbatches)
+        loss = run_pipeline(self, batches, SCHEDULES[schedule]).loss
+        self._buckets.finish()
+        self._sum_tied_gradients()
+        return loss
+
+    @torch.no_grad()
+    def eval_batch(
+        self, input_ids=None, labels=None, *, targets=None, num_microbatches: int = 1, shape=None
+    ) -> torch.Tensor:
+        """The mean loss over the global batch's labelled tokens, forward only. Arguments as in train_batch."""
+        return run_pipeline(self, self._microbatches(input_ids, labels, targets, num_microbatches, shape, 0)).loss
+
+    def _sum_tied_gradients(self) -> None:
+        for entry in self.entries():
+            if len(entry.stages) > 1:
+                sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
+
+    def _microbatches(self, input_ids, labels, targets, count: int, shape, step: int) -> list[MicroBatch]:
+        if labels is not None:
+            targets = torch.full_like(labels, IGNORED)
+            targets[:, :-1] = labels[:, 1:]
+        given = input_ids if input_ids is not None else targets
+        if given is None and shape is None:
+            raise UserError("give input_ids, labels or targets, or the shape (batch, sequence) of the batch")
+        batch, sequence = shape or given.shape
+        if batch % count:
+            raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
+        if sequence > self.config.max_positions:
+            raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {self.config.max_positions}")
+        if self.stages[0].first and input_ids is not None and not input_ids.is_cuda:
+            low, high = input_ids.min().item(), input_ids.max().item()
+            if low < 0 or high >= self.config.vocab_size:
+                worst = low if low < 0 else high
+                raise UserError(f"token id {worst} is outside the vocabulary of {self.config.vocab_size}")
+        parts = [(None if t is None else t.to(self.ctx.device).chunk(count)) for t in (input_ids, targets)]
+        ids, wanted = (part or [None] * count for part in parts)
+        batches = [MicroBatch((batch // count, sequence), *pair) for pair in zip(ids, wanted, strict=True)]
+        return seed_dropout(batches, self.seed, step, self.ctx)
+
+
+def _any_of(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + (" or " if len(numbers) > 1 else "") + str(numbers[-1])

@@ -1,0 +1,118 @@
+"""GPT-2 (Radford et al. 2019) and GPT-3's shape: learned positions, pre-norm blocks, GELU, tied embeddings.
+
+    x = dropout(embedding(ids) + position_embedding)          first stage
+    x = x + dropout(attention(norm(x)))                        each layer
+    x = x + dropout(mlp(norm(x)))
+    logits = norm(x) @ embedding.weight^T                      last stage
+
+Tensor parallel: the vocabulary, the attention heads and the MLP's inner features are cut over the tp ranks.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megazoo.layers import (
+    MLP,
+    CausalSelfAttention,
+    Dropout,
+    LayerNorm,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from megazoo.models.base import Model
+from megazoo.parallel.context import ParallelContext, Stage
+from megazoo.parallel.pipeline import MicroBatch
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The defaults are GPT-2's smallest, 124 million parameters."""
+
+    vocab_size: int = 50257
+    max_positions: int = 1024
+    hidden_size: int = 768
+    layers: int = 12
+    heads: int = 12
+    ffn_size: int = 0  # 0: 4 x hidden_size
+    embedding_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    residual_dropout: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    tie_embeddings: bool = True
+
+    def __post_init__(self):
+        if not self.ffn_size:
+            object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
+
+
+class Block(nn.Module):
+    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth, as GPT-2's do."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
+        self.attention_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.attention = CausalSelfAttention(
+            c.hidden_size, c.heads, dropout=c.attention_dropout, output_std=residual_std
+        )
+        self.attention_dropout = Dropout(c.residual_dropout)
+        self.mlp_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.mlp = MLP(c.hidden_size, c.ffn_size, output_std=residual_std)
+        self.mlp_dropout = Dropout(c.residual_dropout)
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        seed = batch.dropout_seed
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seed), seed)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
+
+
+class GPT2(Model):
+    Config = GPT2Config
+    presets = {
+        "gpt2-tiny": GPT2Config(
+            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4,
+            embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0,
+        ),
+        "gpt2-124m": GPT2Config(),
+        "gpt2-355m": GPT2Config(hidden_size=1024, layers=24, heads=16),
+        "gpt2-774m": GPT2Config(hidden_size=1280, layers=36, heads=20),
+        "gpt2-1.5b": GPT2Config(hidden_size=1600, layers=48, heads=25),
+        "gpt2-xl": GPT2Config(hidden_size=1600, layers=48, heads=25),
+        "gpt3-175b": GPT2Config(max_positions=2048, hidden_size=12288, layers=96, heads=96),
+    }  # fmt: skip
+
+    def __init__(self, config: GPT2Config, ctx: ParallelContext, seed: int = 0):
+        super().__init__(config, ctx, seed)
+        c, first, last = config, self.stages[0].first, self.stages[-1].last
+        if first or (last and c.tie_embeddings):  # a tied head far from the embedding has a copy of it
+            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
+        if first:
+            self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
+            self.embedding_dropout = Dropout(c.embedding_dropout)
+        self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
+        if last:
+            self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+            if not c.tie_embeddings:
+                self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
+        if c.tie_embeddings and ctx.pp_size > 1:
+            self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
+
+    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
+        if stage.first:  # x: token ids [batch, sequence]
+            x = self.embedding(x) + self.position_embedding(x.shape[1])
+            x = self.embedding_dropout(x, batch.dropout_seed)
+        for i in stage.layers:  # x: [batch, sequence, hidden]
+            x = self.layers[str(i)](x, batch)
+        if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
+            x = self.output_head.logits(self.norm(x))
+        return x
+
+    @classmethod
+    def stage_costs(cls, config: GPT2Config) -> tuple[float, float, float]:
+        c = config
+        layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size + c.max_positions * c.hidden_size
+        return layer, 2 * c.hidden_size, c.vocab_size * c.hidden_size

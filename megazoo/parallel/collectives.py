@@ -1,0 +1,127 @@
+"""Every collective of megazoo. Pairs used by autograd are one Function each: what is a sum forward is a copy
+backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+
+import torch
+import torch.distributed as dist
+
+from megazoo.parallel.context import ParallelContext
+
+
+def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool = False):
+    """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if async_op."""
+    if group is None or group.size() == 1:
+        return None
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def all_gather_last_dim(tensor: torch.Tensor, group) -> torch.Tensor:
+    """Concatenate every rank's equally shaped `tensor` along the last dimension, in the order of the ranks."""
+    if group is None or group.size() == 1:
+        return tensor
+    gathered = tensor.new_empty(group.size(), *tensor.shape)
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return torch.cat(gathered.unbind(0), dim=-1)
+
+
+def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
+    """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
+    if ctx.pp_size > 1:
+        dist.broadcast(tensor, src=ctx.global_rank(pp_rank), group=ctx.pp_group)
+    return tensor
+
+
+def all_gather_objects(value, ctx: ParallelContext) -> list:
+    """Every rank's small Python value, in the order of the world's ranks."""
+    values = [value] * ctx.world_size
+    if ctx.world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def barrier(ctx: ParallelContext) -> None:
+    """Wait until every rank of the world is here."""
+    if ctx.world_size > 1:
+        dist.barrier()
+
+
+def sum_between_stages(tensor: torch.Tensor, pp_ranks: list[int], ctx: ParallelContext, chunk: int = 1 << 22) -> None:
+    """Sum `tensor` in place over the pipeline ranks `pp_ranks`, of which this is one: the gradient of a tied parameter.
+
+    Point to point, so that any set of stages can share a parameter without a process group of its own; every rank
+    adds in the same order, so all copies stay equal to the bit. chunk: elements of scratch for each peer.
+    """
+    peers = [rank for rank in pp_ranks if rank != ctx.pp_rank]
+    for piece in tensor.view(-1).split(chunk):
+        copies = {rank: torch.empty_like(piece) for rank in peers} | {ctx.pp_rank: piece.clone()}
+        ops = [dist.P2POp(dist.irecv, copies[rank], ctx.global_rank(rank), ctx.pp_group) for rank in peers]
+        ops += [dist.P2POp(dist.isend, copies[ctx.pp_rank], ctx.global_rank(rank), ctx.pp_group) for rank in peers]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        piece.copy_(sum(copies[rank] for rank in sorted(copies)))
+
+
+class _CopyToTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        all_reduce(grad, ctx.group)
+        return grad, None
+
+
+class _ReduceFromTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.contiguous().clone()
+        all_reduce(x, group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _GatherFromTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather_last_dim(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):  # what follows a gather is the same on every rank, so each keeps its own part
+        return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
+
+
+class _ScatterToTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.chunk(group.size(), dim=-1)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather_last_dim(grad, ctx.group), None
+
+
+def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Enter a tensor-parallel region: the same x on every rank; its gradient is summed over them."""
+    return _CopyToTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
+
+
+def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Leave a tensor-parallel region: the sum of every rank's partial x; its gradient passes as it is."""
+    return _ReduceFromTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
+
+
+def gather_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Concatenate the last dimension over the tensor-parallel ranks; each rank's gradient is its own part."""
+    return _GatherFromTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
+
+
+def scatter_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Keep this rank's part of the last dimension; the gradient is gathered from all parts."""
+    return _ScatterToTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x

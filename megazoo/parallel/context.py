@@ -1,0 +1,184 @@
+"""Where a rank stands: the (pp, dp, tp) mesh of ranks, its process groups, and the stages of the pipeline."""
+
+import os
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megazoo.errors import UserError
+
+AXES = ("pp", "dp", "tp")  # slowest to fastest: tp ranks are neighbours, so that they share a node
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelContext:
+    """One rank's place in a world of pp x dp x tp ranks, and the groups through which it talks.
+
+    A context is an explicit value: layers take the ambient one when they are built (`with ctx:`) and keep it.
+    The default is a world of one, which needs no process group. A virtual context has sizes and ranks but no
+    groups: enough to build any rank of any world on the meta device, not to run it.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    tp_rank: int = 0
+    pp_rank: int = 0
+    dp_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    mesh: DeviceMesh | None = field(default=None, repr=False)
+    tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    pp_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    dp_group: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_torch(
+        cls,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        *,
+        device: str | torch.device | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> "ParallelContext":
+        """The context of this rank, from torchrun's environment or from an initialised torch.distributed.
+
+        data_parallel_size follows from the world when it is None. device: "cpu" or "cuda"; None picks CUDA where
+        this machine has one device for each of its ranks. timeout bounds every wait on every group.
+        In a plain process (no launcher) with all sizes 1, nothing is initialised.
+        Raises UserError when the sizes don't multiply to the world.
+        """
+        tp, pp = tensor_parallel_size, pipeline_parallel_size
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
+        device = choose_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            share_cores()
+        if not dist.is_initialized():
+            if "WORLD_SIZE" not in os.environ:
+                return cls(device=device)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timeout)
+        ranks = torch.arange(world).view(pp, dp, tp)
+        groups = [_axis_group(ranks, axis, timeout) for axis in range(3)]
+        mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
+        here = cls.virtual(tp, pp, dp, rank=dist.get_rank())
+        return cls(
+            tp, pp, dp, here.tp_rank, here.pp_rank, here.dp_rank, device, mesh,
+            tp_group=groups[2], pp_group=groups[0], dp_group=groups[1],
+        )  # fmt: skip
+
+    @classmethod
+    def virtual(cls, tp: int = 1, pp: int = 1, dp: int = 1, *, rank: int = 0) -> "ParallelContext":
+        """Rank `rank` of a tp x pp x dp world that need not exist."""
+        if not 0 <= rank < tp * pp * dp:
+            raise UserError(f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks")
+        return cls(tp, pp, dp, tp_rank=rank % tp, dp_rank=rank // tp % dp, pp_rank=rank // (tp * dp))
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size * self.dp_size
+
+    @property
+    def rank(self) -> int:
+        return self.global_rank(self.pp_rank)
+
+    def global_rank(self, pp_rank: int) -> int:
+        """The rank in the world that holds pipeline position pp_rank for this rank's dp and tp."""
+        return (pp_rank * self.dp_size + self.dp_rank) * self.tp_size + self.tp_rank
+
+    def __enter__(self) -> "ParallelContext":
+        _ambient.set((*_ambient.get(), self))
+        return self
+
+    def __exit__(self, *_) -> None:
+        _ambient.set(_ambient.get()[:-1])
+
+    def __deepcopy__(self, memo) -> "ParallelContext":
+        return self  # process groups are places, not data: a copied model stays where it is
+
+
+_ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar("parallel context", default=(ParallelContext(),))
+
+
+def current_context() -> ParallelContext:
+    """The context of the innermost `with ctx:`, or the world of one."""
+    return _ambient.get()[-1]
+
+
+def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
+    """The data-parallel size of `world` ranks; UserError when tp x pp (x dp) doesn't fit them."""
+    if min(tp, pp) < 1:
+        raise UserError(f"tp {tp} and pp {pp} must each be at least 1")
+    if world % (tp * pp) or (dp is not None and world != tp * pp * dp):
+        asked = f"tp {tp} x pp {pp}" + (f" x dp {dp}" if dp is not None else "")
+        fits = tp * pp * (dp or max(1, round(world / (tp * pp))))
+        raise UserError(f"a world of {world} ranks does not fit {asked}: start {fits} ranks (or a multiple)")
+    return world // (tp * pp)
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """This rank's device. None means CUDA if every rank of this machine can have a device of its own."""
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = "cuda" if device is None and available >= local_world else torch.device(device or "cpu").type
+    if kind == "cuda" and available < local_world:
+        raise UserError(f"{local_world} ranks on this machine but {available} CUDA devices: use --device cpu")
+    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+def share_cores() -> None:
+    """Give this rank its share of the machine's cores, so that the ranks together don't oversubscribe them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def _axis_group(ranks: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group along one axis of the mesh. Every rank makes every group, in the same order."""
+    rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+    groups = [dist.new_group(row, timeout=timeout) for row in rows]  # new_group does not inherit the world's timeout
+    return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the pipeline: its place among `count` stages and the global indices of its layers."""
+
+    index: int
+    count: int
+    layers: range
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def balanced_stages(layers: int, stages: int, layer_cost: float, first_cost: float, last_cost: float) -> list[Stage]:
+    """Cut `layers` equal layers into contiguous stages whose slowest is as fast as can be.
+
+    first_cost and last_cost are what the embedding and the head add to the ends, in the unit of layer_cost.
+    Each layer goes to the stage that is cheapest with it, earlier stages first: with equal layers this is optimal.
+    """
+    if layers < stages:
+        raise UserError(f"{layers} layers can't fill {stages} pipeline stages: use pp of at most {layers}")
+    load = [0.0] * stages
+    load[0] += first_cost
+    load[-1] += last_cost
+    counts = [0] * stages
+    for _ in range(layers):
+        cheapest = min(range(stages), key=lambda s: load[s])
+        load[cheapest] += layer_cost
+        counts[cheapest] += 1
+    ends = [sum(counts[: s + 1]) for s in range(stages)]
+    return [Stage(s, stages, range(ends[s] - counts[s], ends[s])) for s in range(stages)]

@@ -1,0 +1,82 @@
+"""Gradients in contiguous fp32 buckets, summed over the data-parallel replicas while backward still runs."""
+
+import torch
+
+from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.context import ParallelContext
+
+BUCKET_ELEMENTS = 1 << 23  # 32 MB of fp32
+
+
+class GradientBuckets:
+    """Gives every parameter a gradient that is a view of a bucket, and sums full buckets over the replicas.
+
+    Buckets are filled in the reverse of the parameters' order, roughly the order of backward. With `start(n)` a bucket
+    leaves as soon as each of its parameters has received the gradients of n backwards; `finish` waits for all.
+    The sum needs no division: the loss is already a part of the global batch's mean.
+    """
+
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], ctx: ParallelContext, bucket_elements: int = BUCKET_ELEMENTS
+    ):
+        self.ctx = ctx
+        self.buckets: list[torch.Tensor] = []
+        self.views: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.bucket_of: dict[torch.nn.Parameter, int] = {}
+        for members in _grouped(parameters[::-1], bucket_elements):
+            bucket = torch.zeros(sum(p.numel() for p in members), dtype=torch.float32, device=ctx.device)
+            for parameter, view in zip(members, bucket.split([p.numel() for p in members]), strict=True):
+                self.views[parameter] = view.view_as(parameter)
+                self.bucket_of[parameter] = len(self.buckets)
+                parameter.register_post_accumulate_grad_hook(self._received)
+            self.buckets.append(bucket)
+        self.missing: list[int] = []  # backwards that each bucket still waits for; empty when not counting
+        self.launched = 0
+        self.works: list = []
+
+    def zero(self) -> None:
+        """Zero every gradient in place, and make sure that each parameter's .grad is its view."""
+        for bucket in self.buckets:
+            bucket.zero_()
+        for parameter, view in self.views.items():
+            parameter.grad = view
+
+    def start(self, backwards: int) -> None:
+        """Zero the gradients and expect `backwards` contributions to each before it is summed over the replicas."""
+        self.zero()
+        self.missing = [0] * len(self.buckets)
+        for index in self.bucket_of.values():
+            self.missing[index] += backwards
+        self.launched = 0
+
+    def finish(self) -> None:
+        """Sum what has not left yet (parameters without a gradient hold their bucket back), and wait for all sums."""
+        self._launch(len(self.buckets))
+        self.missing = []
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+    def _received(self, parameter: torch.nn.Parameter) -> None:
+        if self.missing:
+            self.missing[self.bucket_of[parameter]] -= 1
+            full = next((i for i, missing in enumerate(self.missing) if missing), len(self.missing))
+            self._launch(full)
+
+    def _launch(self, stop: int) -> None:
+        """Start the sums of the buckets before `stop`: always in order, so that all replicas agree on it."""
+        for bucket in self.buckets[self.launched : stop]:
+            work = all_reduce(bucket, self.ctx.dp_group, async_op=True)
+            self.works += [work] if work else []
+        self.launched = max(self.launched, stop)
+
+
+def _grouped(parameters: list[torch.nn.Parameter], limit: int) -> list[list[torch.nn.Parameter]]:
+    groups, room = [], 0
+    for parameter in parameters:
+        if not groups or parameter.numel() > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(parameter)
+        room -= parameter.numel()
+    return groups

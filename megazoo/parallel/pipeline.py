@@ -1,0 +1,172 @@
+"""Runs a schedule's table on this rank: forwards, backwards, and the point-to-point traffic between stages."""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.random import derive_seed
+from megazoo.parallel.schedule import Action, Exchange, Transfer, forward_only, with_exchanges
+
+IGNORED = -100  # a target that carries no loss
+MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest one
+
+
+@dataclass
+class Output:
+    """loss: 0-dimensional fp32, or None. logits: [batch, sequence, vocabulary] on the last stage, if asked for."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a stage may need to know of a micro-batch besides the activations.
+
+    shape: (batch, sequence). input_ids and targets: int64 [batch, sequence], or None on stages that don't use them;
+    targets[b, s] is the token that position s is to predict, or -100. dropout_seed: what its dropout is drawn from.
+    """
+
+    shape: tuple[int, int]
+    input_ids: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    dropout_seed: int = 0
+
+
+def seed_dropout(batches: list[MicroBatch], seed: int, step: int, ctx: ParallelContext) -> list[MicroBatch]:
+    """The micro-batches, each with a dropout seed of its own, different in every step and data-parallel replica."""
+    seeds = [derive_seed(seed, "dropout", step, index, ctx.dp_rank) for index in range(len(batches))]
+    return [replace(batch, dropout_seed=s) for batch, s in zip(batches, seeds, strict=True)]
+
+
+def run_pipeline(
+    model, batches: list[MicroBatch], schedule=None, *, global_batch: bool = True, return_logits: bool = False
+) -> Output:
+    """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of the global batch.
+
+    model: has ctx, stages (this rank's), forward_stage(x, batch, stage), token_loss(logits, batch), output_head,
+    hidden_size and dtype. schedule: a table of `SCHEDULES`, after which each parameter's gradient holds this
+    replica's part of the gradient of that mean; None runs the forwards only. global_batch False: the mean is over
+    this replica's batch. Every rank of the world (of the replica) calls this together and gets the same
+    0-dimensional fp32 loss (None without targets); with return_logits the last stage also gets the logits.
+
+    The mean is over labelled tokens, not over micro-batches' means: with labels spread unevenly the two differ, and
+    only the first is independent of the layout.
+    """
+    ctx, last = model.ctx, model.stages[-1].last
+    replicas = ctx.dp_group if global_batch else None
+    labelled = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    if last:
+        labelled += sum((batch.targets != IGNORED).sum() for batch in batches if batch.targets is not None)
+        all_reduce(labelled, replicas)
+    table = (schedule or forward_only)(ctx.pp_rank, ctx.pp_size, len(batches))
+    run = _Run(model, batches, labelled.clamp(min=1).float(), return_logits)
+    for item in with_exchanges(table, ctx.pp_size, model.stages[-1].count):
+        if isinstance(item, Exchange):
+            run.exchange(item)
+        elif item.kind == "F":
+            run.forward(item, train=schedule is not None)
+        else:
+            run.backward(item)
+    run.finish()
+    loss = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    if last:
+        loss += sum(run.losses) if run.losses else torch.nan
+        all_reduce(loss, replicas)
+    loss = broadcast_from_stage(loss, ctx.pp_size - 1, ctx).float()
+    return Output(loss, torch.cat(run.logits) if run.logits else None)
+
+
+class _Run:
+    """The state of one pass over a table: tensors that arrived, tensors that will leave, graphs awaiting backward."""
+
+    def __init__(self, model, batches: list[MicroBatch], labelled: torch.Tensor, return_logits: bool):
+        self.model, self.ctx, self.batches, self.labelled = model, model.ctx, batches, labelled
+        self.stages = {stage.index: stage for stage in model.stages}
+        self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
+        self.leaving: dict[tuple[str, int], torch.Tensor] = {}  # by kind and micro-batch
+        self.graphs: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> input, output
+        self.open: deque = deque()
+        self.return_logits = return_logits
+        self.losses: list[torch.Tensor] = []  # of each micro-batch, its part of the mean; in double: they are summed
+        self.logits: list[torch.Tensor] = []
+
+    def forward(self, action: Action, train: bool) -> None:
+        stage, batch = self.stages[action.stage], self.batches[action.microbatch]
+        received = self._take(action)
+        x = batch.input_ids if stage.first else received.requires_grad_(train)
+        with torch.set_grad_enabled(train):
+            output = self.model.forward_stage(x, batch, stage)
+            if stage.last:
+                if self.return_logits:
+                    self.logits.append(self.model.output_head.gather_logits(output))
+                if batch.targets is not None:
+                    output = self.model.token_loss(output, batch) / self.labelled
+                    self.losses.append(output.detach().double())
+            else:
+                self.leaving["F", action.microbatch] = output.detach()
+        if train:
+            self.graphs[action.stage, action.microbatch] = (received, output)
+
+    def backward(self, action: Action) -> None:
+        received, output = self.graphs.pop((action.stage, action.microbatch))
+        gradient = self._take(action)
+        # The engine itself: torch.autograd.backward insists on an output that still has its memory.
+        torch.autograd.Variable._execution_engine.run_backward(
+            (output,), (torch.ones_like(output) if gradient is None else gradient,),
+            False, False, (), allow_unreachable=True, accumulate_grad=True,
+        )  # fmt: skip
+        if received is not None:
+            self.leaving["B", action.microbatch] = received.grad
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Start an exchange's sends and receives in one go. Nothing is waited for but exchanges long past."""
+        ops, sent = [], []
+        for transfer in exchange.receives:
+            buffer = self._buffer(transfer)
+            ops.append(dist.P2POp(dist.irecv, buffer, self.ctx.global_rank(transfer.source), self.ctx.pp_group))
+            self.arrived[transfer.consumer] = (buffer, [])
+        for transfer in exchange.sends:
+            sent.append(self.leaving.pop((transfer.consumer.kind, transfer.consumer.microbatch)).contiguous())
+            ops.append(dist.P2POp(dist.isend, sent[-1], self.ctx.global_rank(transfer.target), self.ctx.pp_group))
+        works = dist.batch_isend_irecv(ops)
+        fused = len(works) != len(ops)  # NCCL returns one work for all, gloo one for each
+        for index, transfer in enumerate(exchange.receives):
+            self.arrived[transfer.consumer] = (self.arrived[transfer.consumer][0], works if fused else [works[index]])
+        self.open.append((works if fused else works[len(exchange.receives) :], sent))
+        for transfer in exchange.sends:
+            self._release(transfer)
+        while len(self.open) > MAX_OPEN_EXCHANGES:
+            self._close_oldest()
+
+    def finish(self) -> None:
+        while self.open:
+            self._close_oldest()
+
+    def _take(self, action: Action) -> torch.Tensor | None:
+        buffer, works = self.arrived.pop(action, (None, []))
+        for work in works:
+            work.wait()
+        return buffer
+
+    def _buffer(self, transfer: Transfer) -> torch.Tensor:
+        batch = self.batches[transfer.consumer.microbatch]
+        return torch.empty(
+            *batch.shape, self.model.hidden_size, dtype=self.model.dtype, device=self.ctx.device
+        )  # the same for activations and their gradients
+
+    def _release(self, transfer: Transfer) -> None:
+        """Free an output's memory once it is on its way: backward needs its graph, not its values."""
+        kind, stage, microbatch = transfer.consumer
+        if kind == "F" and (graph := self.graphs.get((stage - 1, microbatch))):
+            output = graph[1]
+            output.data = torch.empty(1, dtype=output.dtype, device=output.device)
+
+    def _close_oldest(self) -> None:
+        works, _tensors = self.open.popleft()  # the tensors live until their sends are done
+        for work in works:
+            work.wait()

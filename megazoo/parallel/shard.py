@@ -1,0 +1,143 @@
+"""How a parameter is cut: boxes of global tensors, and values that depend on the global tensor alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.random import derive_seed
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
+TILE = 128  # rows and columns of the blocks in which initial values are drawn
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tensor whose dimension `dim` is `parts` fused one after the other, each cut evenly over the tp ranks.
+
+    A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every rank then holds
+    its share of each. A part that tp doesn't divide (the vocabulary) is cut by ceiling: the last ranks' shares are
+    shorter, and the memory that a rank has beyond its share is padding, which belongs to no box.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+
+    def local_size(self, tp_size: int) -> int:
+        """The length of `dim` in each rank's memory, padding included."""
+        return sum(-(-part // tp_size) for part in self.parts)
+
+    def cuts(self, tp_size: int, tp_rank: int) -> Iterator[tuple[int, int, int]]:
+        """(start in the global tensor, start in the rank's tensor, length) of each part that the rank holds."""
+        global_start = local_start = 0
+        for part in self.parts:
+            share = -(-part // tp_size)
+            start, stop = min(part, tp_rank * share), min(part, (tp_rank + 1) * share)
+            if stop > start:
+                yield global_start + start, local_start, stop - start
+            global_start += part
+            local_start += share
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor, and where it starts in the tensor of the one who holds it."""
+
+    box: Box
+    offset: tuple[int, ...]
+
+    def index(self, box: Box | None = None) -> tuple[slice, ...]:
+        """The index, in the holder's tensor, of `box` (a part of this piece; the whole piece by default)."""
+        pairs = zip(box or self.box, self.box, self.offset, strict=True)
+        return tuple(slice(start - own + offset, stop - own + offset) for (start, stop), (own, _), offset in pairs)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes of one tensor share, or None."""
+    box = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a parameter is, whatever the layout: its global shape, its cut, and its initial distribution.
+
+    Initial values are mean + std * N(0, 1); std 0 is the constant mean. shard None: the same on every tp rank.
+    """
+
+    shape: tuple[int, ...]
+    shard: Shard | None = None
+    mean: float = 0.0
+    std: float = 0.0
+
+    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+        """The shape of one rank's tensor, padding included."""
+        shape = list(self.shape)
+        if self.shard:
+            shape[self.shard.dim] = self.shard.local_size(tp_size)
+        return tuple(shape)
+
+    def pieces(self, tp_size: int, tp_rank: int) -> list[Piece]:
+        """The boxes of the global tensor that a rank holds. Padding is in none."""
+        whole = tuple((0, n) for n in self.shape)
+        if self.shard is None:
+            return [Piece(whole, (0,) * len(self.shape))]
+        pieces, dim = [], self.shard.dim
+        for start, local, length in self.shard.cuts(tp_size, tp_rank):
+            box = (*whole[:dim], (start, start + length), *whole[dim + 1 :])
+            pieces.append(Piece(box, tuple(local if d == dim else 0 for d in range(len(self.shape)))))
+        return pieces
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters know how they are cut. `specs` names them; it survives deepcopy, to() and to_empty().
+
+    ctx: the parallel context to live in; by default the ambient one (`with ctx:`).
+    """
+
+    def __init__(self, ctx: ParallelContext | None = None):
+        super().__init__()
+        self.ctx = ctx or current_context()
+        self.specs: dict[str, ParameterSpec] = {}
+
+    def add_parameter(self, name: str, spec: ParameterSpec) -> None:
+        """Register this rank's part of a parameter, with initial values unless it is on the meta device.
+
+        The values come from a seed drawn from torch's default generator: equal on all ranks that were seeded alike.
+        A model built by `from_config` draws them anew, from the parameter's global name.
+        """
+        self.specs[name] = spec
+        parameter = nn.Parameter(torch.empty(spec.local_shape(self.ctx.tp_size)))
+        self.register_parameter(name, parameter)
+        if not parameter.is_meta:
+            initialize(parameter, spec, self.ctx, derive_seed(torch.randint(1 << 62, ()).item()))
+
+
+@torch.no_grad()
+def initialize(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext, seed: int) -> None:
+    """Fill this rank's part of a parameter with its initial values: the same global tensor in every layout.
+
+    The global tensor is drawn in tiles of TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the
+    tiles that its boxes touch, one tile of scratch at a time, on the CPU whatever the device.
+    """
+    parameter.zero_()
+    generator = torch.Generator()
+    for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
+        view = parameter[piece.index()]
+        if spec.std == 0:
+            view.fill_(spec.mean)
+            continue
+        rows, columns = piece.box if len(piece.box) == 2 else (piece.box[0], (0, 1))
+        view = view.view(rows[1] - rows[0], columns[1] - columns[0]) if view.dim() == 1 else view
+        height, width = spec.shape if len(spec.shape) == 2 else (spec.shape[0], 1)
+        for top in range(rows[0] // TILE * TILE, rows[1], TILE):
+            for left in range(columns[0] // TILE * TILE, columns[1], TILE):
+                tile_box = ((top, min(top + TILE, height)), (left, min(left + TILE, width)))
+                tile = Piece(tile_box, (0, 0))
+                values = torch.empty([stop - start for start, stop in tile_box])
+                generator.manual_seed(derive_seed(seed, top, left))
+                values.normal_(spec.mean, spec.std, generator=generator)
+                shared = overlap(tile_box, (rows, columns))
+                view[Piece((rows, columns), (0, 0)).index(shared)] = values[tile.index(shared)].to(view.dtype)

@@ -1,0 +1,23 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="megazoo",
+    version="0.1.0",
+    description="GPT-2, LLaMA and MPT from tensor-parallel layers, built stage by stage, the same in every layout",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megazoo", "megazoo.*"]),
+    install_requires=[
+        "torch>=2.11",
+        "numpy",
+        "safetensors>=0.5",
+        "sentencepiece",
+        "tiktoken",
+        "einops>=0.8",
+        "tyro>=0.9",
+    ],
+    extras_require={
+        "plots": ["matplotlib"],
+        "test": ["pytest>=8", "pytest-timeout", "ruff", "transformers>=5"],
+    },
+)

@@ -1,0 +1,68 @@
+"""What several tests share: tiny models, batches with unevenly masked labels, and a training run in any layout."""
+
+import torch
+
+import megazoo
+from megazoo.models.gpt2 import GPT2Config
+
+# Five layers so that stages are uneven; 61 tokens so that neither 2 nor 4 divides the vocabulary.
+TINY = dict(vocab_size=61, max_positions=16, hidden_size=32, layers=5, heads=4)
+NO_DROPOUT = dict(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
+GLOBAL_BATCH = 8
+CLIP = 0.2
+
+
+def tiny_config(tied: bool = True, dropout: float = 0.0, **overrides) -> GPT2Config:
+    rates = dict.fromkeys(NO_DROPOUT, dropout)
+    return GPT2Config(**{**TINY, **rates, "tie_embeddings": tied, **overrides})
+
+
+def make_batch(step: int, batch: int = GLOBAL_BATCH, sequence: int = 16, vocab: int = 61):
+    """Token ids and targets; row r keeps roughly r + 1 of every 8 labels, so that micro-batches differ widely."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, vocab, (batch, sequence + 1), generator=generator)
+    keep = torch.rand(batch, sequence, generator=generator) < torch.arange(1, batch + 1)[:, None] / batch
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(~keep, -100)
+
+
+def replica_rows(tensor, ctx):
+    """The rows of a global batch that belong to this rank's replica."""
+    return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
+
+
+def context(tp=1, pp=1, dp=1):
+    return megazoo.ParallelContext.from_torch(tp, pp, dp, device="cpu")
+
+
+def randomize(model, seed=7):
+    """Give biases and norms random values too, the same in every layout, so that zeros hide nothing."""
+    from dataclasses import replace
+
+    from megazoo.parallel.random import derive_seed
+    from megazoo.parallel.shard import initialize
+
+    for entry in model.entries():
+        if entry.spec.std == 0:
+            initialize(entry.parameter, replace(entry.spec, std=0.1), model.ctx, derive_seed(seed, entry.name))
+    return model
+
+
+def train(config, layout: dict, steps: int = 20, micro_batch: int = 2, schedule: str = "1f1b", **optimizer):
+    """Train on the same global batches in any layout; returns [(loss, gradient norm)] of every step."""
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(config, ctx, seed=3))
+    opt = megazoo.optim.AdamW(model, **{"lr": 1e-3, "clip_grad": CLIP, **optimizer})
+    history = []
+    for step in range(steps):
+        ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
+        loss = model.train_batch(
+            ids, targets=targets, num_microbatches=len(ids) // micro_batch, schedule=schedule, step=step
+        )
+        history.append((loss.item(), opt.step().item()))
+    return history
+
+
+def worst_relative(a, b) -> float:
+    """The largest |x - y| / |y| over two nested lists of numbers."""
+    a, b = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    return ((a - b).abs() / b.abs()).max().item()
