@@ -93,7 +93,8 @@ def _serve(pipe) -> None:
             store = dist.FileStore(store, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
             answer = function(*args, **kwargs), None
-            dist.destroy_process_group()
+            if dist.is_initialized():  # a whole program may have ended it itself
+                dist.destroy_process_group()
         except BaseException:
             answer = None, traceback.format_exc()
         pipe.send(answer)

@@ -1,5 +1,7 @@
 """One result in every layout: losses, gradient norms and gradients against one process."""
 
+from unittest import mock
+
 import pytest
 from helpers import CLIP, tiny_config, train, worst_relative
 
@@ -29,3 +31,44 @@ def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
     assert all(history == histories[0] for history in histories), "ranks disagree"
     assert worst_relative(histories[0], expected) < 1e-5
     assert all(norm > CLIP for _, norm in expected), "clipping was not active"
+
+
+def train_without(what, config, layout, steps=3):
+    with without(what):
+        return train(config, layout, steps)
+
+
+def without(what):
+    """Take one all-reduce out."""
+    target, replacement = {
+        "copy": ("megazoo.parallel.collectives.copy_to_tensor_parallel", lambda x, ctx: x),
+        "reduce": ("megazoo.parallel.collectives.reduce_from_tensor_parallel", lambda x, ctx: x),
+        "cross-entropy": ("megazoo.layers.cross_entropy.collectives.all_reduce", lambda *_, **__: None),
+        "tied gradient": ("megazoo.models.base.sum_between_stages", lambda *_: None),
+        "norm": ("megazoo.optim.all_reduce", lambda *_: None),
+        "data parallel": ("megazoo.parallel.data_parallel.all_reduce", lambda *_, **__: None),
+        "loss and label count": ("megazoo.parallel.pipeline.all_reduce", lambda *_: None),
+    }[what]
+    return mock.patch(target, replacement)
+
+
+@pytest.mark.parametrize(
+    ("what", "layout"),
+    [
+        ("copy", {"tp": 2}),
+        ("reduce", {"tp": 2}),
+        ("cross-entropy", {"tp": 2}),
+        ("tied gradient", {"pp": 2}),
+        ("norm", {"tp": 2}),
+        ("norm", {"pp": 2}),
+        ("data parallel", {"dp": 2}),
+        ("loss and label count", {"dp": 2}),
+    ],
+)
+def test_taking_out_an_all_reduce_is_noticed(ranks, what, layout):
+    """The check above fails for each, in three steps: no all-reduce is there for nothing."""
+    config = tiny_config(tied=True)
+    expected = train(config, {}, steps=3, micro_batch=8)
+    with_all, lacking = ranks(train, 2, config, layout, 3), ranks(train_without, 2, what, config, layout)
+    assert worst_relative(with_all[0], expected) < 1e-5
+    assert worst_relative(lacking[0], expected) > 1e-4

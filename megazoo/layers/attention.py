@@ -14,7 +14,7 @@ class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention: fused QKV, scaled dot product, output projection.
 
     Args:
-        hidden_size, heads: sizes over all tp ranks; tp must divide heads.
+        hidden_size, heads: sizes over all tp ranks; where tp doesn't divide the heads, the first ranks have one more.
         dropout: probability on the attention weights.
         bias: biases on both projections.
         std, output_std: standard deviations of the initial weights of the two projections.
@@ -38,7 +38,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.qkv = QKVParallelLinear(hidden_size, heads, bias=bias, std=std, ctx=ctx)
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
-        self.output = RowParallelLinear(hidden_size, hidden_size, bias, std=output_std, ctx=ctx)
+        self.output = RowParallelLinear(
+            hidden_size, hidden_size, bias, unit=self.qkv.head_size, std=output_std, ctx=ctx
+        )
 
     def forward(self, x: torch.Tensor, seed: int = 0) -> torch.Tensor:
         q, k, v = self.qkv(x)  # each [batch, this rank's heads, sequence, head size]

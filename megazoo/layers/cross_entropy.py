@@ -15,17 +15,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, start, group, ignore_index):
         rows = logits.shape[-1]
-        peak = logits.new_full(targets.shape, -torch.inf) if rows == 0 else logits.amax(dim=-1)
+        peak = logits.amax(dim=-1)
         collectives.all_reduce(peak, group, op=dist.ReduceOp.MAX)  # before the exponential, on every rank alike
         sums = torch.zeros(2, len(targets), dtype=torch.float32, device=logits.device)
         local = targets - start
         here = (local >= 0) & (local < rows) & (targets != ignore_index)
         local = local.masked_fill(~here, 0)
-        if rows:
-            for part in _chunks(logits):
-                sums[0, part] = (logits[part].float() - peak[part, None].float()).exp_().sum(dim=-1)
-            found = logits.gather(-1, local[:, None])[:, 0].float() - peak.float()
-            sums[1] = found.masked_fill(~here, 0)
+        for part in _chunks(logits):
+            sums[0, part] = (logits[part].float() - peak[part, None].float()).exp_().sum(dim=-1)
+        sums[1] = (logits.gather(-1, local[:, None])[:, 0].float() - peak.float()).masked_fill(~here, 0)
         collectives.all_reduce(sums, group)
         log_sum = sums[0].log()
         ctx.save_for_backward(logits, local, here, log_sum + peak.float(), targets == ignore_index)
@@ -36,11 +34,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits, local, here, log_normaliser, ignored = ctx.saved_tensors
         grad_output = grad_output.float().masked_fill(ignored, 0)
         grad = torch.empty_like(logits)
-        if logits.shape[-1]:
-            for part in _chunks(logits):
-                probabilities = (logits[part].float() - log_normaliser[part, None]).exp_()
-                probabilities.scatter_add_(-1, local[part, None], -here[part, None].float())
-                grad[part] = probabilities.mul_(grad_output[part, None]).to(grad.dtype)
+        for part in _chunks(logits):
+            probabilities = (logits[part].float() - log_normaliser[part, None]).exp_()
+            probabilities.scatter_add_(-1, local[part, None], -here[part, None].float())
+            grad[part] = probabilities.mul_(grad_output[part, None]).to(grad.dtype)
         return grad, None, None, None, None
 
 
@@ -55,7 +52,7 @@ def vocab_parallel_cross_entropy(
     """The loss of every token, in nats, without gathering the logits.
 
     Args:
-        logits: [tokens, this rank's part of the vocabulary], any floating dtype; no padding columns.
+        logits: [tokens, this rank's part of the vocabulary], any floating dtype.
         targets: int64 [tokens], global token ids, the same on every tp rank; ignore_index carries no loss.
         vocab_start: the token id of this rank's first column.
         ctx: parallel context; the ambient one by default.

@@ -3,36 +3,36 @@
 import torch
 import torch.nn.functional as F
 
+from megazoo.errors import UserError
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
 
 
 class _VocabParallel(ShardedModule):
-    """A [vocabulary, hidden] matrix, its rows cut over tp: rank r holds rows [start, start + rows).
+    """A [vocabulary, hidden] matrix, its rows cut over tp: rank r holds the tokens [start, start + rows).
 
-    The cut is by ceiling, so that tp need not divide the vocabulary: the padding rows behind the last true one are
-    zero, never looked up and never part of the logits.
+    tp need not divide the vocabulary: the first ranks hold one token more. There is no padding, so none has to be
+    masked in the loss, kept out of sampling, or stripped from a checkpoint.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, std: float = 0.02, ctx: ParallelContext | None = None):
         super().__init__(ctx)
-        self.vocab_size = vocab_size
+        tp_size, tp_rank = self.ctx.tp_size, self.ctx.tp_rank
+        if vocab_size < tp_size:
+            raise UserError(f"a vocabulary of {vocab_size} can't be cut over tp {tp_size}")
         shard = Shard(0, (vocab_size,))
         self.add_parameter("weight", ParameterSpec((vocab_size, hidden_size), shard, std=std))
-        cuts = list(shard.cuts(self.ctx.tp_size, self.ctx.tp_rank))
-        self.start, _, self.rows = cuts[0] if cuts else (vocab_size, 0, 0)
+        ((self.start, _, self.rows),) = shard.cuts(tp_size, tp_rank)
+        self.sizes = [shard.local_sizes(tp_size, rank)[0] for rank in range(tp_size)]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's logits: [..., hidden] -> [..., rows], for the tokens from `start` on."""
-        weight = self.weight if self.rows == len(self.weight) else self.weight[: self.rows]
-        return F.linear(collectives.copy_to_tensor_parallel(x, self.ctx), weight)
+        return F.linear(collectives.copy_to_tensor_parallel(x, self.ctx), self.weight)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""
-        padding = len(self.weight) - logits.shape[-1]
-        padded = F.pad(logits, (0, padding)) if padding else logits
-        return collectives.gather_from_tensor_parallel(padded, self.ctx)[..., : self.vocab_size]
+        return collectives.gather_from_tensor_parallel(logits, self.ctx, self.sizes)
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -61,7 +61,7 @@ class VocabParallelEmbedding(_VocabParallel):
 class VocabParallelHead(_VocabParallel):
     """Untied output head, no bias: [..., hidden_size] -> this rank's logits (see `gather_logits`).
 
-    Args, cut and padding as in VocabParallelEmbedding.
+    Args and cut as in VocabParallelEmbedding.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ class ColumnParallelLinear(ShardedModule):
         out_features: outputs in all; a tuple for fused projections, e.g. (gate, up): every rank then holds its share
             of each part, one after the other.
         bias: add a bias, cut like the outputs.
+        unit: cut between groups of this many features (a head), whose number tp need not divide; 1 must be divided.
         gather_output: return all outputs on every rank instead of this rank's (one part only).
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
@@ -33,26 +34,29 @@ class ColumnParallelLinear(ShardedModule):
         out_features: int | tuple[int, ...],
         bias: bool = True,
         *,
+        unit: int = 1,
         gather_output: bool = False,
         std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
         parts = out_features if isinstance(out_features, tuple) else (out_features,)
+        shard = Shard(0, parts, unit)
         for part in parts:
-            _check_divisible("outputs", part, self.ctx)
+            _check_cut("outputs", part, unit, self.ctx)
         if gather_output and len(parts) > 1:
             raise UserError(f"gather_output would interleave the {len(parts)} fused parts: gather them one by one")
         self.gather_output = gather_output
-        self.add_parameter("weight", ParameterSpec((sum(parts), in_features), Shard(0, parts), std=std))
+        self.sizes = [sum(shard.local_sizes(self.ctx.tp_size, rank)) for rank in range(self.ctx.tp_size)]
+        self.add_parameter("weight", ParameterSpec((sum(parts), in_features), shard, std=std))
         if bias:
-            self.add_parameter("bias", ParameterSpec((sum(parts),), Shard(0, parts)))
+            self.add_parameter("bias", ParameterSpec((sum(parts),), shard))
         else:
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.linear(collectives.copy_to_tensor_parallel(x, self.ctx), self.weight, self.bias)
-        return collectives.gather_from_tensor_parallel(y, self.ctx) if self.gather_output else y
+        return collectives.gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
 class RowParallelLinear(ShardedModule):
@@ -62,6 +66,7 @@ class RowParallelLinear(ShardedModule):
         in_features: inputs in all, over the tp ranks together.
         out_features: size of y's last dimension, the same on every rank.
         bias: add a bias, once, after the sum; every rank holds all of it.
+        unit: cut between groups of this many inputs (a head), whose number tp need not divide; 1 must be divided.
         input_is_parallel: x is this rank's part already (what a ColumnParallelLinear returns); else x is cut here.
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
@@ -77,14 +82,17 @@ class RowParallelLinear(ShardedModule):
         out_features: int,
         bias: bool = True,
         *,
+        unit: int = 1,
         input_is_parallel: bool = True,
         std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
-        _check_divisible("inputs", in_features, self.ctx)
+        _check_cut("inputs", in_features, unit, self.ctx)
         self.input_is_parallel = input_is_parallel
-        self.add_parameter("weight", ParameterSpec((out_features, in_features), Shard(1, (in_features,)), std=std))
+        shard = Shard(1, (in_features,), unit)
+        self.sizes = [sum(shard.local_sizes(self.ctx.tp_size, rank)) for rank in range(self.ctx.tp_size)]
+        self.add_parameter("weight", ParameterSpec((out_features, in_features), shard, std=std))
         if bias:
             self.add_parameter("bias", ParameterSpec((out_features,)))
         else:
@@ -92,7 +100,7 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.input_is_parallel:
-            x = collectives.scatter_to_tensor_parallel(x, self.ctx)
+            x = collectives.scatter_to_tensor_parallel(x, self.ctx, self.sizes)
         y = collectives.reduce_from_tensor_parallel(F.linear(x, self.weight), self.ctx)
         return y if self.bias is None else y + self.bias
 
@@ -106,9 +114,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         head_size: features of one head; hidden_size / heads by default.
         bias, std, ctx: as in ColumnParallelLinear.
 
-    Shapes: [batch, sequence, hidden] -> q [batch, heads / tp, sequence, head_size], and k and v likewise.
-    The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three.
-    Errors: UserError if tp does not divide the heads, or the heads don't divide hidden_size.
+    Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k and v likewise.
+    The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three. Where
+    tp doesn't divide the heads, the first ranks hold one more.
+    Errors: UserError if tp exceeds the heads, or the heads don't divide hidden_size.
     """
 
     def __init__(
@@ -127,10 +136,8 @@ class QKVParallelLinear(ColumnParallelLinear):
             raise UserError(f"{heads} heads don't divide a hidden size of {hidden_size}")
         self.head_size = head_size or hidden_size // heads
         parts = tuple(n * self.head_size for n in (heads, kv_heads, kv_heads))
-        super().__init__(hidden_size, parts, bias, std=std, ctx=ctx)
-        for n in (heads, kv_heads):
-            _check_divisible("attention heads", n, self.ctx)
-        self.local_parts = [part // self.ctx.tp_size for part in parts]
+        super().__init__(hidden_size, parts, bias, unit=self.head_size, std=std, ctx=ctx)
+        self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         parts = super().forward(x).split(self.local_parts, dim=-1)
@@ -138,6 +145,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         return q, k, v
 
 
-def _check_divisible(what: str, count: int, ctx: ParallelContext) -> None:
-    if count % ctx.tp_size:
-        raise UserError(f"{count} {what} don't divide over tp {ctx.tp_size}")
+def _check_cut(what: str, count: int, unit: int, ctx: ParallelContext) -> None:
+    if count % unit:
+        raise UserError(f"{count} {what} are not whole units of {unit}")
+    if count // unit < ctx.tp_size or (unit == 1 and count % ctx.tp_size):
+        raise UserError(f"{count // unit} {what if unit == 1 else 'heads'} don't divide over tp {ctx.tp_size}")

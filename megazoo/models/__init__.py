@@ -37,6 +37,12 @@ def config_from_dict(family: str, values: dict):
     return cls(**values)
 
 
+def parameter_count(config) -> int:
+    """The number of parameters of the whole model; a tied head counts once."""
+    model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def from_config(
     config, ctx: ParallelContext | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Model:

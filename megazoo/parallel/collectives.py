@@ -3,6 +3,7 @@ backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section 3)."""
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megazoo.parallel.context import ParallelContext
 
@@ -14,13 +15,12 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
-def all_gather_last_dim(tensor: torch.Tensor, group) -> torch.Tensor:
-    """Concatenate every rank's equally shaped `tensor` along the last dimension, in the order of the ranks."""
-    if group is None or group.size() == 1:
-        return tensor
-    gathered = tensor.new_empty(group.size(), *tensor.shape)
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
-    return torch.cat(gathered.unbind(0), dim=-1)
+def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
+    """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it."""
+    padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()  # ranks must send equal shapes
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
 def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
@@ -87,24 +87,24 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
 
 class _GatherFromTensorParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_gather_last_dim(x, group)
+    def forward(ctx, x, group, sizes):
+        ctx.group, ctx.sizes = group, sizes
+        return all_gather_last_dim(x, group, sizes)
 
     @staticmethod
     def backward(ctx, grad):  # what follows a gather is the same on every rank, so each keeps its own part
-        return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
+        return grad.split(ctx.sizes, dim=-1)[ctx.group.rank()].contiguous(), None, None
 
 
 class _ScatterToTensorParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.chunk(group.size(), dim=-1)[group.rank()].contiguous()
+    def forward(ctx, x, group, sizes):
+        ctx.group, ctx.sizes = group, sizes
+        return x.split(sizes, dim=-1)[group.rank()].contiguous()
 
     @staticmethod
     def backward(ctx, grad):
-        return all_gather_last_dim(grad, ctx.group), None
+        return all_gather_last_dim(grad, ctx.group, ctx.sizes), None, None
 
 
 def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
@@ -117,11 +117,11 @@ def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.
     return _ReduceFromTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
-def gather_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Concatenate the last dimension over the tensor-parallel ranks; each rank's gradient is its own part."""
-    return _GatherFromTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
+def gather_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
+    """Concatenate the last dimension over the ranks, which have `sizes` of it; each rank's gradient is its own part."""
+    return _GatherFromTensorParallel.apply(x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
 
 
-def scatter_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Keep this rank's part of the last dimension; the gradient is gathered from all parts."""
-    return _ScatterToTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
+def scatter_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
+    """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all parts."""
+    return _ScatterToTensorParallel.apply(x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x

@@ -1,6 +1,5 @@
 """How a parameter is cut: boxes of global tensors, and values that depend on the global tensor alone."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,30 +14,32 @@ TILE = 128  # rows and columns of the blocks in which initial values are drawn
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor whose dimension `dim` is `parts` fused one after the other, each cut evenly over the tp ranks.
+    """A tensor whose dimension `dim` is `parts` fused one after the other, each cut over the tp ranks.
 
     A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every rank then holds
-    its share of each. A part that tp doesn't divide (the vocabulary) is cut by ceiling: the last ranks' shares are
-    shorter, and the memory that a rank has beyond its share is padding, which belongs to no box.
+    its share of each. A part is cut between units of `unit` features (a head, say); where tp doesn't divide their
+    number, the first ranks hold one unit more. So nothing is ever padded: the vocabulary is cut like anything else.
     """
 
     dim: int
     parts: tuple[int, ...]
+    unit: int = 1
 
-    def local_size(self, tp_size: int) -> int:
-        """The length of `dim` in each rank's memory, padding included."""
-        return sum(-(-part // tp_size) for part in self.parts)
-
-    def cuts(self, tp_size: int, tp_rank: int) -> Iterator[tuple[int, int, int]]:
-        """(start in the global tensor, start in the rank's tensor, length) of each part that the rank holds."""
-        global_start = local_start = 0
+    def cuts(self, tp_size: int, tp_rank: int) -> list[tuple[int, int, int]]:
+        """(start in the global tensor, start in the rank's tensor, length) of the rank's share of each part."""
+        cuts, global_start, local_start = [], 0, 0
         for part in self.parts:
-            share = -(-part // tp_size)
-            start, stop = min(part, tp_rank * share), min(part, (tp_rank + 1) * share)
-            if stop > start:
-                yield global_start + start, local_start, stop - start
+            each, more = divmod(part // self.unit, tp_size)
+            start = (tp_rank * each + min(tp_rank, more)) * self.unit
+            length = (each + (tp_rank < more)) * self.unit
+            cuts.append((global_start + start, local_start, length))
             global_start += part
-            local_start += share
+            local_start += length
+        return cuts
+
+    def local_sizes(self, tp_size: int, tp_rank: int) -> list[int]:
+        """The lengths of the rank's shares of the parts."""
+        return [length for _, _, length in self.cuts(tp_size, tp_rank)]
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,15 @@ class ParameterSpec:
     mean: float = 0.0
     std: float = 0.0
 
-    def local_shape(self, tp_size: int) -> tuple[int, ...]:
-        """The shape of one rank's tensor, padding included."""
+    def local_shape(self, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+        """The shape of one rank's tensor."""
         shape = list(self.shape)
         if self.shard:
-            shape[self.shard.dim] = self.shard.local_size(tp_size)
+            shape[self.shard.dim] = sum(self.shard.local_sizes(tp_size, tp_rank))
         return tuple(shape)
 
     def pieces(self, tp_size: int, tp_rank: int) -> list[Piece]:
-        """The boxes of the global tensor that a rank holds. Padding is in none."""
+        """The boxes of the global tensor that a rank holds, and where they lie in its own."""
         whole = tuple((0, n) for n in self.shape)
         if self.shard is None:
             return [Piece(whole, (0,) * len(self.shape))]
@@ -109,7 +110,7 @@ class ShardedModule(nn.Module):
         A model built by `from_config` draws them anew, from the parameter's global name.
         """
         self.specs[name] = spec
-        parameter = nn.Parameter(torch.empty(spec.local_shape(self.ctx.tp_size)))
+        parameter = nn.Parameter(torch.empty(spec.local_shape(self.ctx.tp_size, self.ctx.tp_rank)))
         self.register_parameter(name, parameter)
         if not parameter.is_meta:
             initialize(parameter, spec, self.ctx, derive_seed(torch.randint(1 << 62, ()).item()))
@@ -122,7 +123,6 @@ def initialize(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContex
     The global tensor is drawn in tiles of TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the
     tiles that its boxes touch, one tile of scratch at a time, on the CPU whatever the device.
     """
-    parameter.zero_()
     generator = torch.Generator()
     for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
         view = parameter[piece.index()]

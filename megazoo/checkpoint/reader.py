@@ -1,0 +1,73 @@
+"""Reads boxes of global tensors from a checkpoint of any layout."""
+
+import json
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from megazoo.checkpoint.format import DTYPES, FORMAT_VERSION, MANIFEST, TRAINER, find_checkpoint
+from megazoo.errors import UserError
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import ParameterSpec, Shard, overlap
+
+
+def describe(spec: ParameterSpec, dtype: torch.dtype, file: str) -> dict:
+    """A tensor's line in the manifest. file: its file's name, with {tp} where the rank's number stands."""
+    shard = asdict(spec.shard) if spec.shard else None
+    return {"shape": list(spec.shape), "dtype": DTYPES[dtype], "shard": shard, "file": file}
+
+
+class Checkpoint:
+    """One step on disk, seen as named global tensors of which any box can be read.
+
+    path: the step's directory, or the one above for the latest. Raises UserError if it is none, or not ours to read.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = find_checkpoint(path)
+        try:
+            self.manifest = json.loads((self.path / MANIFEST).read_text())
+            version, self.layout = self.manifest["format"], self.manifest["layout"]
+            self.family, self.config, self.tensors = (self.manifest[key] for key in ("family", "config", "tensors"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.path / MANIFEST} is not a manifest: {error!r}") from error
+        if version != FORMAT_VERSION:
+            raise UserError(f"{self.path} has format {version}; this megazoo reads {FORMAT_VERSION}: upgrade megazoo")
+        self._open_files: dict[str, safe_open] = {}
+
+    @cached_property
+    def trainer(self) -> dict:
+        """What the training program saved beside the tensors; empty if there is none."""
+        file = self.path / TRAINER
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    def read_into(self, name: str, destination: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext) -> None:
+        """Fill a rank's part of the global tensor `name`; only the bytes that it owns are read."""
+        if name not in self.tensors:
+            raise UserError(f"{self.path} has no tensor {name}")
+        stored = self.tensors[name]
+        if tuple(stored["shape"]) != spec.shape:
+            raise UserError(f"{self.path}: {name} has shape {stored['shape']}, the model's is {list(spec.shape)}")
+        shard = stored["shard"] and Shard(**{**stored["shard"], "parts": tuple(stored["shard"]["parts"])})
+        stored_spec = ParameterSpec(spec.shape, shard)
+        writers = self.layout["tp"] if shard else 1
+        for wanted in spec.pieces(ctx.tp_size, ctx.tp_rank):
+            for tp in range(writers):
+                for piece in stored_spec.pieces(writers, tp):
+                    shared = overlap(wanted.box, piece.box)
+                    if shared:
+                        file = self._file(stored["file"].format(tp=tp))
+                        destination[wanted.index(shared)] = file.get_slice(name)[piece.index(shared)].to(
+                            destination.device, destination.dtype
+                        )
+
+    def _file(self, name: str):
+        if name not in self._open_files:
+            try:
+                self._open_files[name] = safe_open(self.path / name, framework="pt")
+            except Exception as error:  # safetensors raises its own type for a broken file, OSError for a missing one
+                raise UserError(f"{self.path / name} can't be read: {error}", exit_code=1) from error
+        return self._open_files[name]

@@ -1,0 +1,292 @@
+"""The settings of the training program: one set of dataclasses makes the flags, their help and the TOML keys."""
+
+import contextlib
+import io
+import math
+import re
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from megazoo.errors import UserError, nearest
+
+# The fields' docstrings are the flags' help.
+
+
+@dataclass
+class ModelOptions:
+    """What is trained. Sizes that are left out are the preset's."""
+
+    model: str | None = None
+    """Family: gpt2. Without a preset this is the family's tiny model (default: gpt2)."""
+    preset: str | None = None
+    """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl), gpt3-175b."""
+    hidden_size: int | None = None
+    """Features of a token."""
+    layers: int | None = None
+    """Transformer blocks."""
+    heads: int | None = None
+    """Attention heads; tp must divide them."""
+    ffn_size: int | None = None
+    """Inner features of the MLP (4 x hidden-size)."""
+    vocab_size: int | None = None
+    """Size of the vocabulary; tp need not divide it."""
+    max_positions: int | None = None
+    """Longest sequence that the model has positions for."""
+    dropout: float | None = None
+    """Probability, in all three places: embeddings, attention weights, residual branches."""
+    tie_embeddings: bool | None = None
+    """Whether the output head is the embedding."""
+
+
+@dataclass
+class ParallelOptions:
+    """How ranks share the work. The data-parallel size is what remains: world / (tp x pp)."""
+
+    tp: int = 1
+    """Tensor-parallel size: ranks that share each layer."""
+    pp: int = 1
+    """Pipeline-parallel size: stages that the layers are cut into."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of the pipeline's forwards and backwards."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where to run (default: cuda if each rank of the machine can have a device, else cpu)."""
+
+
+@dataclass
+class TrainingOptions:
+    """How long and on how much at once."""
+
+    steps: int = 800
+    """Optimizer steps in all, those before a resume included."""
+    global_batch_size: int = 16
+    """Sequences a step, over all replicas and micro-batches."""
+    micro_batch_size: int = 4
+    """Sequences that a pipeline stage handles at once."""
+    seq_length: int = 128
+    """Tokens of a sequence."""
+    seed: int = 1234
+    """Of the initial weights, the order of samples and the dropout: the same run in any layout."""
+
+
+@dataclass
+class OptimizerOptions:
+    """AdamW, its learning rate and clipping."""
+
+    lr: float = 4e-3
+    """Largest learning rate."""
+    min_lr: float = 4e-4
+    """Learning rate at the last step."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
+    warmup_steps: int = 50
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.1
+    """Decoupled; biases and norms have none."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+
+@dataclass
+class DataOptions:
+    """What it is trained on."""
+
+    data: str = "stdlib"
+    """The corpus: stdlib is the text of this machine's Python standard library, about 12 MB."""
+    split: str = "95,5"
+    """Shares of the documents for training and validation."""
+    tokenizer: str = "byte"
+    """byte: a token is a byte, and one more ends a document."""
+
+
+@dataclass
+class CheckpointOptions:
+    """What is kept. Checkpoints load in any layout."""
+
+    save: Path | None = None
+    """Directory for checkpoints; one is written at the end, too."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    load: Path | None = None
+    """Go on from a checkpoint: a directory of --save, or one step in it."""
+
+
+@dataclass
+class LoggingOptions:
+    """What is told."""
+
+    log_interval: int = 10
+    """Steps between lines on the terminal."""
+    eval_interval: int = 100
+    """Steps between evaluations; 0: only at the end."""
+    eval_steps: int = 20
+    """Batches of an evaluation; 0: never evaluate."""
+    metrics: Path | None = None
+    """File that gets one JSON object a step, appended."""
+
+
+@dataclass
+class Options:
+    """Settings by group; flags and TOML keys leave the group out."""
+
+    model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
+    parallel: tyro.conf.OmitArgPrefixes[ParallelOptions] = field(default_factory=ParallelOptions)
+    training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = field(default_factory=OptimizerOptions)
+    data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
+    checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(default_factory=CheckpointOptions)
+    logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
+    config: Path | None = None
+    """TOML file of settings: keys are the flags' names with underscores. The command line wins."""
+
+
+def groups_of(options: Options) -> list:
+    """The groups of settings, in the order of the help."""
+    return [getattr(options, f.name) for f in fields(options) if f.name != "config"]
+
+
+def parse_options(arguments: list[str], description: str) -> Options:
+    """The options of a command line, over those of the TOML file that its --config names.
+
+    Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag, key or file, or a value
+    of the wrong type.
+    """
+    known = {f.name: getattr(group, f.name) for group in groups_of(Options()) for f in fields(group)}
+    flags = {"--" + key.replace("_", "-") for key in [*known, "config", "help"]}
+    for argument in arguments:
+        flag = re.sub("=.*", "", argument).replace("_", "-")
+        if flag.startswith("--") and flag not in flags and flag.replace("--no-", "--") not in flags:
+            raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
+    file = _value_of("--config", arguments)
+    options = _run_tyro(_toml_arguments(file, known) + arguments if file else arguments, description)
+    _check_values(options)
+    return options
+
+
+def model_config(options: ModelOptions, checkpoint=None):
+    """The family's config that the options describe; with a checkpoint its own, which the options may not contradict.
+
+    checkpoint: a `Checkpoint`, or None. Only the dropout may differ from it.
+    """
+    from megazoo.models import config_from_dict, find_config
+
+    given = {f.name: getattr(options, f.name) for f in fields(options)}
+    name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
+    sizes = {key: value for key, value in given.items() if value is not None}
+    saved = checkpoint and config_from_dict(checkpoint.family, checkpoint.config)
+    base = find_config(preset or name or "gpt2") if preset or name or not saved else saved
+    if name and preset and type(find_config(name)) is not type(base):
+        raise UserError(f"preset {preset} is not of the family {name}")
+    if "hidden_size" in sizes and base.ffn_size == 4 * base.hidden_size:
+        sizes.setdefault("ffn_size", 4 * sizes["hidden_size"])
+    rates = [f.name for f in fields(base) if f.name.endswith("dropout")]
+    config = replace(base, **sizes, **(dict.fromkeys(rates, dropout) if dropout is not None else {}))
+    for f in fields(config) if saved else ():
+        if f.name not in rates and getattr(config, f.name) != getattr(saved, f.name):
+            ours, theirs = getattr(config, f.name), getattr(saved, f.name)
+            raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {checkpoint.path}")
+    return config
+
+
+def check_run(options: Options, model, config, tokenizer, dp: int, first_step: int = 0) -> None:
+    """Raise UserError if the run can't be: sizes that don't divide or don't fit, with what would.
+
+    model: the family's class. dp: the data-parallel size. first_step: the step of the checkpoint.
+    """
+    training, parallel = options.training, options.parallel
+    model.check(config, parallel.tp, parallel.pp)
+    unit = training.micro_batch_size * dp
+    if training.global_batch_size % unit:
+        below, above = training.global_batch_size // unit * unit, -(-training.global_batch_size // unit) * unit
+        raise UserError(
+            f"global-batch-size {training.global_batch_size} is not a multiple of micro-batch-size "
+            f"{training.micro_batch_size} x dp {dp} = {unit}: use {f'{below} or ' if below else ''}{above}"
+        )
+    if training.seq_length > config.max_positions:
+        raise UserError(
+            f"seq-length {training.seq_length} exceeds the model's max-positions {config.max_positions}: "
+            f"use at most that, or a larger --max-positions"
+        )
+    if config.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"vocab-size {config.vocab_size} is smaller than the {tokenizer.vocab_size} of the tokenizer "
+            f"{options.data.tokenizer}"
+        )
+    save, metrics, load = options.checkpoint.save, options.logging.metrics, options.checkpoint.load
+    if save and save.exists() and not save.is_dir():
+        raise UserError(f"--save {save} is not a directory")
+    if metrics and metrics.is_dir():
+        raise UserError(f"--metrics {metrics} is a directory")
+    if first_step >= training.steps:
+        raise UserError(f"--load {load} is at step {first_step} already: --steps {training.steps} leaves nothing to do")
+
+
+def _check_values(options: Options) -> None:
+    positive = ("tp", "pp", "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
+    positive += ("hidden_size", "layers", "heads", "ffn_size", "vocab_size", "max_positions")
+    fractions = ("dropout", "beta1", "beta2")
+    for group in groups_of(options):
+        for f in fields(group):
+            value, flag = getattr(group, f.name), f.name.replace("_", "-")
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            if f.name in positive and value < 1:
+                raise UserError(f"{flag} {value} must be at least 1")
+            if not math.isfinite(value) or value < 0:
+                raise UserError(f"{flag} {value} must be 0 or more")
+            if f.name in fractions and value >= 1:
+                raise UserError(f"{flag} {value} must be below 1")
+    if options.optimizer.min_lr > options.optimizer.lr:
+        raise UserError(f"min-lr {options.optimizer.min_lr} exceeds lr {options.optimizer.lr}")
+
+
+def _value_of(flag: str, arguments: list[str]) -> str | None:
+    for index, argument in enumerate(arguments):
+        if argument == flag and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if argument.startswith(flag + "="):
+            return argument.partition("=")[2]
+    return None
+
+
+def _toml_arguments(file: str, known: dict) -> list[str]:
+    """A TOML file's settings as flags, so that one parser checks both. known: every setting's default."""
+    try:
+        settings = tomllib.loads(Path(file).read_text())
+    except OSError as error:
+        raise UserError(f"--config {file}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--config {file} is not TOML: {error}") from error
+    arguments = []
+    for key, value in settings.items():
+        flag = "--" + key.replace("_", "-")
+        if key not in known:
+            raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
+        if isinstance(known[key], bool) and isinstance(value, bool):
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list | dict):
+            raise UserError(f"{file}: {key} must be a single value")
+        else:
+            arguments += [flag, str(value)]
+    return arguments
+
+
+def _run_tyro(arguments: list[str], description: str) -> Options:
+    """tyro's parser, its boxed errors reduced to one line."""
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(Options, args=arguments, prog="pretrain_gpt.py", description=description)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        lines = [line.strip("│ \n") for line in told.getvalue().splitlines()[1:]]
+        end = next((i for i, line in enumerate(lines) if line.startswith(("───", "╰"))), len(lines))
+        raise UserError(" ".join(lines[:end]) or "bad arguments") from None

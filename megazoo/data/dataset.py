@@ -1,0 +1,105 @@
+"""Packed samples of a stream of tokens, and the order in which training sees them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megazoo.data.corpus import standard_library
+from megazoo.errors import UserError
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.random import derive_seed
+
+SPLIT_SEED = 1234  # which documents are held out never depends on the run
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """Documents end to end, cut into samples of seq_length + 1 tokens that share one token with the next.
+
+    tokens: the stream, any unsigned integer dtype. A tail shorter than a sample is left out.
+    """
+
+    tokens: np.ndarray
+    seq_length: int
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_length)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = index * self.seq_length
+        return self.tokens[start : start + self.seq_length + 1]
+
+
+def open_datasets(data: str, tokenizer, split: str, seq_length: int) -> tuple[PackedDataset, PackedDataset]:
+    """The training and the validation dataset. data: "stdlib". split: shares by document, such as "95,5"."""
+    shares = check_data(data, split)
+    documents = standard_library()
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
+    cut = round(len(documents) * shares[0])
+    train, valid = (
+        PackedDataset(_stream([documents[i] for i in sorted(part)], tokenizer), seq_length)
+        for part in (order[:cut], order[cut:])
+    )
+    if not len(train):
+        raise UserError(f"split {split} leaves no training sample of {seq_length} tokens")
+    return train, valid
+
+
+def check_data(data: str, split: str) -> tuple[float, float]:
+    """The shares of training and validation, adding up to 1; UserError if there is no such data or split."""
+    if data != "stdlib":
+        raise UserError(f"unknown data {data!r}: there is stdlib, the text of Python's standard library")
+    try:
+        train, valid = (float(share) for share in split.split(","))
+    except ValueError:
+        train = valid = -1.0
+    if min(train, valid) < 0 or train == 0:
+        raise UserError(f"split {split!r} is not two shares such as 95,5 for training and validation")
+    return train / (train + valid), valid / (train + valid)
+
+
+def _stream(documents: list[bytes], tokenizer) -> np.ndarray:
+    end = np.array([tokenizer.eod], np.uint16)
+    return np.concatenate([part for text in documents for part in (tokenizer.encode(text), end)] or [end])
+
+
+class SampleOrder:
+    """The order of samples: a function of (seed, epoch, consumed samples) alone, whatever the layout or the run.
+
+    Each epoch is a permutation of its own; an epoch's end and the next one's start may share a batch.
+    """
+
+    def __init__(self, samples: int, seed: int):
+        self.samples, self.seed = samples, seed
+        self._epoch, self._permutation = -1, np.empty(0, np.int64)
+
+    def __call__(self, consumed: int) -> int:
+        """The index of the sample that comes after `consumed` others."""
+        epoch, position = divmod(consumed, self.samples)
+        if epoch != self._epoch:
+            generator = np.random.default_rng(derive_seed(self.seed, "samples", epoch))
+            self._epoch, self._permutation = epoch, generator.permutation(self.samples)
+        return int(self._permutation[position])
+
+
+class Batches:
+    """This replica's part of the global batches, as the arguments of `train_batch` and `eval_batch`.
+
+    Only the stages that use them should be given a dataset: with None the arguments are only the batch's shape.
+    Replica r takes the r-th of dp equal parts of every global batch.
+    """
+
+    def __init__(self, dataset: PackedDataset | None, order, global_batch: int, seq_length: int, ctx: ParallelContext):
+        self.dataset, self.order, self.device = dataset, order, ctx.device
+        self.global_batch, self.shape = global_batch, (global_batch // ctx.dp_size, seq_length)
+        self.first = ctx.dp_rank * self.shape[0]
+
+    def __call__(self, consumed: int) -> dict:
+        """The batch that comes after `consumed` samples: input_ids and targets, int64 [batch, sequence], and shape."""
+        if self.dataset is None:
+            return {"shape": self.shape}
+        indices = range(consumed + self.first, consumed + self.first + self.shape[0])
+        samples = np.stack([self.dataset[self.order(i)] for i in indices]).astype(np.int64)
+        tokens = torch.from_numpy(samples).to(self.device)
+        return {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "shape": self.shape}

@@ -1,0 +1,73 @@
+"""How a program starts and ends: it starts the ranks that are missing, and tells a user's mistake in one line."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megazoo.errors import UserError
+
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
+LAUNCHER_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+REPORT_DELAY = 10.0  # seconds: rank 0 tells what all ranks found; another tells only what rank 0 did not
+
+
+def world_size() -> int:
+    """The number of ranks that the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_rank_zero() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def data_parallel_size(tp: int, pp: int) -> int:
+    """The dp that follows from the world, 1 if the ranks are still to be started; UserError if they don't fit."""
+    world, replica = world_size(), tp * pp
+    if world == 1:
+        return 1
+    if world % replica:
+        fits = -(-world // replica) * replica
+        raise UserError(
+            f"a world of {world} ranks does not fit tp {tp} x pp {pp} = {replica}: start it with {_torchrun_line(fits)}"
+        )
+    return world // replica
+
+
+def start_missing_ranks(tp: int, pp: int) -> None:
+    """In a world of one, become the launcher of tp x pp local ranks of this program, if more than one is needed."""
+    ranks = tp * pp
+    if world_size() > 1 or ranks == 1:
+        return
+    print(f"starting {ranks} ranks here, as {_torchrun_line(ranks)} would", flush=True)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores itself
+    # --standalone lets the launcher find a free port.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    os.execve(sys.executable, [*launcher, *sys.argv], environment)
+
+
+def run_program(main: Callable[[list[str]], None]) -> None:
+    """Run main(arguments) and exit: 0, or a UserError's exit code after its one line on stderr.
+
+    A mistake that all ranks find is told by rank 0; the others wait to be ended by the launcher.
+    """
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        if not is_rank_zero():
+            time.sleep(REPORT_DELAY)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _torchrun_line(ranks: int) -> str:
+    return f"torchrun --nproc-per-node {ranks} {shlex.join(sys.argv)}"

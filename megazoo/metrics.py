@@ -1,0 +1,52 @@
+"""What a run tells while it goes on: lines on the terminal and a file with one JSON object a step."""
+
+import json
+import time
+from pathlib import Path
+
+
+class Metrics:
+    """Appends JSON objects to a file, a line each; does nothing without one."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    def write(self, **values) -> None:
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(values) + "\n")
+
+
+class Progress:
+    """Lines such as "step 20/700  loss 3.1  ...  8,192 tokens/s  1:05 left", every `interval` steps.
+
+    step: where the run starts; steps: where it ends; tokens: of one step.
+    """
+
+    def __init__(self, step: int, steps: int, tokens: int, interval: int):
+        self.first, self.steps, self.tokens, self.interval = step, steps, tokens, interval
+        self.start = self.last_time = time.perf_counter()
+        self.last_step = step
+
+    def line(self, step: int, loss: float, norm: float, lr: float) -> str | None:
+        """The line of a step, or None if it is not its turn. The first step and the last always have one."""
+        if step % self.interval and step not in (self.first + 1, self.steps):
+            return None
+        now = time.perf_counter()
+        rate = self.tokens * (step - self.last_step) / max(now - self.last_time, 1e-9)
+        left = (now - self.start) / (step - self.first) * (self.steps - step)
+        self.last_time, self.last_step = now, step
+        return (
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
+            f"{rate:,.0f} tokens/s  {clock(left)} left"
+        )
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1:05 or 2:03:04."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,260 @@
+"""Checkpoints: the bytes, resuming in any layout, and what a kill or a full disk leaves behind."""
+
+import contextlib
+import errno
+import json
+import os
+import struct
+import zlib
+
+import pytest
+import torch
+from helpers import CLIP, context, make_batch, replica_rows, tiny_config, worst_relative
+from safetensors.torch import load_file
+
+import megazoo
+from megazoo.checkpoint import Checkpoint, load, save
+from megazoo.checkpoint import format as checkpoint_format
+from megazoo.errors import UserError
+
+
+def run_steps(layout, config, steps, directory=None, resume=None):
+    """Train steps first..last; save at the end into `directory`; start from the checkpoint in `resume`.
+
+    Returns the (loss, norm) of every step and this rank's parameters.
+    """
+    ctx = context(**layout)
+    model = megazoo.from_config(config, ctx, seed=3)
+    optimizer = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=CLIP)
+    first = load(Checkpoint(resume), model, optimizer)["step"] if resume else 0
+    history = []
+    for step in range(first + 1, first + steps + 1):
+        ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
+        loss = model.train_batch(ids, targets=targets, num_microbatches=len(ids) // 2, step=step)
+        history.append((loss.item(), optimizer.step().item()))
+    if directory:
+        save(directory, first + steps, model, optimizer, {"consumed_samples": 8 * (first + steps)})
+    return history, {entry.name: entry.parameter.detach().clone() for entry in model.entries()}
+
+
+def world(layout):
+    return torch.Size(layout.values()).numel()
+
+
+def test_stop_and_resume_is_bit_for_bit_with_dropout(ranks, tmp_path):
+    layout, config = {"tp": 2, "pp": 2}, tiny_config(dropout=0.1)
+    straight = ranks(run_steps, 4, layout, config, 20)
+    first = ranks(run_steps, 4, layout, config, 10, tmp_path)
+    second = ranks(run_steps, 4, layout, config, 10, None, tmp_path)
+    for whole, before, after in zip(straight, first, second, strict=True):
+        assert whole[0] == before[0] + after[0]
+        assert all(torch.equal(whole[1][name], after[1][name]) for name in whole[1])
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"tp": 2, "pp": 2}, {"pp": 4}),
+        ({"tp": 2, "pp": 2, "dp": 2}, {"pp": 2}),
+        ({"pp": 2}, {"tp": 2, "dp": 2}),
+        ({"tp": 4}, {}),
+        ({}, {"tp": 2, "pp": 2}),
+    ],
+    ids=str,
+)
+def test_resume_in_another_layout(ranks, tmp_path, before, after, tied):
+    config = tiny_config(tied)
+    expected, _ = run_steps({}, config, 10)
+    ranks(run_steps, world(before), before, config, 5, tmp_path)
+    history = ranks(run_steps, world(after), after, config, 5, None, tmp_path)[0][0]
+    assert worst_relative(history, expected[5:]) < 1e-5
+
+
+def test_files_and_manifest_are_as_documented(ranks, tmp_path):
+    ranks(run_steps, 4, {"tp": 2, "dp": 2}, tiny_config(), 1, tmp_path)
+    step = tmp_path / "step_00000001"
+    assert (tmp_path / "latest").read_text().strip() == step.name
+    models = {f"model_tp_{t}_pp_0.safetensors" for t in range(2)}
+    optimizers = {f"optimizer_tp_{t}_pp_0_dp_{d}.safetensors" for t in range(2) for d in range(2)}
+    assert {path.name for path in step.iterdir()} == models | optimizers | {"megazoo.json", "trainer.json"}
+    manifest = json.loads((step / "megazoo.json").read_text())
+    for name, info in manifest["files"].items():
+        data = (step / name).read_bytes()
+        assert (len(data), zlib.crc32(data)) == (info["size"], info["crc32"])
+    assert manifest["layout"] == {"tp": 2, "pp": 1, "dp": 2}
+    assert manifest["family"] == "gpt2"
+    assert manifest["config"]["vocab_size"] == 61
+    vocabulary = [load_file(step / name)["embedding.weight"] for name in sorted(models)]
+    assert [len(part) for part in vocabulary] == [31, 30]
+    assert manifest["tensors"]["embedding.weight"]["shape"] == [61, 32]
+    # Every tensor is stored once: replicated ones by tp rank 0 only, optimizer states by one replica each.
+    assert "norm.weight" in load_file(step / "model_tp_0_pp_0.safetensors")
+    assert "norm.weight" not in load_file(step / "model_tp_1_pp_0.safetensors")
+    states = [set(load_file(step / f"optimizer_tp_0_pp_0_dp_{d}.safetensors")) for d in range(2)]
+    assert states[0]
+    assert states[1]
+    assert not states[0] & states[1]
+    assert {"embedding.weight.exp_avg", "embedding.weight.exp_avg_sq"} <= states[0] | states[1]
+    assert json.loads((step / "trainer.json").read_text())["consumed_samples"] == 8
+
+
+def test_safetensors_bytes_written_by_hand(tmp_path):
+    tensors = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([5.0], dtype=torch.bfloat16)}
+    info = checkpoint_format.write_safetensors(tmp_path / "x", tensors)
+    header = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b": {"dtype": "BF16", "shape": [1], "data_offsets": [16, 18]},
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    expected = struct.pack("<Q", len(text)) + text + struct.pack("<4f", 1, 2, 3, 4) + bytes.fromhex("a040")
+    assert (tmp_path / "x").read_bytes() == expected
+    assert info == {"size": len(expected), "crc32": zlib.crc32(expected)}
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it, nothing is cleaned up after it."""
+
+
+def killed_at(moment, monkeypatch):
+    """Make the moment-th call that changes the disk raise Killed before it acts; returns the calls counted so far."""
+    calls = []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            calls.append(function)
+            if len(calls) == moment:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("rename", "replace", "fsync", "mkdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    monkeypatch.setattr(checkpoint_format.shutil, "rmtree", counted(checkpoint_format.shutil.rmtree))
+    return calls
+
+
+@pytest.mark.parametrize("second_step", [2, 1], ids=["new step", "same step again"])
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, second_step):
+    model = megazoo.from_config(tiny_config(), seed=3)
+    optimizer = megazoo.optim.AdamW(model)
+    ids, targets = make_batch(0)
+
+    def values_on_disk(directory):
+        fresh = megazoo.from_config(tiny_config(), seed=4)
+        load(Checkpoint(directory), fresh, megazoo.optim.AdamW(fresh))
+        return fresh.embedding.weight.detach().clone()
+
+    def train():
+        model.train_batch(ids, targets=targets)
+        optimizer.step()
+        return model.embedding.weight.detach().clone()
+
+    old = train()
+    save(tmp_path / "0", 1, model, optimizer)
+    new = train()
+    moment = outcomes = 0
+    while True:
+        moment += 1
+        directory = tmp_path / str(moment)
+        checkpoint_format.shutil.copytree(tmp_path / "0", directory)
+        with pytest.MonkeyPatch.context() as patch:
+            calls = killed_at(moment, patch)
+            with contextlib.suppress(Killed):
+                save(directory, second_step, model, optimizer)
+        value = values_on_disk(directory)
+        assert torch.equal(value, old) or torch.equal(value, new), f"killed before call {moment}"
+        outcomes += torch.equal(value, new)
+        save(directory, second_step, model, optimizer)  # and the next save is not disturbed by what is left
+        assert torch.equal(values_on_disk(directory), new)
+        if len(calls) < moment:
+            break
+    assert moment > 10
+    assert 1 < outcomes < moment
+
+
+def save_with_full_disk(directory, failing_rank):
+    model = megazoo.from_config(tiny_config(), context(tp=2), seed=3)
+    if model.ctx.rank != failing_rank:
+        return save_expecting_refusal(directory, model)
+    original = checkpoint_format.sync
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoint_format.sync = full
+    try:
+        return save_expecting_refusal(directory, model)
+    finally:
+        checkpoint_format.sync = original
+
+
+def save_expecting_refusal(directory, model):
+    try:
+        save(directory, 2, model)
+    except UserError as error:
+        return str(error), error.exit_code
+    return None
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_told_by_all_and_costs_nothing(ranks, tmp_path, failing_rank):
+    ranks(run_steps, 2, {"tp": 2}, tiny_config(), 1, tmp_path)
+    answers = ranks(save_with_full_disk, 2, tmp_path, failing_rank)
+    assert answers[0] == answers[1]
+    assert answers[0][1] == 1
+    assert "No space left on device; earlier checkpoints are untouched" in answers[0][0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    ranks(run_steps, 2, {"tp": 2}, tiny_config(), 1, None, tmp_path)
+
+
+def test_what_is_not_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not a checkpoint: no such directory"):
+        Checkpoint(tmp_path / "none")
+    with pytest.raises(UserError, match=r"is not a checkpoint: it has neither latest nor megazoo.json"):
+        Checkpoint(tmp_path)
+    (tmp_path / "megazoo.json").write_text("{}")
+    with pytest.raises(UserError, match="is not a manifest"):
+        Checkpoint(tmp_path)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    path = save(tmp_path, 1, megazoo.from_config(tiny_config()))
+    manifest = json.loads((path / "megazoo.json").read_text())
+    (path / "megazoo.json").write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(UserError, match="has format 2; this megazoo reads 1: upgrade megazoo"):
+        Checkpoint(tmp_path)
+
+
+def test_loading_reads_only_the_ranks_own_bytes(ranks, tmp_path, monkeypatch):
+    ranks(run_steps, 2, {"tp": 2}, tiny_config(tied=False), 1, tmp_path)
+    from megazoo.checkpoint import reader
+    from megazoo.parallel import ParallelContext
+
+    read = []
+
+    class Counted:
+        def __init__(self, path, framework):
+            self.file = reader_open(path, framework=framework)
+
+        def get_slice(self, name):
+            piece = self.file.get_slice(name)
+
+            class Slice:
+                def __getitem__(self, index):
+                    tensor = piece[index]
+                    read.append(tensor.numel())
+                    return tensor
+
+            return Slice()
+
+    reader_open = reader.safe_open
+    monkeypatch.setattr(reader, "safe_open", Counted)
+    for rank in range(4):
+        read.clear()
+        model = megazoo.from_config(tiny_config(tied=False), ParallelContext.virtual(tp=2, pp=2, rank=rank))
+        load(Checkpoint(tmp_path), model)
+        assert sum(read) == sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,152 @@
+"""GPT-2 against transformers, with Hugging Face's weights copied in."""
+
+import pytest
+import torch
+from helpers import context
+from transformers import GPT2Config as HFConfig
+from transformers import GPT2LMHeadModel
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.models import find_config, parameter_count
+from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.parallel import ParallelContext
+
+SIZES = {"vocab_size": 61, "max_positions": 24, "hidden_size": 32, "layers": 3, "heads": 4}
+
+
+def hugging_face_model(tied):
+    torch.manual_seed(0)
+    config = HFConfig(vocab_size=61, n_positions=24, n_embd=32, n_layer=3, n_head=4, tie_word_embeddings=tied)
+    model = GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():  # norms and biases too: ones and zeros would hide a mix-up
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return model
+
+
+def global_tensors(hf):
+    """transformers' weights under our names. Conv1D stores [in, out]."""
+    names = {
+        "embedding.weight": "transformer.wte.weight",
+        "position_embedding.weight": "transformer.wpe.weight",
+        "norm.weight": "transformer.ln_f.weight",
+        "norm.bias": "transformer.ln_f.bias",
+        "head.weight": "lm_head.weight",
+    }
+    parts = {
+        "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.output": "attn.c_proj",
+        "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+    }  # fmt: skip
+    for layer in range(3):
+        for ours, theirs in parts.items():
+            for kind in ("weight", "bias"):
+                names[f"layers.{layer}.{ours}.{kind}"] = f"transformer.h.{layer}.{theirs}.{kind}"
+    state = hf.state_dict()
+    transposed = {theirs for theirs in names.values() if ".c_" in theirs and theirs.endswith("weight")}
+    return {ours: state[theirs].T if theirs in transposed else state[theirs] for ours, theirs in names.items()}
+
+
+def logits_of_copied_weights(weights, tied, layout):
+    model = megazoo.from_config(GPT2Config(**SIZES, tie_embeddings=tied), context(**layout)).eval()
+    with torch.no_grad():
+        for entry in model.entries():
+            for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
+                source = weights[entry.name][tuple(slice(*bounds) for bounds in piece.box)]
+                entry.parameter[piece.index()] = source
+        return model(token_ids()).logits
+
+
+def token_ids():
+    return torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_logits_equal_transformers(ranks, layout, tied):
+    hf = hugging_face_model(tied)
+    with torch.no_grad():
+        expected = hf(token_ids()).logits
+    weights = {name: tensor.clone() for name, tensor in global_tensors(hf).items()}
+    size = layout.get("tp", 1) * layout.get("pp", 1)
+    results = [logits_of_copied_weights(weights, tied, layout)] if size == 1 else ranks(
+        logits_of_copied_weights, size, weights, tied, layout
+    )  # fmt: skip
+    assert any(logits is not None for logits in results)
+    for logits in results:
+        if logits is not None:
+            torch.testing.assert_close(logits, expected, atol=5e-5, rtol=0)
+
+
+def test_loss_equals_transformers():
+    hf = hugging_face_model(True)
+    ids = token_ids()
+    labels = ids.masked_fill(ids % 3 == 0, -100)
+    model = megazoo.from_config(GPT2Config(**SIZES)).eval()
+    weights = global_tensors(hf)
+    with torch.no_grad():
+        for entry in model.entries():
+            entry.parameter.copy_(weights[entry.name])
+        assert abs(model(ids, labels=labels).loss - hf(ids, labels=labels).loss) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),  # counted from the shapes in the papers: 12 L D^2 + 13 L D + (V + P + 2) D
+    [("gpt2-124m", 124_439_808), ("gpt2-355m", 354_823_168), ("gpt2-774m", 774_030_080), ("gpt2-xl", 1_557_611_200)],
+)
+def test_presets_have_the_published_sizes(preset, published):
+    assert parameter_count(find_config(preset)) == published
+
+
+def test_stages_are_balanced_by_the_cost_of_their_ends():
+    # gpt2-124m: the head costs as much as five layers, so the last stage gets fewer of them.
+    counts = [len(stage.layers) for stage in GPT2.all_stages(find_config("gpt2-124m"), 4)]
+    assert sum(counts) == 12
+    assert counts[-1] < min(counts[:-1])
+    uniform = GPT2.all_stages(GPT2Config(vocab_size=61, layers=5, hidden_size=32, heads=4), 4)
+    assert sorted(len(stage.layers) for stage in uniform) == [1, 1, 1, 2]
+    assert [i for stage in uniform for i in stage.layers] == list(range(5))
+
+
+def test_every_rank_of_gpt3_adds_up_to_the_whole_model():
+    config = find_config("gpt3-175b")
+    whole = parameter_count(config)
+    assert 174e9 < whole < 176e9
+    total = 0
+    for rank in range(8 * 16):
+        ctx = ParallelContext.virtual(tp=8, pp=16, rank=rank)
+        for entry in GPT2.on_meta(config, ctx).entries():
+            assert entry.parameter.is_meta
+            if entry.counted_on(ctx):
+                boxes = [piece.box for piece in entry.spec.pieces(8, ctx.tp_rank)]
+                total += sum(torch.Size(stop - start for start, stop in box).numel() for box in boxes)
+    assert total == whole
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tp", "pp", "message"),
+    [
+        ({"heads": 5}, 1, 1, "heads 5 don't divide hidden-size 32"),
+        ({"ffn_size": 132}, 3, 1, "tp 3 doesn't divide heads 4: use tp 1, 2 or 4"),
+        ({}, 8, 1, "tp 8 doesn't divide heads 4: use tp 1, 2 or 4"),
+        ({"ffn_size": 66}, 4, 1, "tp 4 doesn't divide ffn-size 66: use tp 1 or 2"),
+        ({}, 1, 4, "layers 3 don't fill pp 4 stages: use pp of at most 3"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(overrides, tp, pp, message):
+    with pytest.raises(UserError, match=message):
+        GPT2.on_meta(GPT2Config(**{**SIZES, **overrides}), ParallelContext.virtual(tp, pp))
+
+
+def test_unknown_preset_names_the_nearest():
+    with pytest.raises(UserError, match=r"unknown model or preset 'gpt2-xxl'; did you mean gpt2-xl\?"):
+        megazoo.from_config("gpt2-xxl")
+
+
+def test_bad_inputs_of_a_batch_are_refused():
+    model = megazoo.from_config(GPT2Config(**SIZES))
+    with pytest.raises(UserError, match="a sequence of 25 exceeds the model's max-positions 24"):
+        model(torch.zeros(1, 25, dtype=torch.long))
+    with pytest.raises(UserError, match="token id 61 is outside the vocabulary of 61"):
+        model(torch.full((1, 4), 61))
+    with pytest.raises(UserError, match="num_microbatches 2 doesn't divide the batch of 3"):
+        model.train_batch(token_ids(), labels=token_ids(), num_microbatches=2)

@@ -1,0 +1,165 @@
+"""Layers against plain torch, in one process and cut over ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import context
+
+from megazoo.errors import UserError
+from megazoo.layers import (
+    MLP,
+    CausalSelfAttention,
+    ColumnParallelLinear,
+    GatedMLP,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_parallel_cross_entropy,
+)
+from megazoo.parallel import ParallelContext, Shard
+
+
+def run_layer(make, x, tp, take=None):
+    """Build a layer from a seed, run it forward and backward; returns y, the gradient of x and global gradients."""
+    ctx = context(tp=tp)
+    torch.manual_seed(0)
+    with ctx:
+        layer = LAYERS[make]()
+    x = x.clone().requires_grad_(x.is_floating_point())
+    y = layer(x) if take is None else take(layer, x)
+    (y.sin() * torch.arange(1.0, y.numel() + 1).view_as(y).cos()).sum().backward()
+    gradients = {}
+    for prefix, module in layer.named_modules():
+        for name, spec in getattr(module, "specs", {}).items():
+            pieces = [(piece, getattr(module, name).grad[piece.index()]) for piece in spec.pieces(tp, ctx.tp_rank)]
+            gradients[f"{prefix}.{name}"] = (spec.shape, pieces)
+    return y.detach(), x.grad, gradients
+
+
+def assembled(parts):
+    """Global gradients from every rank's pieces."""
+    whole = {name: torch.full(shape, torch.nan) for name, (shape, _) in parts[0].items()}
+    for part in parts:
+        for name, (_, pieces) in part.items():
+            for piece, values in pieces:
+                whole[name][tuple(slice(*bounds) for bounds in piece.box)] = values
+    return whole
+
+
+LAYERS = {
+    "column, gathered": lambda: ColumnParallelLinear(12, 20, gather_output=True),
+    "row, from whole input": lambda: RowParallelLinear(12, 20, input_is_parallel=False),
+    "mlp": lambda: MLP(12, 20),
+    "gated mlp": lambda: GatedMLP(12, 20, bias=True),
+    "attention": lambda: CausalSelfAttention(12, 4),
+    "attention, uneven heads": lambda: CausalSelfAttention(20, 5),
+    "embedding": lambda: VocabParallelEmbedding(13, 6),
+}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_cut_over_ranks_equal_the_whole(ranks, name, tp):
+    torch.manual_seed(1)
+    width = 20 if "uneven" in name else 12
+    x = torch.randint(0, 13, (2, 7)) if name == "embedding" else torch.randn(2, 7, width)
+    y, x_grad, gradients = run_layer(name, x, 1)
+    whole = assembled([gradients])
+    results = ranks(run_layer, tp, name, x, tp)
+    for rank_y, rank_x_grad, _ in results:
+        torch.testing.assert_close(rank_y, y, atol=1e-5, rtol=1e-5)
+        if x_grad is not None:
+            torch.testing.assert_close(rank_x_grad, x_grad, atol=1e-5, rtol=1e-5)
+    for key, gradient in assembled([gradients for _, _, gradients in results]).items():
+        torch.testing.assert_close(gradient, whole[key], atol=1e-5, rtol=1e-5)
+
+
+def test_one_process_layers_equal_torch():
+    x = torch.randn(3, 12)
+    column, row = ColumnParallelLinear(12, 20), RowParallelLinear(12, 20)
+    assert torch.equal(column(x), F.linear(x, column.weight, column.bias))
+    torch.testing.assert_close(row(x), F.linear(x, row.weight, row.bias))
+    gated = GatedMLP(12, 20)
+    gate, up = gated.gate_up.weight.split(20)
+    torch.testing.assert_close(gated(x), F.linear(F.silu(x @ gate.T) * (x @ up.T), gated.down.weight))
+    q, k, v = QKVParallelLinear(12, 4, kv_heads=2)(x[None])
+    assert (q.shape, k.shape, v.shape) == ((1, 4, 3, 3), (1, 2, 3, 3), (1, 2, 3, 3))
+
+
+def test_fused_parts_are_cut_part_by_part():
+    # q, k and v of four heads of two features, over two ranks: rank 1 holds the second half of each.
+    assert Shard(0, (8, 8, 8), unit=2).cuts(2, 1) == [(4, 0, 4), (12, 4, 4), (20, 8, 4)]
+    # Grouped queries: four query heads, two key and value heads.
+    assert Shard(0, (8, 4, 4), unit=2).cuts(2, 1) == [(4, 0, 4), (10, 4, 2), (14, 6, 2)]
+    # Five units over two ranks: the first has one more.
+    assert [Shard(0, (10,), unit=2).cuts(2, rank) for rank in range(2)] == [[(0, 0, 6)], [(6, 0, 4)]]
+
+
+def cross_entropy(logits, targets, tp):
+    ctx = context(tp=tp)
+    parts = Shard(1, (logits.shape[1],)).cuts(tp, ctx.tp_rank)
+    start, _, length = parts[0]
+    mine = logits[:, start : start + length].clone().requires_grad_()
+    losses = vocab_parallel_cross_entropy(mine, targets, start, ctx=ctx)
+    (losses * torch.arange(1.0, len(losses) + 1)).sum().backward()
+    return losses.detach(), mine.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_cross_entropy_equals_torch(ranks, tp, dtype, monkeypatch):
+    torch.manual_seed(2)
+    logits = (torch.randn(50, 37) * 20).to(dtype)
+    targets = torch.randint(0, 37, (50,)).masked_fill(torch.rand(50) < 0.3, -100)
+    whole = logits.float().clone().requires_grad_()
+    expected = F.cross_entropy(whole, targets, reduction="none")
+    (expected * torch.arange(1.0, 51)).sum().backward()
+    results = ranks(cross_entropy, tp, logits, targets, tp)
+    for losses, _ in results:
+        torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-5)
+    gradient = torch.cat([gradient for _, gradient in results], dim=1)
+    assert gradient.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(gradient.float(), whole.grad, atol=tolerance, rtol=tolerance)
+
+
+def test_cross_entropy_in_chunks_equals_the_whole(monkeypatch):
+    from megazoo.layers import cross_entropy as module
+
+    torch.manual_seed(3)
+    logits, targets = torch.randn(50, 37), torch.randint(0, 37, (50,))
+    whole = cross_entropy(logits, targets, 1)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 37 * 7)
+    for part, expected in zip(cross_entropy(logits, targets, 1), whole, strict=True):
+        assert torch.equal(part, expected)
+
+
+def test_cross_entropy_survives_large_logits():
+    losses, gradient = cross_entropy(torch.tensor([[1e4, 0.0], [-1e4, 0.0]]), torch.tensor([0, 1]), 1)
+    assert losses.tolist() == [0, 0]
+    assert gradient.isfinite().all()
+
+
+def test_what_does_not_divide_is_refused():
+    with ParallelContext.virtual(tp=4):
+        with pytest.raises(UserError, match="10 outputs don't divide over tp 4"):
+            ColumnParallelLinear(8, 10)
+        with pytest.raises(UserError, match="10 inputs don't divide over tp 4"):
+            RowParallelLinear(10, 8)
+        with pytest.raises(UserError, match="2 heads don't divide over tp 4"):
+            QKVParallelLinear(8, 2)
+        with pytest.raises(UserError, match="a vocabulary of 3 can't be cut over tp 4"):
+            VocabParallelHead(3, 8)
+    with pytest.raises(UserError, match="3 heads don't divide a hidden size of 8"):
+        QKVParallelLinear(8, 3)
+
+
+def test_layers_built_alone_are_initialised_from_torchs_seed():
+    torch.manual_seed(4)
+    first = ColumnParallelLinear(64, 64)
+    torch.manual_seed(4)
+    second = ColumnParallelLinear(64, 64)
+    assert torch.equal(first.weight, second.weight)
+    assert abs(first.weight.std() - 0.02) < 1e-3
+    assert not torch.equal(first.weight, ColumnParallelLinear(64, 64).weight)

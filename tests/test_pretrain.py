@@ -1,0 +1,226 @@
+"""The training program as users start it: launchers, files, resuming, and one line for each mistake."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megazoo.checkpoint import Checkpoint
+from megazoo.launch import run_program
+from megazoo.models.gpt2 import GPT2
+from megazoo.tokenizer import ByteTokenizer
+
+ROOT = Path(__file__).parent.parent
+# Small enough for seconds; five layers for uneven stages.
+SMALL = "--hidden-size 32 --heads 4 --layers 5 --max-positions 32 --seq-length 32 --device cpu".split()
+SMALL += "--global-batch-size 8 --micro-batch-size 2 --warmup-steps 2 --log-interval 1 --eval-steps 1".split()
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def start(launcher, *arguments, timeout=240):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [*launcher, "pretrain_gpt.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(path):
+    return {record["step"]: record["loss"] for record in records(path) if "loss" in record}
+
+
+def close(a, b):
+    return a.keys() == b.keys() and all(abs(a[step] / b[step] - 1) < 1e-5 for step in a)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Four steps in one process, in this one: what every other start must equal."""
+    path = tmp_path_factory.mktemp("straight") / "metrics.jsonl"
+    pretrain_gpt.main([*SMALL, "--steps", "4", "--metrics", str(path)])
+    return losses(path)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [[*TORCHRUN, "--nproc-per-node", "8"], [*TORCHRUN, "--nproc-per-node", "1"], [sys.executable]],
+    ids=["torchrun with 8 ranks", "torchrun with 1 rank", "python"],
+)
+def test_every_way_to_start_trains_at_tp2_pp4(launcher, straight, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    done = start(launcher, *SMALL, "--tp", 2, "--pp", 4, "--steps", 4, "--metrics", metrics)
+    assert done.returncode == 0, done.stderr
+    assert ("starting 8 ranks here" in done.stdout) == ("8" not in launcher)
+    assert close(losses(metrics), straight)
+
+
+def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command():
+    done = start([*TORCHRUN, "--nproc-per-node", "6"], "--tp", 2, "--pp", 4)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
+    assert lines == [
+        "pretrain_gpt.py: error: a world of 6 ranks does not fit tp 2 x pp 4 = 8: "
+        "start it with torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4"
+    ]
+    assert "Traceback" not in done.stderr.partition("torch/distributed/run.py")[0]
+
+
+def test_stop_and_resume_in_another_layout(straight, tmp_path):
+    """Two steps at tp 2 x pp 2, two more in one process: the same losses as four at once, without a jump."""
+    metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
+    common = [*SMALL, "--lr-schedule", "constant", "--metrics", str(metrics), "--save", str(saved)]
+    one = tmp_path / "one.jsonl"
+    pretrain_gpt.main([*SMALL, "--lr-schedule", "constant", "--steps", "4", "--metrics", str(one)])
+    done = start([sys.executable], *common, "--tp", 2, "--pp", 2, "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    assert "go on         python pretrain_gpt.py --tp 2 --pp 2 --load" in done.stdout
+    pretrain_gpt.main([*common, "--steps", "4", "--load", str(saved)])
+    assert close(losses(metrics), losses(one))
+    assert [record["consumed_samples"] for record in records(metrics) if "loss" in record] == [8, 16, 24, 32]
+    assert Checkpoint(saved).trainer["step"] == 4
+
+
+def test_metrics_evaluation_and_summary(tmp_path, capsys):
+    metrics = tmp_path / "new" / "metrics.jsonl"
+    arguments = ["--steps", "3", "--eval-interval", "2", "--metrics", str(metrics), "--save", str(tmp_path / "run")]
+    pretrain_gpt.main([*SMALL, *arguments])
+    steps = [record for record in records(metrics) if "loss" in record]
+    keys = "step loss grad_norm lr tokens_per_second step_time consumed_samples consumed_tokens peak_memory"
+    assert [set(record) for record in steps] == [set(keys.split())] * 3
+    assert steps[2]["consumed_tokens"] == 3 * 8 * 32
+    evaluations = [record for record in records(metrics) if "eval_loss" in record]
+    assert [record["step"] for record in evaluations] == [2, 3]
+    assert set(evaluations[0]) == {"step", "eval_loss", "eval_perplexity"}
+    out = capsys.readouterr().out
+    assert re.search(r"step 2/3  loss \d\.\d{4}  grad norm .* tokens/s  \d+:\d\d left", out)
+    for words in ("validation loss", "step_00000003", "--load", "plot_metrics.py"):
+        assert words in out
+
+
+def test_toml_file_and_command_line(tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text('preset = "gpt2-tiny"\nlayers = 3\nsteps = 7\ntie_embeddings = false\nlr = 1e-4\nmin_lr = 0\n')
+    options = pretrain_gpt.parse_options(["--config", str(config), "--steps", "9"], "")
+    assert (options.training.steps, options.model.layers, options.optimizer.lr) == (9, 3, 1e-4)
+    model = pretrain_gpt.model_config(options.model)
+    assert (model.layers, model.hidden_size, model.tie_embeddings) == (3, 128, False)
+
+
+def test_dropout_and_sizes_over_a_preset():
+    options = pretrain_gpt.parse_options(["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"], "")
+    model = pretrain_gpt.model_config(options.model)
+    assert (model.ffn_size, model.layers, model.vocab_size) == (6144, 12, 50257)
+    assert model.embedding_dropout == model.attention_dropout == model.residual_dropout == 0.2
+
+
+def test_the_shipped_configs_are_valid():
+    for path in (ROOT / "configs").glob("*.toml"):
+        options = pretrain_gpt.parse_options(["--config", str(path)], "")
+        config = pretrain_gpt.model_config(options.model)
+        pretrain_gpt.check_run(options, GPT2, config, ByteTokenizer(), dp=1)
+
+
+BAD_INPUT = {
+    "--tp 3": "tp 3 doesn't divide ffn-size 512: use tp 1, 2 or 4",
+    "--tp 8": "tp 8 doesn't divide heads 4: use tp 1, 2 or 4",
+    "--tp 0": "tp 0 must be at least 1",
+    "--pp 5": "layers 4 don't fill pp 5 stages: use pp of at most 4",
+    "--heads 3": "heads 3 don't divide hidden-size 128: use heads 1, 2, 4, 8, 16, 32, 64 or 128",
+    "--layers 0": "layers 0 must be at least 1",
+    "--global-batch-size 10 --micro-batch-size 4": "global-batch-size 10 is not a multiple of micro-batch-size 4 "
+    "x dp 1 = 4: use 8 or 12",
+    "--micro-batch-size 64 --global-batch-size 32": "global-batch-size 32 is not a multiple of micro-batch-size 64 "
+    "x dp 1 = 64: use 64",
+    "--micro-batch-size 0": "micro-batch-size 0 must be at least 1",
+    "--seq-length 512": "seq-length 512 exceeds the model's max-positions 256: use at most that, or a larger "
+    "--max-positions",
+    "--vocab-size 100": "vocab-size 100 is smaller than the 257 of the tokenizer byte",
+    "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
+    "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
+    "--model bert": "unknown model or preset 'bert'; there are",
+    "--tp two": "Error parsing --tp: invalid literal for int() with base 10: 'two'",
+    "--lr nan": "lr nan must be 0 or more",
+    "--lr 1e-4": "min-lr 0.0004 exceeds lr 0.0001",
+    "--dropout 1": "dropout 1.0 must be below 1",
+    "--schedule 2f2b": "invalid choice '2f2b' for argument '--schedule'. Expected one of ('1f1b', 'gpipe').",
+    "--steps": "Missing value for argument '--steps'.",
+    "stray": "Unrecognized options: stray",
+    "--data wikitext": "unknown data 'wikitext': there is stdlib",
+    "--split 1": "split '1' is not two shares such as 95,5",
+    "--tokenizer bpe": "unknown tokenizer 'bpe': there is byte",
+    "--load /nowhere": "/nowhere is not a checkpoint: no such directory",
+    "--load tests": "tests is not a checkpoint: it has neither latest nor megazoo.json",
+    "--config none.toml": "--config none.toml: No such file or directory",
+    "--config LICENSE": "--config LICENSE is not TOML:",
+    "--config tests/bad_key.toml": "tests/bad_key.toml: unknown key warm_up_steps; did you mean warmup_steps?",
+    "--save README.md": "--save README.md is not a directory",
+    "--metrics tests": "--metrics tests is a directory",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUT)
+def test_bad_input_ends_with_one_line_and_exit_code_2(arguments, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
+    monkeypatch.setattr(pretrain_gpt.megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built"))
+    with pytest.raises(SystemExit) as stop:
+        run_program(pretrain_gpt.main)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert err.count("\n") == 1, err
+    assert err.startswith("pretrain_gpt.py: error: " + BAD_INPUT[arguments])
+    assert not out
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch):
+    saved = str(tmp_path)
+    pretrain_gpt.main([*SMALL, "--steps", "1", "--eval-steps", "0", "--save", saved])
+    capsys.readouterr()
+    for arguments, message in {
+        "--layers 6": f"layers is 6, but 5 in the checkpoint {saved}/step_00000001",
+        "--steps 1": f"--load {saved} is at step 1 already: --steps 1 leaves nothing to do",
+    }.items():
+        options = [*SMALL[8:], "--load", saved, *arguments.split()]
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *options])
+        with pytest.raises(SystemExit) as stop:
+            run_program(pretrain_gpt.main)
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == f"pretrain_gpt.py: error: {message}\n"
+
+
+def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
+    done = start([sys.executable], "--tp", 3)
+    assert done.returncode == 2
+    assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide ffn-size 512: use tp 1, 2 or 4\n"
+    assert done.stdout == ""
+
+
+def test_help_names_every_setting():
+    done = start([sys.executable], "--help")
+    assert done.returncode == 0
+    for flag in "--model --preset --tp --pp --schedule --steps --lr --data --save --load --metrics --config".split():
+        assert flag in done.stdout
+
+
+def corpus_reads(arguments):
+    """How often this rank read the corpus."""
+    from megazoo.data import dataset
+
+    read, original = [], dataset.standard_library
+    dataset.standard_library = lambda: read.append(1) or original()
+    try:
+        pretrain_gpt.main(arguments)
+    finally:
+        dataset.standard_library = original
+    return len(read)
+
+
+def test_only_the_first_and_the_last_stage_read_data(ranks):
+    assert ranks(corpus_reads, 4, [*SMALL, "--pp", "4", "--steps", "1", "--eval-steps", "0"]) == [1, 0, 0, 1]

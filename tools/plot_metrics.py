@@ -1,0 +1,65 @@
+"""Draw the loss curves of one or several metrics files as a PNG.
+
+    python tools/plot_metrics.py runs/gpt2-tiny/metrics.jsonl --output loss.png
+
+Needs matplotlib: pip install -e .[plots]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from megazoo.errors import UserError
+from megazoo.launch import run_program
+
+
+def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Training and validation loss by step. Where a step stands twice (a resumed or repeated run), the later counts."""
+    training, validation = {}, {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            curve, key = (validation, "eval_loss") if "eval_loss" in record else (training, "loss")
+            curve[record["step"]] = record[key]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}, line {number} is not a line of metrics") from error
+    if not training:
+        raise UserError(f"{path} has no steps")
+    return training, validation
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("metrics", type=Path, nargs="+", help="file of --metrics")
+    parser.add_argument("--output", type=Path, default=Path("loss.png"), help="PNG to write (default: loss.png)")
+    options = parser.parse_args(arguments)
+    curves = [(path, *read_curves(path)) for path in options.metrics]
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("this needs matplotlib: pip install -e .[plots]") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120, layout="constrained")
+    for path, training, validation in curves:
+        label = f"{path.parent.name}: " if len(curves) > 1 else ""
+        (line,) = axes.plot(*zip(*sorted(training.items()), strict=True), linewidth=1, label=f"{label}training")
+        if validation:
+            points = zip(*sorted(validation.items()), strict=True)
+            axes.plot(*points, "o--", color=line.get_color(), alpha=0.6, markersize=5, label=f"{label}validation")
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(options.output)
+    print(f"drew {options.output}")
+
+
+if __name__ == "__main__":
+    run_program(main)
