@@ -8,6 +8,7 @@ python pretrain_gpt.py --load runs/a --tp 4 --steps 2000           go on from a 
 
 import math
 import resource
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -33,7 +34,8 @@ def main(arguments: list[str]) -> None:
     checkpoint = Checkpoint(options.checkpoint.load) if options.checkpoint.load else None
     config = model_config(options.model, checkpoint)
     tokenizer = open_tokenizer(options.data.tokenizer)
-    check_data(options.data.data, options.data.split)
+    _, valid_share = check_data(options.data.data, options.data.split)
+    evaluates = log.eval_steps > 0 and valid_share > 0
     first_step = checkpoint.trainer["step"] if checkpoint else 0
     dp = data_parallel_size(parallel.tp, parallel.pp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, first_step)
@@ -60,8 +62,8 @@ def main(arguments: list[str]) -> None:
     if model.stages[0].first or model.stages[-1].last:
         train, valid = open_datasets(options.data.data, tokenizer, options.data.split, training.seq_length)
     batch_of = (training.global_batch_size, training.seq_length, ctx)
-    train_batches = Batches(train, SampleOrder(len(train), training.seed) if train else None, *batch_of)
-    valid_batches = Batches(valid, (lambda i: i % len(valid)) if valid else None, *batch_of)
+    train_batches = Batches(train, train and SampleOrder(len(train), training.seed), *batch_of)
+    valid_batches = Batches(valid, lambda i: i % len(valid), *batch_of)
     microbatches = training.global_batch_size // ctx.dp_size // training.micro_batch_size
 
     def evaluate(step: int) -> float:
@@ -108,7 +110,7 @@ def main(arguments: list[str]) -> None:
         if not math.isfinite(loss):
             raise megazoo.UserError(f"the loss is {loss} at step {step}: try a smaller --lr", exit_code=1)
         last = step == training.steps
-        if log.eval_steps and (last or (log.eval_interval and step % log.eval_interval == 0)):
+        if evaluates and (last or (log.eval_interval and step % log.eval_interval == 0)):
             eval_loss = evaluate(step)
         interval = options.checkpoint.save_interval
         if options.checkpoint.save and (last or (interval and step % interval == 0)):
@@ -119,8 +121,8 @@ def main(arguments: list[str]) -> None:
     say(f"  training loss {loss:.4f}" + (f", validation loss {eval_loss:.4f} nats a token" if eval_loss else ""))
     if saved:
         say(f"  checkpoint    {saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
-        command = f"--tp {ctx.tp_size} --pp {ctx.pp_size} --load {options.checkpoint.save}"
-        say(f"  go on         python pretrain_gpt.py {command} --steps {2 * training.steps}")
+        settings = shlex.join([*arguments, "--load", str(options.checkpoint.save), "--steps", str(2 * training.steps)])
+        say(f"  go on         python pretrain_gpt.py {settings}")
     else:
         say("  nothing was saved: --save DIR keeps a checkpoint")
     if log.metrics:

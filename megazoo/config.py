@@ -12,6 +12,7 @@ from typing import Literal
 import tyro
 
 from megazoo.errors import UserError, nearest
+from megazoo.models import config_from_dict, find_config
 
 # The fields' docstrings are the flags' help.
 
@@ -60,11 +61,11 @@ class ParallelOptions:
 class TrainingOptions:
     """How long and on how much at once."""
 
-    steps: int = 800
+    steps: int = 400
     """Optimizer steps in all, those before a resume included."""
-    global_batch_size: int = 16
+    global_batch_size: int = 32
     """Sequences a step, over all replicas and micro-batches."""
-    micro_batch_size: int = 4
+    micro_batch_size: int = 16
     """Sequences that a pipeline stage handles at once."""
     seq_length: int = 128
     """Tokens of a sequence."""
@@ -76,13 +77,13 @@ class TrainingOptions:
 class OptimizerOptions:
     """AdamW, its learning rate and clipping."""
 
-    lr: float = 4e-3
+    lr: float = 5e-3
     """Largest learning rate."""
-    min_lr: float = 4e-4
+    min_lr: float = 5e-4
     """Learning rate at the last step."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
-    warmup_steps: int = 50
+    warmup_steps: int = 40
     """Steps over which the learning rate rises from 0."""
     weight_decay: float = 0.1
     """Decoupled; biases and norms have none."""
@@ -175,8 +176,6 @@ def model_config(options: ModelOptions, checkpoint=None):
 
     checkpoint: a `Checkpoint`, or None. Only the dropout may differ from it.
     """
-    from megazoo.models import config_from_dict, find_config
-
     given = {f.name: getattr(options, f.name) for f in fields(options)}
     name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
     sizes = {key: value for key, value in given.items() if value is not None}
@@ -287,6 +286,9 @@ def _run_tyro(arguments: list[str], description: str) -> Options:
     except SystemExit as stop:
         if not stop.code:
             raise
-        lines = [line.strip("│ \n") for line in told.getvalue().splitlines()[1:]]
-        end = next((i for i, line in enumerate(lines) if line.startswith(("───", "╰"))), len(lines))
-        raise UserError(" ".join(lines[:end]) or "bad arguments") from None
+        # A box: a title, rules of dashes, the message, a rule, and hints.
+        lines = [line.strip("│| ") for line in told.getvalue().splitlines()[1:]]
+        is_rule = [not line.strip("╭╮╰╯─-+") for line in lines]
+        start = is_rule.index(False) if False in is_rule else 0
+        end = is_rule.index(True, start) if True in is_rule[start:] else len(lines)
+        raise UserError(" ".join(lines[start:end]) or "bad arguments") from None

@@ -65,6 +65,10 @@ def run_program(main: Callable[[list[str]], None]) -> None:
             time.sleep(REPORT_DELAY)
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except RuntimeError as error:
+        if "Connection" in str(error):  # gloo's word for a peer that ended: its own report comes first
+            time.sleep(REPORT_DELAY)
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -69,7 +69,7 @@ def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command():
         "pretrain_gpt.py: error: a world of 6 ranks does not fit tp 2 x pp 4 = 8: "
         "start it with torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4"
     ]
-    assert "Traceback" not in done.stderr.partition("torch/distributed/run.py")[0]
+    assert "in run_program" not in done.stderr  # no traceback of ours; torchrun's own report is its own
 
 
 def test_stop_and_resume_in_another_layout(straight, tmp_path):
@@ -80,7 +80,7 @@ def test_stop_and_resume_in_another_layout(straight, tmp_path):
     pretrain_gpt.main([*SMALL, "--lr-schedule", "constant", "--steps", "4", "--metrics", str(one)])
     done = start([sys.executable], *common, "--tp", 2, "--pp", 2, "--steps", 2)
     assert done.returncode == 0, done.stderr
-    assert "go on         python pretrain_gpt.py --tp 2 --pp 2 --load" in done.stdout
+    assert f"--tp 2 --pp 2 --steps 2 --load {saved} --steps 4" in done.stdout
     pretrain_gpt.main([*common, "--steps", "4", "--load", str(saved)])
     assert close(losses(metrics), losses(one))
     assert [record["consumed_samples"] for record in records(metrics) if "loss" in record] == [8, 16, 24, 32]
@@ -147,7 +147,7 @@ BAD_INPUT = {
     "--model bert": "unknown model or preset 'bert'; there are",
     "--tp two": "Error parsing --tp: invalid literal for int() with base 10: 'two'",
     "--lr nan": "lr nan must be 0 or more",
-    "--lr 1e-4": "min-lr 0.0004 exceeds lr 0.0001",
+    "--lr 1e-4": "min-lr 0.0005 exceeds lr 0.0001",
     "--dropout 1": "dropout 1.0 must be below 1",
     "--schedule 2f2b": "invalid choice '2f2b' for argument '--schedule'. Expected one of ('1f1b', 'gpipe').",
     "--steps": "Missing value for argument '--steps'.",

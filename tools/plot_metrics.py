@@ -50,10 +50,12 @@ def main(arguments: list[str]) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120, layout="constrained")
     for path, training, validation in curves:
         label = f"{path.parent.name}: " if len(curves) > 1 else ""
-        (line,) = axes.plot(*zip(*sorted(training.items()), strict=True), linewidth=1, label=f"{label}training")
+        (line,) = axes.plot(
+            *zip(*sorted(training.items()), strict=True), linewidth=1, alpha=0.45, label=f"{label}training"
+        )
         if validation:
             points = zip(*sorted(validation.items()), strict=True)
-            axes.plot(*points, "o--", color=line.get_color(), alpha=0.6, markersize=5, label=f"{label}validation")
+            axes.plot(*points, "o-", color=line.get_color(), linewidth=2, markersize=6, label=f"{label}validation")
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

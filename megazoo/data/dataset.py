@@ -41,8 +41,9 @@ def open_datasets(data: str, tokenizer, split: str, seq_length: int) -> tuple[Pa
         PackedDataset(_stream([documents[i] for i in sorted(part)], tokenizer), seq_length)
         for part in (order[:cut], order[cut:])
     )
-    if not len(train):
-        raise UserError(f"split {split} leaves no training sample of {seq_length} tokens")
+    for name, dataset, share in zip(("training", "validation"), (train, valid), shares, strict=True):
+        if share and not len(dataset):
+            raise UserError(f"split {split} leaves no {name} sample of {seq_length} tokens")
     return train, valid
 
 

@@ -193,8 +193,13 @@ class Model(nn.Module):
     def eval_batch(
         self, input_ids=None, labels=None, *, targets=None, num_microbatches: int = 1, shape=None
     ) -> torch.Tensor:
-        """The mean loss over the global batch's labelled tokens, forward only. Arguments as in train_batch."""
-        return run_pipeline(self, self._microbatches(input_ids, labels, targets, num_microbatches, shape, 0)).loss
+        """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in train_batch."""
+        training = self.training
+        self.eval()
+        try:
+            return run_pipeline(self, self._microbatches(input_ids, labels, targets, num_microbatches, shape, 0)).loss
+        finally:
+            self.train(training)
 
     def _sum_tied_gradients(self) -> None:
         for entry in self.entries():
