@@ -1,9 +1,9 @@
 """Pretrain a language model with tensor, pipeline and data parallelism.
 
-python pretrain_gpt.py                                             one process, a small GPT-2 on embedded text
-torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4          eight ranks: 2-way tensor, 4 stages
-torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2          the same with 2 data-parallel replicas
-python pretrain_gpt.py --load runs/a --tp 4 --steps 2000           go on from a checkpoint, in another layout
+$ python pretrain_gpt.py                                             one process, a small GPT-2 on embedded text
+$ torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4          eight ranks: 2-way tensor, 4 stages
+$ torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2          the same with 2 data-parallel replicas
+$ python pretrain_gpt.py --load runs/a --tp 4 --steps 2000           go on from a checkpoint, in another layout
 """
 
 import math

@@ -3,11 +3,10 @@
 import contextlib
 import io
 import math
-import re
 import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -17,29 +16,42 @@ from megazoo.models import config_from_dict, find_config
 # The fields' docstrings are the flags' help.
 
 
+def _optional(kind: type, metavar: str, default: str):
+    """An option that may be left out, with what the help says of that."""
+    hint = f"(default: {default})" if default else ""
+    return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
+
+
+Size = _optional(int, "INT", "the preset's")
+Rate = _optional(float, "FLOAT", "the preset's")
+Switch = _optional(bool, "{True,False}", "the preset's")
+Name = _optional(str, "NAME", "")
+File = _optional(Path, "PATH", "none")
+
+
 @dataclass
 class ModelOptions:
     """What is trained. Sizes that are left out are the preset's."""
 
-    model: str | None = None
-    """Family: gpt2. Without a preset this is the family's tiny model (default: gpt2)."""
-    preset: str | None = None
+    model: Name = None
+    """Family: gpt2 (the default). Without a preset, its tiny model."""
+    preset: Name = None
     """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl), gpt3-175b."""
-    hidden_size: int | None = None
+    hidden_size: Size = None
     """Features of a token."""
-    layers: int | None = None
+    layers: Size = None
     """Transformer blocks."""
-    heads: int | None = None
-    """Attention heads; tp must divide them."""
-    ffn_size: int | None = None
-    """Inner features of the MLP (4 x hidden-size)."""
-    vocab_size: int | None = None
+    heads: Size = None
+    """Attention heads, cut over tp; the ranks' shares must be even or nearly so."""
+    ffn_size: Size = None
+    """Inner features of the MLP, 4 x hidden-size in GPT-2; tp must divide them."""
+    vocab_size: Size = None
     """Size of the vocabulary; tp need not divide it."""
-    max_positions: int | None = None
+    max_positions: Size = None
     """Longest sequence that the model has positions for."""
-    dropout: float | None = None
+    dropout: Rate = None
     """Probability, in all three places: embeddings, attention weights, residual branches."""
-    tie_embeddings: bool | None = None
+    tie_embeddings: Switch = None
     """Whether the output head is the embedding."""
 
 
@@ -53,8 +65,8 @@ class ParallelOptions:
     """Pipeline-parallel size: stages that the layers are cut into."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of the pipeline's forwards and backwards."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Where to run (default: cuda if each rank of the machine can have a device, else cpu)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
 
 
 @dataclass
@@ -111,11 +123,11 @@ class DataOptions:
 class CheckpointOptions:
     """What is kept. Checkpoints load in any layout."""
 
-    save: Path | None = None
+    save: File = None
     """Directory for checkpoints; one is written at the end, too."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
-    load: Path | None = None
+    load: File = None
     """Go on from a checkpoint: a directory of --save, or one step in it."""
 
 
@@ -129,7 +141,7 @@ class LoggingOptions:
     """Steps between evaluations; 0: only at the end."""
     eval_steps: int = 20
     """Batches of an evaluation; 0: never evaluate."""
-    metrics: Path | None = None
+    metrics: File = None
     """File that gets one JSON object a step, appended."""
 
 
@@ -144,7 +156,7 @@ class Options:
     data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
     checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(default_factory=CheckpointOptions)
     logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
-    config: Path | None = None
+    config: File = None
     """TOML file of settings: keys are the flags' names with underscores. The command line wins."""
 
 
@@ -154,21 +166,48 @@ def groups_of(options: Options) -> list:
 
 
 def parse_options(arguments: list[str], description: str) -> Options:
-    """The options of a command line, over those of the TOML file that its --config names.
-
-    Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag, key or file, or a value
-    of the wrong type.
-    """
-    known = {f.name: getattr(group, f.name) for group in groups_of(Options()) for f in fields(group)}
-    flags = {"--" + key.replace("_", "-") for key in [*known, "config", "help"]}
-    for argument in arguments:
-        flag = re.sub("=.*", "", argument).replace("_", "-")
-        if flag.startswith("--") and flag not in flags and flag.replace("--no-", "--") not in flags:
-            raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
+    """The options of a command line, over those of the TOML file that its --config names. See `parse_flags`."""
     file = _value_of("--config", arguments)
-    options = _run_tyro(_toml_arguments(file, known) + arguments if file else arguments, description)
+    if file:
+        arguments = _toml_arguments(file) + arguments
+    options = parse_flags(Options, arguments, description)
     _check_values(options)
     return options
+
+
+def parse_flags(kind: type, arguments: list[str], description: str):
+    """A dataclass filled from a command line by tyro; `kind` has a default for every flag.
+
+    Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag, naming the nearest known
+    one, or a value of the wrong type.
+    """
+    flags = {"--" + name.replace("_", "-") for name in _settings(kind)} | {"--help"}
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in flags and flag.replace("--no-", "--", 1) not in flags:
+            raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(kind, args=arguments, description=description)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        # A box: a title, rules of dashes, the message, a rule, and hints.
+        lines = [line.strip("│| ") for line in told.getvalue().splitlines()[1:]]
+        is_rule = [not line.strip("╭╮╰╯─-+") for line in lines]
+        start = is_rule.index(False) if False in is_rule else 0
+        end = is_rule.index(True, start) if True in is_rule[start:] else len(lines)
+        raise UserError(" ".join(lines[start:end]) or "bad arguments") from None
+
+
+def _settings(kind: type) -> dict:
+    """The name and default of every setting of a dataclass, groups opened."""
+    settings = {}
+    for f in fields(kind):
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        settings |= _settings(type(default)) if is_dataclass(default) else {f.name: default}
+    return settings
 
 
 def model_config(options: ModelOptions, checkpoint=None):
@@ -255,8 +294,10 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
     return None
 
 
-def _toml_arguments(file: str, known: dict) -> list[str]:
-    """A TOML file's settings as flags, so that one parser checks both. known: every setting's default."""
+def _toml_arguments(file: str) -> list[str]:
+    """A TOML file's settings as flags, so that one parser checks both."""
+    known = _settings(Options)
+    known.pop("config")
     try:
         settings = tomllib.loads(Path(file).read_text())
     except OSError as error:
@@ -275,20 +316,3 @@ def _toml_arguments(file: str, known: dict) -> list[str]:
         else:
             arguments += [flag, str(value)]
     return arguments
-
-
-def _run_tyro(arguments: list[str], description: str) -> Options:
-    """tyro's parser, its boxed errors reduced to one line."""
-    told = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(told):
-            return tyro.cli(Options, args=arguments, prog="pretrain_gpt.py", description=description)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        # A box: a title, rules of dashes, the message, a rule, and hints.
-        lines = [line.strip("│| ") for line in told.getvalue().splitlines()[1:]]
-        is_rule = [not line.strip("╭╮╰╯─-+") for line in lines]
-        start = is_rule.index(False) if False in is_rule else 0
-        end = is_rule.index(True, start) if True in is_rule[start:] else len(lines)
-        raise UserError(" ".join(lines[start:end]) or "bad arguments") from None

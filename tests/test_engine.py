@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from helpers import context, make_batch, randomize, tiny_config
+from helpers import context, make_batch, randomize, replica_rows, tiny_config
 
 import megazoo
 from megazoo.parallel import pipeline
+from megazoo.parallel.data_parallel import GradientBuckets
 from megazoo.parallel.pipeline import MicroBatch
 
 MICROBATCHES = 4
@@ -109,6 +110,28 @@ def outputs_alive(microbatches):
 def test_sent_outputs_give_their_memory_back(ranks):
     one_output = 16 * 32 * 4
     assert ranks(outputs_alive, 2, 16)[0] < one_output, "sixteen outputs were sent, none should hold its values"
+
+
+def reduced_in_small_buckets():
+    """Train a batch with many buckets; returns how many had left before the end, of how many, and the gradients."""
+    ctx = context(dp=2)
+    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
+    model._buckets = GradientBuckets([entry.parameter for entry in model.entries()], ctx, bucket_elements=2000)
+    left, finish = [], model._buckets.finish
+    model._buckets.finish = lambda: left.append(model._buckets.launched) or finish()
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets, num_microbatches=2)
+    return left[0], len(model._buckets.buckets), gradients(model)
+
+
+def test_buckets_leave_while_the_last_backward_runs(ranks):
+    ids, targets = make_batch(0)
+    whole = randomize(megazoo.from_config(tiny_config(), seed=3))
+    whole.train_batch(ids, targets=targets)
+    for left, buckets, parts in ranks(reduced_in_small_buckets, 2):
+        assert left == buckets > 10
+        for entry in whole.entries():
+            torch.testing.assert_close(parts[entry.name], entry.parameter.grad, atol=1e-7, rtol=1e-4)
 
 
 def forward_in_layout(layout, with_labels):

@@ -1,14 +1,17 @@
 """Draw the loss curves of one or several metrics files as a PNG.
 
-    python tools/plot_metrics.py runs/gpt2-tiny/metrics.jsonl --output loss.png
+$ python tools/plot_metrics.py runs/gpt2-tiny/metrics.jsonl --output loss.png
 
 Needs matplotlib: pip install -e .[plots]
 """
 
-import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
+from megazoo.config import parse_flags
 from megazoo.errors import UserError
 from megazoo.launch import run_program
 
@@ -32,13 +35,20 @@ def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
     return training, validation
 
 
+@dataclass
+class Options:
+    """Loss curves."""
+
+    metrics: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """Files of --metrics."""
+    output: Path = Path("loss.png")
+    """PNG to write."""
+
+
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("metrics", type=Path, nargs="+", help="file of --metrics")
-    parser.add_argument("--output", type=Path, default=Path("loss.png"), help="PNG to write (default: loss.png)")
-    options = parser.parse_args(arguments)
+    options = parse_flags(Options, arguments, __doc__)
+    if not options.metrics:
+        raise UserError("name at least one file of metrics (--help says how)")
     curves = [(path, *read_curves(path)) for path in options.metrics]
     try:
         import matplotlib

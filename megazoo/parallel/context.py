@@ -43,13 +43,13 @@ class ParallelContext:
         pipeline_parallel_size: int = 1,
         data_parallel_size: int | None = None,
         *,
-        device: str | torch.device | None = None,
+        device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
         """The context of this rank, from torchrun's environment or from an initialised torch.distributed.
 
-        data_parallel_size follows from the world when it is None. device: "cpu" or "cuda"; None picks CUDA where
-        this machine has one device for each of its ranks. timeout bounds every wait on every group.
+        data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto" (the default), which
+        is CUDA where this machine has a device for each of its ranks. timeout bounds every wait on every group.
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
         Raises UserError when the sizes don't multiply to the world.
         """
@@ -124,20 +124,24 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) 
     return world // (tp * pp)
 
 
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """This rank's device. None means CUDA if every rank of this machine can have a device of its own."""
+def choose_device(device: str | torch.device) -> torch.device:
+    """This rank's device. "auto" is CUDA if every rank of this machine can have a device of its own."""
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kind = "cuda" if device is None and available >= local_world else torch.device(device or "cpu").type
+    if device == "auto":
+        device = "cuda" if available >= local_world else "cpu"
+    kind = torch.device(device).type
     if kind == "cuda" and available < local_world:
         raise UserError(f"{local_world} ranks on this machine but {available} CUDA devices: use --device cpu")
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 def share_cores() -> None:
-    """Give this rank its share of the machine's cores, so that the ranks together don't oversubscribe them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    """Give each of several local ranks its share of the machine's cores, so that together they don't oversubscribe."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if local_world > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world))
 
 
 def _axis_group(ranks: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -1,0 +1,34 @@
+"""The programs in tools/, run as users run them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(tool, *arguments):
+    command = [sys.executable, f"tools/{tool}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_plot_metrics_draws_a_png(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "loss": 3 / step} for step in (1, 2, 3)] + [{"step": 3, "eval_loss": 1.5}]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run("plot_metrics.py", metrics, metrics, "--output", tmp_path / "loss.png")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_metrics_tells_mistakes_in_one_line(tmp_path):
+    (tmp_path / "broken").write_text('{"step": 1, "loss": 2}\nnonsense\n')
+    for arguments, message in {
+        (): "name at least one file of metrics (--help says how)",
+        ("--ouput", "x"): "unknown flag --ouput; did you mean --output? (--help lists all)",
+        (tmp_path / "none",): f"{tmp_path}/none: No such file or directory",
+        (tmp_path / "broken",): f"{tmp_path}/broken, line 2 is not a line of metrics",
+    }.items():
+        done = run("plot_metrics.py", *arguments)
+        assert (done.returncode, done.stderr) == (2, f"plot_metrics.py: error: {message}\n")
