@@ -8,37 +8,48 @@ $ python pretrain_gpt.py --load runs/a --tp 4 --steps 2000           go on from 
 
 import math
 import resource
-import shlex
 import sys
 import time
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.config import Options, check_run, model_config, parse_options
+from megazoo.config import OptimizerOptions, check_run, model_config, parse_options, settings_to_resume
 from megazoo.data import Batches, SampleOrder, check_data, open_datasets
-from megazoo.launch import data_parallel_size, is_rank_zero, run_program, start_missing_ranks
+from megazoo.launch import (
+    data_parallel_size,
+    is_rank_zero,
+    python_line,
+    run_program,
+    start_missing_ranks,
+    torchrun_line,
+    world_size,
+)
 from megazoo.metrics import Metrics, Progress, clock
 from megazoo.models import FAMILIES, family_of, parameter_count
 from megazoo.optim import AdamW, learning_rate
+from megazoo.parallel.context import choose_device
 from megazoo.tokenizer import open_tokenizer
 
 
 def main(arguments: list[str]) -> None:
     # Settings, checked before anything is built.
     options = parse_options(arguments, __doc__)
-    training, parallel, log = options.training, options.parallel, options.logging
     checkpoint = Checkpoint(options.checkpoint.load) if options.checkpoint.load else None
+    state = resumed_state(checkpoint)
+    if checkpoint:
+        options = parse_options(arguments, __doc__, resumed=state["settings"])
+    training, parallel, log = options.training, options.parallel, options.logging
     config = model_config(options.model, checkpoint)
     tokenizer = open_tokenizer(options.data.tokenizer)
     _, valid_share = check_data(options.data.data, options.data.split)
     evaluates = log.eval_steps > 0 and valid_share > 0
-    first_step = checkpoint.trainer["step"] if checkpoint else 0
+    first_step, consumed, consumed_tokens = state["step"], state["consumed_samples"], state["consumed_tokens"]
     dp = data_parallel_size(parallel.tp, parallel.pp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, first_step)
+    choose_device(parallel.device, parallel.tp * parallel.pp if world_size() == 1 else None)
     start_missing_ranks(parallel.tp, parallel.pp)
 
     # This rank's part of the model.
@@ -55,7 +66,8 @@ def main(arguments: list[str]) -> None:
         weight_decay=options.optimizer.weight_decay,
         clip_grad=options.optimizer.clip_grad,
     )
-    consumed = load(checkpoint, model, optimizer)["consumed_samples"] if checkpoint else 0
+    if checkpoint:
+        load(checkpoint, model, optimizer)
 
     # Data, on the stages that use it.
     train = valid = None
@@ -70,12 +82,13 @@ def main(arguments: list[str]) -> None:
         samples = range(0, log.eval_steps * training.global_batch_size, training.global_batch_size)
         losses = [model.eval_batch(**valid_batches(first), num_microbatches=microbatches).item() for first in samples]
         loss = math.fsum(losses) / len(losses)
-        metrics.write(step=step, eval_loss=loss, eval_perplexity=math.exp(loss))
+        metrics.write(step=step, eval_loss=loss, eval_perplexity=math.exp(min(loss, 700.0)))
         say(f"step {step:>{len(str(training.steps))}}/{training.steps}  validation loss {loss:.4f}")
         return loss
 
     def save_checkpoint(step: int):
-        trainer = {"consumed_samples": consumed, "seed": training.seed, "options": jsonable(options)}
+        progress = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
+        trainer = {**progress, "settings": settings_to_resume(options)}
         path = save(options.checkpoint.save, step, model, optimizer, trainer)
         say(f"saved {path}")
         return path
@@ -89,10 +102,13 @@ def main(arguments: list[str]) -> None:
         began = time.perf_counter()
         batch = train_batches(consumed)
         loss = model.train_batch(**batch, num_microbatches=microbatches, schedule=parallel.schedule, step=step)
-        optimizer.lr = learning_rate(step, steps=training.steps, **schedule_of(options))
+        optimizer.lr = learning_rate(step, **rate_schedule(options.optimizer))
         norm = optimizer.step().item()
-        consumed += training.global_batch_size
+        consumed, consumed_tokens = consumed + training.global_batch_size, consumed_tokens + tokens
         seconds, loss = time.perf_counter() - began, loss.item()
+        if not math.isfinite(loss + norm):
+            what = f"the loss is {loss} and its gradient norm {norm} at step {step}"
+            raise megazoo.UserError(f"{what}: try a smaller --lr; checkpoints of earlier steps are whole", exit_code=1)
 
         metrics.write(
             step=step,
@@ -102,13 +118,11 @@ def main(arguments: list[str]) -> None:
             tokens_per_second=tokens / seconds,
             step_time=seconds,
             consumed_samples=consumed,
-            consumed_tokens=consumed * training.seq_length,
+            consumed_tokens=consumed_tokens,
             peak_memory=peak_memory(ctx),
         )
         if line := progress.line(step, loss, norm, optimizer.lr):
             say(line)
-        if not math.isfinite(loss):
-            raise megazoo.UserError(f"the loss is {loss} at step {step}: try a smaller --lr", exit_code=1)
         last = step == training.steps
         if evaluates and (last or (log.eval_interval and step % log.eval_interval == 0)):
             eval_loss = evaluate(step)
@@ -121,21 +135,32 @@ def main(arguments: list[str]) -> None:
     say(f"  training loss {loss:.4f}" + (f", validation loss {eval_loss:.4f} nats a token" if eval_loss else ""))
     if saved:
         say(f"  checkpoint    {saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
-        settings = shlex.join([*arguments, "--load", str(options.checkpoint.save), "--steps", str(2 * training.steps)])
-        say(f"  go on         python pretrain_gpt.py {settings}")
+        again = [*arguments, "--load", str(options.checkpoint.save), "--steps", str(2 * training.steps)]
+        say(f"  go on         {python_line(again) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, again)}")
     else:
         say("  nothing was saved: --save DIR keeps a checkpoint")
     if log.metrics:
         say(f"  metrics       {log.metrics}")
-        say(f"  loss curve    python tools/plot_metrics.py {log.metrics} --output loss.png")
+        say(f"  loss curve    {python_line([str(log.metrics)], program='tools/plot_metrics.py')}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def schedule_of(options: Options) -> dict:
+def rate_schedule(optimizer: OptimizerOptions) -> dict:
     """The arguments of `learning_rate` that don't change from step to step."""
-    names = {"lr_schedule": "schedule", "lr": "lr", "min_lr": "min_lr", "warmup_steps": "warmup_steps"}
-    return {name: getattr(options.optimizer, option) for option, name in names.items()}
+    o = optimizer
+    rates = {"lr": o.lr, "min_lr": o.min_lr, "warmup_steps": o.warmup_steps, "steps": o.lr_decay_steps}
+    return {"schedule": o.lr_schedule, **rates}
+
+
+def resumed_state(checkpoint: Checkpoint | None) -> dict:
+    """Where a run stands: step, consumed samples and tokens, and its settings; the start without a checkpoint."""
+    if checkpoint is None:
+        return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
+    missing = {"step", "consumed_samples", "consumed_tokens", "settings"} - set(checkpoint.trainer)
+    if missing:
+        raise megazoo.UserError(f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}")
+    return checkpoint.trainer
 
 
 def peak_memory(ctx) -> int:
@@ -143,12 +168,6 @@ def peak_memory(ctx) -> int:
     if ctx.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def jsonable(options: Options) -> dict:
-    """The options as plain JSON values."""
-    flat = {key: value for group in asdict(options).values() if isinstance(group, dict) for key, value in group.items()}
-    return {key: value if isinstance(value, int | float | None) else str(value) for key, value in flat.items()}
 
 
 def print_flushed(*words) -> None:

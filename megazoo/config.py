@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import os
 import tomllib
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -91,12 +92,14 @@ class OptimizerOptions:
 
     lr: float = 5e-3
     """Largest learning rate."""
-    min_lr: float = 5e-4
-    """Learning rate at the last step."""
+    min_lr: _optional(float, "FLOAT", "lr / 10") = None
+    """Learning rate at the end of its fall."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
-    warmup_steps: int = 40
+    warmup_steps: _optional(int, "INT", "a tenth of steps") = None
     """Steps over which the learning rate rises from 0."""
+    lr_decay_steps: _optional(int, "INT", "steps; after --load, as before") = None
+    """Step at which the learning rate has fallen to min-lr."""
     weight_decay: float = 0.1
     """Decoupled; biases and norms have none."""
     clip_grad: float = 1.0
@@ -165,14 +168,29 @@ def groups_of(options: Options) -> list:
     return [getattr(options, f.name) for f in fields(options) if f.name != "config"]
 
 
-def parse_options(arguments: list[str], description: str) -> Options:
-    """The options of a command line, over those of the TOML file that its --config names. See `parse_flags`."""
+def parse_options(arguments: list[str], description: str, resumed: dict | None = None) -> Options:
+    """The options of a command line, over those of the TOML file that its --config names. See `parse_flags`.
+
+    resumed: `settings_to_resume` of the run that goes on, below both.
+    """
     file = _value_of("--config", arguments)
-    if file:
-        arguments = _toml_arguments(file) + arguments
-    options = parse_flags(Options, arguments, description)
+    lower = _as_flags(resumed or {}) + (_toml_arguments(file) if file else [])
+    options = parse_flags(Options, lower + arguments, description)
+    optimizer = options.optimizer
+    if optimizer.min_lr is None:
+        optimizer.min_lr = optimizer.lr / 10
+    if optimizer.lr_decay_steps is None:
+        optimizer.lr_decay_steps = options.training.steps
+    if optimizer.warmup_steps is None:
+        optimizer.warmup_steps = optimizer.lr_decay_steps // 10
     _check_values(options)
     return options
+
+
+def settings_to_resume(options: Options) -> dict:
+    """What a checkpoint keeps, so that a run goes on as it was: everything but the layout and what is told or saved."""
+    groups = (options.training, options.optimizer, options.data)
+    return {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
 
 
 def parse_flags(kind: type, arguments: list[str], description: str):
@@ -219,9 +237,10 @@ def model_config(options: ModelOptions, checkpoint=None):
     name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
     sizes = {key: value for key, value in given.items() if value is not None}
     saved = checkpoint and config_from_dict(checkpoint.family, checkpoint.config)
-    base = find_config(preset or name or "gpt2") if preset or name or not saved else saved
-    if name and preset and type(find_config(name)) is not type(base):
-        raise UserError(f"preset {preset} is not of the family {name}")
+    base = saved if saved and not preset else find_config(preset or name or "gpt2")
+    if name and type(find_config(name)) is not type(base):
+        what = f"preset {preset}" if preset else f"the checkpoint {checkpoint.path}"
+        raise UserError(f"{what} is not of the family {name}")
     if "hidden_size" in sizes and base.ffn_size == 4 * base.hidden_size:
         sizes.setdefault("ffn_size", 4 * sizes["hidden_size"])
     rates = [f.name for f in fields(base) if f.name.endswith("dropout")]
@@ -258,12 +277,23 @@ def check_run(options: Options, model, config, tokenizer, dp: int, first_step: i
             f"{options.data.tokenizer}"
         )
     save, metrics, load = options.checkpoint.save, options.logging.metrics, options.checkpoint.load
-    if save and save.exists() and not save.is_dir():
-        raise UserError(f"--save {save} is not a directory")
-    if metrics and metrics.is_dir():
-        raise UserError(f"--metrics {metrics} is a directory")
+    if save:
+        _check_writable("--save", save)
+    if metrics:
+        _check_writable("--metrics", metrics.parent)
+        if metrics.is_dir():
+            raise UserError(f"--metrics {metrics} is a directory")
     if first_step >= training.steps:
         raise UserError(f"--load {load} is at step {first_step} already: --steps {training.steps} leaves nothing to do")
+
+
+def _check_writable(flag: str, directory: Path) -> None:
+    """Refuse a directory that can't be made or written, before the work that it is for."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{flag}: {existing} is not a directory")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"{flag}: no permission to write in {existing}")
 
 
 def _check_values(options: Options) -> None:
@@ -281,8 +311,12 @@ def _check_values(options: Options) -> None:
                 raise UserError(f"{flag} {value} must be 0 or more")
             if f.name in fractions and value >= 1:
                 raise UserError(f"{flag} {value} must be below 1")
-    if options.optimizer.min_lr > options.optimizer.lr:
-        raise UserError(f"min-lr {options.optimizer.min_lr} exceeds lr {options.optimizer.lr}")
+    optimizer = options.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        raise UserError(f"min-lr {optimizer.min_lr} exceeds lr {optimizer.lr}: give both")
+    if optimizer.warmup_steps > optimizer.lr_decay_steps:
+        what = f"warmup-steps {optimizer.warmup_steps} exceeds the {optimizer.lr_decay_steps} steps of the schedule"
+        raise UserError(f"{what}: use less")
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:
@@ -302,17 +336,15 @@ def _toml_arguments(file: str) -> list[str]:
         settings = tomllib.loads(Path(file).read_text())
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--config {file} is not TOML: {error}") from error
-    arguments = []
     for key, value in settings.items():
-        flag = "--" + key.replace("_", "-")
         if key not in known:
             raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
-        if isinstance(known[key], bool) and isinstance(value, bool):
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list | dict):
+        if isinstance(value, list | dict):
             raise UserError(f"{file}: {key} must be a single value")
-        else:
-            arguments += [flag, str(value)]
-    return arguments
+    return _as_flags(settings)
+
+
+def _as_flags(settings: dict) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--" + key.replace("_", "-"), str(value))]

@@ -2,12 +2,14 @@
 
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from megazoo.errors import UserError
+from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
 
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 LAUNCHER_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -24,16 +26,17 @@ def is_rank_zero() -> bool:
 
 
 def data_parallel_size(tp: int, pp: int) -> int:
-    """The dp that follows from the world, 1 if the ranks are still to be started; UserError if they don't fit."""
-    world, replica = world_size(), tp * pp
+    """The dp that follows from the world, 1 if the ranks are still to be started; UserError with the right command."""
+    world = world_size()
     if world == 1:
         return 1
-    if world % replica:
-        fits = -(-world // replica) * replica
+    try:
+        return data_parallel_size_for(world, tp, pp)
+    except UserError as error:
+        command = torchrun_line(ranks_that_fit(world, tp, pp))
         raise UserError(
-            f"a world of {world} ranks does not fit tp {tp} x pp {pp} = {replica}: start it with {_torchrun_line(fits)}"
-        )
-    return world // replica
+            f"a world of {world} ranks does not fit tp {tp} x pp {pp} = {tp * pp}: use {command}"
+        ) from error
 
 
 def start_missing_ranks(tp: int, pp: int) -> None:
@@ -41,7 +44,7 @@ def start_missing_ranks(tp: int, pp: int) -> None:
     ranks = tp * pp
     if world_size() > 1 or ranks == 1:
         return
-    print(f"starting {ranks} ranks here, as {_torchrun_line(ranks)} would", flush=True)
+    print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -73,5 +76,13 @@ def run_program(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
 
 
-def _torchrun_line(ranks: int) -> str:
-    return f"torchrun --nproc-per-node {ranks} {shlex.join(sys.argv)}"
+def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:
+    """The command that starts this program (with other arguments, if given) on so many ranks."""
+    return f"torchrun --nproc-per-node {ranks} {shlex.join([sys.argv[0], *(arguments or sys.argv[1:])])}"
+
+
+def python_line(arguments: list[str], program: str | None = None) -> str:
+    """The command that starts this program (or another) with this Python."""
+    here = os.path.relpath(sys.executable)
+    python = "python" if shutil.which("python") == sys.executable else sys.executable if ".." in here else here
+    return f"{python} {shlex.join([program or sys.argv[0], *arguments])}"

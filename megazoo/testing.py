@@ -24,8 +24,8 @@ class RankError(RuntimeError):
 class RankPool:
     """Processes that stand for ranks. `run` gives each a function to call within a fresh process group.
 
-    The processes are forked from a server that has imported torch, so that starting one costs little; each uses one
-    thread. After a failure the pool is replaced: a rank that is stuck in a collective can't be used again.
+    The processes are forked from a server that has imported torch, so that starting one costs little; each starts with
+    one thread. After a failure the pool is replaced: a rank that is stuck in a collective can't be used again.
     """
 
     def __init__(self):
@@ -95,6 +95,6 @@ def _serve(pipe) -> None:
             answer = function(*args, **kwargs), None
             if dist.is_initialized():  # a whole program may have ended it itself
                 dist.destroy_process_group()
+            pipe.send(answer)
         except BaseException:
-            answer = None, traceback.format_exc()
-        pipe.send(answer)
+            pipe.send((None, traceback.format_exc()))

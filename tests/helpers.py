@@ -4,6 +4,7 @@ import torch
 
 import megazoo
 from megazoo.models.gpt2 import GPT2Config
+from megazoo.testing import GROUP_TIMEOUT
 
 # Five layers so that stages are uneven; 61 tokens so that neither 2 nor 4 divides the vocabulary.
 TINY = dict(vocab_size=61, max_positions=16, hidden_size=32, layers=5, heads=4)
@@ -31,7 +32,9 @@ def replica_rows(tensor, ctx):
 
 
 def context(tp=1, pp=1, dp=1):
-    return megazoo.ParallelContext.from_torch(tp, pp, dp, device="cpu")
+    ctx = megazoo.ParallelContext.from_torch(tp, pp, dp, device="cpu", timeout=GROUP_TIMEOUT)
+    torch.set_num_threads(1)  # bits may depend on the number of threads
+    return ctx
 
 
 def randomize(model, seed=7):

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import struct
+import time
 import zlib
 
 import pytest
@@ -174,6 +176,42 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, second_st
             break
     assert moment > 10
     assert 1 < outcomes < moment
+
+
+def test_a_directory_without_its_manifest_is_never_chosen(tmp_path):
+    model = megazoo.from_config(tiny_config(), seed=3)
+    step = save(tmp_path, 1, model)
+    for leftover in (".step_00000002.partial", "step_00000003"):  # killed while writing, or while being removed
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / ".megazoo.json.partial").write_text("{}")
+    (tmp_path / "latest").unlink()
+    assert Checkpoint(tmp_path).path == step
+
+
+def test_kill_minus_nine_while_saving(tmp_path):
+    """A process that does nothing but save is killed at ten moments; each time a checkpoint loads, whole."""
+    delays = torch.rand(10, generator=torch.Generator().manual_seed(0)) * 0.3
+    model = megazoo.from_config(tiny_config(), seed=3)
+    optimizer = megazoo.optim.AdamW(model)
+    save(tmp_path, 1, model, optimizer)
+    steps = []
+    for round_number, delay in enumerate(delays.tolist(), 1):
+        child = os.fork()
+        if child == 0:
+            for step in range(1, 1000):
+                model.embedding.weight.data.fill_(1000 * round_number + step)
+                save(tmp_path, 1 + step % 3, model, optimizer)
+            os._exit(0)
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        fresh = megazoo.from_config(tiny_config(), seed=4)
+        checkpoint = Checkpoint(tmp_path)
+        load(checkpoint, fresh, megazoo.optim.AdamW(fresh))
+        for name, info in checkpoint.manifest["files"].items():
+            assert zlib.crc32((checkpoint.path / name).read_bytes()) == info["crc32"]
+        steps.append(fresh.embedding.weight[0, 0].item())
+    assert len(set(steps)) > 3
 
 
 def save_with_full_disk(directory, failing_rank):

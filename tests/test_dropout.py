@@ -1,10 +1,12 @@
 """Dropout: what agrees, what differs, and that nothing but names decides it."""
 
+import pytest
 import torch
 from helpers import context, make_batch, replica_rows, tiny_config
 
 import megazoo
-from megazoo.layers import Dropout
+from megazoo.errors import UserError
+from megazoo.layers import CausalSelfAttention, Dropout
 from megazoo.layers import attention as attention_module
 
 
@@ -71,8 +73,37 @@ def test_sites_microbatches_and_steps_draw_differently():
     assert len(set(inside)) == len(inside)
 
 
+def draw_alone():
+    """Layers of a user's own module, without sites or seeds; a plain one and a parallel one."""
+    torch.manual_seed(0)
+    with context(tp=2):
+        plain, parallel, attention = Dropout(0.5), Dropout(0.5, parallel=True), CausalSelfAttention(8, 2, dropout=0.5)
+    x, y = torch.ones(100), torch.randn(1, 16, 8)
+    return plain(x), plain(x), parallel(x), attention(y).detach(), attention(y).detach()
+
+
+def test_layers_alone_draw_from_torchs_generator(ranks):
+    (a, b, inside0, attended, again), (a1, b1, inside1, attended1, _) = ranks(draw_alone, 2)
+    assert torch.equal(a, a1)
+    assert torch.equal(b, b1)
+    assert not torch.equal(a, b)
+    assert not torch.equal(inside0, inside1)
+    assert torch.equal(attended, attended1)
+    assert not torch.equal(attended, again)
+
+
+def test_a_seed_without_a_site_is_refused():
+    with pytest.raises(UserError, match="needs a site"):
+        Dropout(0.5)(torch.ones(3), seed=1)
+
+
+def site(layer, name):
+    layer.site = name
+    return layer
+
+
 def test_the_rate_is_met_and_evaluation_drops_nothing():
-    layer, x = Dropout(0.3), torch.ones(1000, 100)
+    layer, x = site(Dropout(0.3), "a"), torch.ones(1000, 100)
     y = layer(x, seed=1)
     assert abs((y == 0).float().mean() - 0.3) < 0.01
     assert torch.allclose(y[y != 0], torch.tensor(1 / 0.7))
@@ -83,5 +114,5 @@ def test_the_generator_of_others_is_left_alone():
     torch.manual_seed(9)
     expected = torch.rand(3)
     torch.manual_seed(9)
-    Dropout(0.5)(torch.ones(10), seed=1)
+    site(Dropout(0.5), "a")(torch.ones(10), seed=1)
     assert torch.equal(torch.rand(3), expected)

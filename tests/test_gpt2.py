@@ -150,3 +150,16 @@ def test_bad_inputs_of_a_batch_are_refused():
         model(torch.full((1, 4), 61))
     with pytest.raises(UserError, match="num_microbatches 2 doesn't divide the batch of 3"):
         model.train_batch(token_ids(), labels=token_ids(), num_microbatches=2)
+    with pytest.raises(UserError, match="label 61 is outside the vocabulary of 61"):
+        model.train_batch(token_ids(), targets=torch.full((3, 24), 61))
+    with pytest.raises(UserError, match="label -1 is outside the vocabulary of 61"):
+        model(token_ids(), labels=torch.full((3, 24), -1))
+    with pytest.raises(UserError, match="the last stage needs labels or targets"):
+        model.train_batch(token_ids())
+    with pytest.raises(UserError, match="the first stage needs input_ids"):
+        model.train_batch(labels=token_ids())
+    with pytest.raises(UserError, match="unknown schedule '2f2b': there are gpipe, 1f1b"):
+        model.train_batch(token_ids(), labels=token_ids(), schedule="2f2b")
+    virtual = megazoo.from_config(GPT2Config(**SIZES), ParallelContext.virtual(tp=2))
+    with pytest.raises(UserError, match="a virtual context has no ranks to talk to"):
+        virtual.train_batch(token_ids(), labels=token_ids())

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import megazoo
 import pretrain_gpt
 
 pytestmark = [
@@ -31,5 +32,11 @@ def test_dropout_on_cuda_draws_by_name():
     from megazoo.layers import Dropout
 
     layer, x = Dropout(0.5), torch.ones(1000, device="cuda")
+    layer.site = "a"
     assert torch.equal(layer(x, seed=1), layer(x, seed=1))
     assert not torch.equal(layer(x, seed=1), layer(x, seed=2))
+
+
+def test_forward_takes_token_ids_from_the_cpu():
+    model = megazoo.from_config("gpt2-tiny", megazoo.ParallelContext.from_torch(device="cuda"))
+    assert model(torch.zeros(2, 8, dtype=torch.long)).logits.is_cuda

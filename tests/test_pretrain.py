@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import megazoo
 import pretrain_gpt
-from megazoo.checkpoint import Checkpoint
+from megazoo.checkpoint import Checkpoint, save
+from megazoo.config import Options, _settings
 from megazoo.launch import run_program
 from megazoo.models.gpt2 import GPT2
 from megazoo.tokenizer import ByteTokenizer
@@ -67,24 +70,37 @@ def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command():
     lines = [line for line in done.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
     assert lines == [
         "pretrain_gpt.py: error: a world of 6 ranks does not fit tp 2 x pp 4 = 8: "
-        "start it with torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4"
+        "use torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4"
     ]
     assert "in run_program" not in done.stderr  # no traceback of ours; torchrun's own report is its own
 
 
 def test_stop_and_resume_in_another_layout(straight, tmp_path):
-    """Two steps at tp 2 x pp 2, two more in one process: the same losses as four at once, without a jump."""
+    """Two steps at tp 2 x pp 2, two more in one process: the same losses as four at once, without a jump.
+
+    The second start names no setting of the first: batch, seed and learning rate come from the checkpoint.
+    """
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
-    common = [*SMALL, "--lr-schedule", "constant", "--metrics", str(metrics), "--save", str(saved)]
-    one = tmp_path / "one.jsonl"
-    pretrain_gpt.main([*SMALL, "--lr-schedule", "constant", "--steps", "4", "--metrics", str(one)])
-    done = start([sys.executable], *common, "--tp", 2, "--pp", 2, "--steps", 2)
+    common = ["--metrics", str(metrics), "--save", str(saved), "--device", "cpu"]
+    layout = ["--tp", "2", "--pp", "2", "--steps", "2", "--lr-decay-steps", "4"]
+    done = start([sys.executable], *SMALL, *common, *layout)
     assert done.returncode == 0, done.stderr
-    assert f"--tp 2 --pp 2 --steps 2 --load {saved} --steps 4" in done.stdout
-    pretrain_gpt.main([*common, "--steps", "4", "--load", str(saved)])
-    assert close(losses(metrics), losses(one))
-    assert [record["consumed_samples"] for record in records(metrics) if "loss" in record] == [8, 16, 24, 32]
+    assert f"--lr-decay-steps 4 --load {saved} --steps 4" in done.stdout
+    pretrain_gpt.main([*common, "--load", str(saved), "--steps", "4"])
+    assert close(losses(metrics), straight)
+    steps = [record for record in records(metrics) if "loss" in record]
+    assert [record["consumed_samples"] for record in steps] == [8, 16, 24, 32]
+    assert [record["consumed_tokens"] for record in steps] == [256, 512, 768, 1024]
     assert Checkpoint(saved).trainer["step"] == 4
+
+
+def test_a_longer_run_goes_on_at_the_rate_where_it_stood(tmp_path):
+    metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
+    common = ["--metrics", str(metrics), "--save", str(saved), "--device", "cpu", "--eval-steps", "0"]
+    pretrain_gpt.main([*SMALL, *common, "--steps", "3"])
+    pretrain_gpt.main([*common, "--steps", "5", "--load", str(saved)])
+    rates = [record["lr"] for record in records(metrics)]
+    assert rates[2:] == [5e-4] * 3
 
 
 def test_metrics_evaluation_and_summary(tmp_path, capsys):
@@ -147,7 +163,8 @@ BAD_INPUT = {
     "--model bert": "unknown model or preset 'bert'; there are",
     "--tp two": "Error parsing --tp: invalid literal for int() with base 10: 'two'",
     "--lr nan": "lr nan must be 0 or more",
-    "--lr 1e-4": "min-lr 0.0005 exceeds lr 0.0001",
+    "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: give both",
+    "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the schedule: use less",
     "--dropout 1": "dropout 1.0 must be below 1",
     "--schedule 2f2b": "invalid choice '2f2b' for argument '--schedule'. Expected one of ('1f1b', 'gpipe').",
     "--steps": "Missing value for argument '--steps'.",
@@ -160,7 +177,11 @@ BAD_INPUT = {
     "--config none.toml": "--config none.toml: No such file or directory",
     "--config LICENSE": "--config LICENSE is not TOML:",
     "--config tests/bad_key.toml": "tests/bad_key.toml: unknown key warm_up_steps; did you mean warmup_steps?",
-    "--save README.md": "--save README.md is not a directory",
+    "--save README.md": "--save: README.md is not a directory",
+    "--save LICENSE/run": f"--save: {ROOT}/LICENSE is not a directory",
+    "--metrics LICENSE/run": "--metrics: LICENSE is not a directory",
+    "--config docs/loss.png": "--config docs/loss.png is not TOML:",
+    "--split nan,5": "split 'nan,5' is not two shares such as 95,5",
     "--metrics tests": "--metrics tests is a directory",
 }
 
@@ -181,13 +202,13 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(arguments, capsys, monkeyp
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch):
     saved = str(tmp_path)
-    pretrain_gpt.main([*SMALL, "--steps", "1", "--eval-steps", "0", "--save", saved])
+    pretrain_gpt.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", saved])
     capsys.readouterr()
     for arguments, message in {
-        "--layers 6": f"layers is 6, but 5 in the checkpoint {saved}/step_00000001",
-        "--steps 1": f"--load {saved} is at step 1 already: --steps 1 leaves nothing to do",
+        "--layers 6": f"layers is 6, but 5 in the checkpoint {saved}/step_00000002",
+        "--steps 2": f"--load {saved} is at step 2 already: --steps 2 leaves nothing to do",
     }.items():
-        options = [*SMALL[8:], "--load", saved, *arguments.split()]
+        options = ["--model", "gpt2", "--load", saved, *arguments.split()]
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *options])
         with pytest.raises(SystemExit) as stop:
             run_program(pretrain_gpt.main)
@@ -205,8 +226,40 @@ def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
 def test_help_names_every_setting():
     done = start([sys.executable], "--help")
     assert done.returncode == 0
-    for flag in "--model --preset --tp --pp --schedule --steps --lr --data --save --load --metrics --config".split():
-        assert flag in done.stdout
+    for setting in _settings(Options):
+        assert f"--{setting.replace('_', '-')} " in done.stdout, setting
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
+def test_more_ranks_than_cuda_devices_are_refused_before_they_start():
+    done = start([sys.executable], "--device", "cuda", "--tp", 2)
+    message = "cuda: 2 ranks here but 0 CUDA devices: use fewer, or --device cpu"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"pretrain_gpt.py: error: {message}\n")
+
+
+def test_a_run_that_diverges_stops_before_it_saves(tmp_path, capsys, monkeypatch):
+    arguments = [*SMALL, "--lr", "1e30", "--clip-grad", "0", "--steps", "5", "--save-interval", "1"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments, "--save", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        run_program(pretrain_gpt.main)
+    assert stop.value.code == 1
+    assert re.search(r"gradient norm \S+ at step \d: try a smaller --lr", capsys.readouterr().err)
+    kept = [path.name for path in tmp_path.glob("step_*")]
+    assert len(kept) < 5
+
+
+def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypatch):
+    path = save(tmp_path, 1, megazoo.from_config("gpt2-tiny"))
+    for text, message in {
+        (path / "trainer.json").read_text(): "is not of a training run: trainer.json has no consumed_samples",
+        "{": "trainer.json can't be read:",
+    }.items():
+        (path / "trainer.json").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--load", str(tmp_path)])
+        with pytest.raises(SystemExit) as stop:
+            run_program(pretrain_gpt.main)
+        error = capsys.readouterr().err
+        assert (stop.value.code, error.count("\n"), message in error) == (2, 1, True), error
 
 
 def corpus_reads(arguments):
@@ -223,4 +276,4 @@ def corpus_reads(arguments):
 
 
 def test_only_the_first_and_the_last_stage_read_data(ranks):
-    assert ranks(corpus_reads, 4, [*SMALL, "--pp", "4", "--steps", "1", "--eval-steps", "0"]) == [1, 0, 0, 1]
+    assert ranks(corpus_reads, 4, [*SMALL, "--pp", "4", "--steps", "2", "--eval-steps", "0"]) == [1, 0, 0, 1]

@@ -23,6 +23,8 @@ def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text file") from error
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -69,7 +71,10 @@ def main(arguments: list[str]) -> None:
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(options.output)
+    try:
+        figure.savefig(options.output, format="png")
+    except OSError as error:
+        raise UserError(f"can't write {options.output}: {error.strerror}", exit_code=1) from error
     print(f"drew {options.output}")
 
 

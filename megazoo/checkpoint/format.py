@@ -6,8 +6,9 @@
     ckpt/step_00000100/optimizer_tp_0_pp_0_dp_0.safetensors
     ckpt/step_00000100/trainer.json                        step, consumed samples, seed ...
 
-A step is written in a hidden directory and renamed when its manifest is on disk. So a directory that has a manifest is
-whole, hidden or not, and a kill at any moment leaves the old checkpoint or the new one.
+A step is written in a hidden directory and renamed when its manifest is on disk. A manifest appears at once, after all
+that it names, and is the first to go when a directory is removed. So a directory that has one is whole, hidden or not,
+and a kill at any moment leaves the old checkpoint or the new one.
 """
 
 import json
@@ -60,11 +61,24 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
 
 def write_json(path: Path, value) -> dict:
     """Write JSON to the disk; returns its {"size", "crc32"}."""
-    data = (json.dumps(value, indent=1) + "\n").encode()
-    with open(path, "wb") as file:
+    return write_at_once(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def write_at_once(path: Path, data: bytes) -> dict:
+    """Write a file that is there whole or not at all; returns its {"size", "crc32"}."""
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
         file.write(data)
         sync(file)
+    os.replace(partial, path)
     return {"size": len(data), "crc32": zlib.crc32(data)}
+
+
+def remove(directory: Path) -> None:
+    """Remove a step's directory, if it is there; its manifest goes first, so that what is left never looks whole."""
+    if directory.exists():
+        (directory / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(directory)
 
 
 def sync(file) -> None:
@@ -84,8 +98,7 @@ def staging_directory(directory: Path, step: int) -> Path:
     """An empty hidden directory in which a step is written."""
     staging = directory / f".{step_name(step)}.partial"
     directory.mkdir(parents=True, exist_ok=True)
-    if staging.exists():
-        shutil.rmtree(staging)
+    remove(staging)
     staging.mkdir()
     return staging
 
@@ -94,18 +107,14 @@ def publish(staging: Path, step: int) -> Path:
     """Give a whole step its name, in place of an older one of that name, and point `latest` at it."""
     directory, final = staging.parent, staging.parent / step_name(step)
     replaced = directory / f".{step_name(step)}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
     sync_directory(staging)
     if final.exists():
         os.rename(final, replaced)
     os.rename(staging, final)
-    pointer = directory / f".{LATEST}"
-    with open(pointer, "w") as file:
-        file.write(final.name + "\n")
-        sync(file)
-    os.replace(pointer, directory / LATEST)
+    write_at_once(directory / LATEST, f"{final.name}\n".encode())
     sync_directory(directory)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
     return final
 
 

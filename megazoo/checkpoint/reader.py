@@ -42,7 +42,10 @@ class Checkpoint:
     def trainer(self) -> dict:
         """What the training program saved beside the tensors; empty if there is none."""
         file = self.path / TRAINER
-        return json.loads(file.read_text()) if file.is_file() else {}
+        try:
+            return json.loads(file.read_text()) if file.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} can't be read: {error}") from error
 
     def read_into(self, name: str, destination: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext) -> None:
         """Fill a rank's part of the global tensor `name`; only the bytes that it owns are read."""

@@ -1,6 +1,5 @@
 """Saving and loading a run: model, optimizer and the trainer's state, from any layout into any layout."""
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from megazoo.checkpoint.format import (
     MANIFEST,
     TRAINER,
     publish,
+    remove,
     staging_directory,
     step_name,
     write_json,
@@ -108,6 +108,6 @@ def _together(ctx: ParallelContext, directory: Path, work, staging: Path | None 
     errors = [error for _, error in outcomes if error]
     if errors:
         if staging and ctx.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove(staging)
         raise UserError(f"{errors[0]}; earlier checkpoints are untouched", exit_code=1)
     return [value for value, _ in outcomes]

@@ -55,7 +55,7 @@ def check_data(data: str, split: str) -> tuple[float, float]:
         train, valid = (float(share) for share in split.split(","))
     except ValueError:
         train = valid = -1.0
-    if min(train, valid) < 0 or train == 0:
+    if not (0 < train < np.inf and 0 <= valid < np.inf):
         raise UserError(f"split {split!r} is not two shares such as 95,5 for training and validation")
     return train / (train + valid), valid / (train + valid)
 

@@ -20,7 +20,7 @@ class CausalSelfAttention(nn.Module):
         std, output_std: standard deviations of the initial weights of the two projections.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: the micro-batch's, for the dropout.
+    Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in Dropout.
     Source: Vaswani et al. 2017; the cut by heads is Megatron-LM's, Shoeybi et al. 2019.
     """
 
@@ -42,7 +42,7 @@ class CausalSelfAttention(nn.Module):
             hidden_size, hidden_size, bias, unit=self.qkv.head_size, std=output_std, ctx=ctx
         )
 
-    def forward(self, x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seed: int | None = None) -> torch.Tensor:
         q, k, v = self.qkv(x)  # each [batch, this rank's heads, sequence, head size]
         if self.dropout.active:
             with self.dropout.draw(seed, x.device):

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.random import derive_seed, seeded
 
@@ -19,7 +20,8 @@ class Dropout(nn.Module):
         ctx: parallel context; the ambient one by default.
 
     `site` names the layer and is set by the model when it is built: no two layers may share it.
-    Shapes: x of any shape -> the same shape.
+    Shapes: x of any shape -> the same shape. seed: the micro-batch's; None (a layer in a module of your own) takes one
+    from torch's default generator, the same on all tp ranks if they were seeded alike.
     """
 
     def __init__(self, probability: float, *, parallel: bool = False, ctx: ParallelContext | None = None):
@@ -33,11 +35,15 @@ class Dropout(nn.Module):
     def active(self) -> bool:
         return self.training and self.probability > 0
 
-    def draw(self, seed: int, device: torch.device):
-        """A block in which torch's default generator draws for this site. seed: the micro-batch's."""
+    def draw(self, seed: int | None, device: torch.device):
+        """A block in which torch's default generator draws for this site. seed: as in forward."""
+        if seed is None:
+            seed = torch.randint(1 << 62, ()).item()
+        elif not self.site:
+            raise UserError("a Dropout that is given a seed needs a site, or all such layers would draw alike")
         return seeded(derive_seed(seed, self.site, self.ctx.tp_rank if self.parallel else "all"), device)
 
-    def forward(self, x: torch.Tensor, seed: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seed: int | None = None) -> torch.Tensor:
         if not self.active:
             return x
         with self.draw(seed, x.device):

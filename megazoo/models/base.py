@@ -145,13 +145,14 @@ class Model(nn.Module):
         return_logits: logits [batch, sequence, vocabulary] on every rank of the last stage. The loss can be
         differentiated when pp is 1; `train_batch` trains in every layout.
         """
+        self.ctx.require_ranks()
         self._calls += 1
         batches = self._microbatches(input_ids, labels, None, 1, None, self._calls)
         want_logits = return_logits or labels is None
         if self.ctx.pp_size > 1:
             output = run_pipeline(self, batches, global_batch=False, return_logits=want_logits)
             return Output(output.loss if labels is not None else None, output.logits)
-        logits = self.forward_stage(input_ids, batches[0], self.stages[0])
+        logits = self.forward_stage(batches[0].input_ids, batches[0], self.stages[0])
         output = Output()
         if labels is not None:
             output.loss = self.token_loss(logits, batches[0]) / (batches[0].targets != IGNORED).sum().clamp(min=1)
@@ -178,9 +179,12 @@ class Model(nn.Module):
         default it counts the calls.
         Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
         """
+        self.ctx.require_ranks()
+        if schedule not in SCHEDULES:
+            raise UserError(f"unknown schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
         self._calls += 1
         step = self._calls if step is None else step
-        batches = self._microbatches(input_ids, labels, targets, num_microbatches, shape, step)
+        batches = self._with_targets(self._microbatches(input_ids, labels, targets, num_microbatches, shape, step))
         if self._buckets is None:
             self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
         self._buckets.start(num_microbatches)
@@ -194,10 +198,12 @@ class Model(nn.Module):
         self, input_ids=None, labels=None, *, targets=None, num_microbatches: int = 1, shape=None
     ) -> torch.Tensor:
         """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in train_batch."""
+        self.ctx.require_ranks()
         training = self.training
         self.eval()
         try:
-            return run_pipeline(self, self._microbatches(input_ids, labels, targets, num_microbatches, shape, 0)).loss
+            batches = self._microbatches(input_ids, labels, targets, num_microbatches, shape, 0)
+            return run_pipeline(self, self._with_targets(batches)).loss
         finally:
             self.train(training)
 
@@ -213,20 +219,34 @@ class Model(nn.Module):
         given = input_ids if input_ids is not None else targets
         if given is None and shape is None:
             raise UserError("give input_ids, labels or targets, or the shape (batch, sequence) of the batch")
+        if self.stages[0].first and input_ids is None:
+            raise UserError("the first stage needs input_ids")
         batch, sequence = shape or given.shape
         if batch % count:
             raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
         if sequence > self.config.max_positions:
             raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {self.config.max_positions}")
-        if self.stages[0].first and input_ids is not None and not input_ids.is_cuda:
-            low, high = input_ids.min().item(), input_ids.max().item()
-            if low < 0 or high >= self.config.vocab_size:
-                worst = low if low < 0 else high
-                raise UserError(f"token id {worst} is outside the vocabulary of {self.config.vocab_size}")
+        if input_ids is not None:
+            self._check_tokens("token id", input_ids)
+        if targets is not None:
+            self._check_tokens("label", targets.masked_fill(targets == IGNORED, 0))
         parts = [(None if t is None else t.to(self.ctx.device).chunk(count)) for t in (input_ids, targets)]
         ids, wanted = (part or [None] * count for part in parts)
         batches = [MicroBatch((batch // count, sequence), *pair) for pair in zip(ids, wanted, strict=True)]
         return seed_dropout(batches, self.seed, step, self.ctx)
+
+    def _with_targets(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        if self.stages[-1].last and batches[0].targets is None:
+            raise UserError("the last stage needs labels or targets")
+        return batches
+
+    def _check_tokens(self, what: str, tokens: torch.Tensor) -> None:
+        """Refuse ids outside the vocabulary; on CUDA the check would wait for the device, and is left out."""
+        if tokens.is_cuda or not tokens.numel():
+            return
+        low, high = tokens.min().item(), tokens.max().item()
+        if low < 0 or high >= self.config.vocab_size:
+            raise UserError(f"{what} {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}")
 
 
 def _even_enough(heads: int, tp: int) -> bool:

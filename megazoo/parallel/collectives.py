@@ -38,12 +38,6 @@ def all_gather_objects(value, ctx: ParallelContext) -> list:
     return values
 
 
-def barrier(ctx: ParallelContext) -> None:
-    """Wait until every rank of the world is here."""
-    if ctx.world_size > 1:
-        dist.barrier()
-
-
 def sum_between_stages(tensor: torch.Tensor, pp_ranks: list[int], ctx: ParallelContext, chunk: int = 1 << 22) -> None:
     """Sum `tensor` in place over the pipeline ranks `pp_ranks`, of which this is one: the gradient of a tied parameter.
 

@@ -2,8 +2,9 @@
 
 import os
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,6 @@ class ParallelContext:
     dp_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
-    tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
-    pp_group: dist.ProcessGroup | None = field(default=None, repr=False)
-    dp_group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @classmethod
     def from_torch(
@@ -70,10 +68,7 @@ class ParallelContext:
         groups = [_axis_group(ranks, axis, timeout) for axis in range(3)]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
         here = cls.virtual(tp, pp, dp, rank=dist.get_rank())
-        return cls(
-            tp, pp, dp, here.tp_rank, here.pp_rank, here.dp_rank, device, mesh,
-            tp_group=groups[2], pp_group=groups[0], dp_group=groups[1],
-        )  # fmt: skip
+        return replace(here, device=device, mesh=mesh)
 
     @classmethod
     def virtual(cls, tp: int = 1, pp: int = 1, dp: int = 1, *, rank: int = 0) -> "ParallelContext":
@@ -81,6 +76,23 @@ class ParallelContext:
         if not 0 <= rank < tp * pp * dp:
             raise UserError(f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks")
         return cls(tp, pp, dp, tp_rank=rank % tp, dp_rank=rank // tp % dp, pp_rank=rank // (tp * dp))
+
+    @cached_property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        return self.mesh and self.mesh.get_group("tp")
+
+    @cached_property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        return self.mesh and self.mesh.get_group("pp")
+
+    @cached_property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        return self.mesh and self.mesh.get_group("dp")
+
+    def require_ranks(self) -> None:
+        """Raise UserError in a virtual context: without its other ranks a model would give wrong numbers."""
+        if self.world_size > 1 and self.mesh is None:
+            raise UserError("a virtual context has no ranks to talk to: it can build a model, not run it")
 
     @property
     def world_size(self) -> int:
@@ -119,29 +131,39 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) 
         raise UserError(f"tp {tp} and pp {pp} must each be at least 1")
     if world % (tp * pp) or (dp is not None and world != tp * pp * dp):
         asked = f"tp {tp} x pp {pp}" + (f" x dp {dp}" if dp is not None else "")
-        fits = tp * pp * (dp or max(1, round(world / (tp * pp))))
-        raise UserError(f"a world of {world} ranks does not fit {asked}: start {fits} ranks (or a multiple)")
+        raise UserError(f"a world of {world} ranks does not fit {asked}: start {ranks_that_fit(world, tp, pp, dp)}")
     return world // (tp * pp)
 
 
-def choose_device(device: str | torch.device) -> torch.device:
-    """This rank's device. "auto" is CUDA if every rank of this machine can have a device of its own."""
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
+    """The number of ranks to start for a layout instead of `world`: the next multiple of a replica."""
+    return tp * pp * (dp or -(-world // (tp * pp)))
+
+
+def choose_device(device: str | torch.device, local_world: int | None = None) -> torch.device:
+    """This rank's device. "auto" is CUDA if every rank of this machine can have a device of its own.
+
+    local_world: ranks on this machine; None takes the launcher's word. UserError if CUDA has too few devices.
+    """
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), local_world or _local_world()
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if available >= local_world else "cpu"
     kind = torch.device(device).type
     if kind == "cuda" and available < local_world:
-        raise UserError(f"{local_world} ranks on this machine but {available} CUDA devices: use --device cpu")
+        raise UserError(f"cuda: {local_world} ranks here but {available} CUDA devices: use fewer, or --device cpu")
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 def share_cores() -> None:
     """Give each of several local ranks its share of the machine's cores, so that together they don't oversubscribe."""
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if local_world > 1:
+    if _local_world() > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world))
+        torch.set_num_threads(max(1, cores // _local_world()))
+
+
+def _local_world() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _axis_group(ranks: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:

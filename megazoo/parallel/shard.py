@@ -123,7 +123,7 @@ def initialize(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContex
     The global tensor is drawn in tiles of TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the
     tiles that its boxes touch, one tile of scratch at a time, on the CPU whatever the device.
     """
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
         view = parameter[piece.index()]
         if spec.std == 0:
@@ -136,7 +136,7 @@ def initialize(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContex
             for left in range(columns[0] // TILE * TILE, columns[1], TILE):
                 tile_box = ((top, min(top + TILE, height)), (left, min(left + TILE, width)))
                 tile = Piece(tile_box, (0, 0))
-                values = torch.empty([stop - start for start, stop in tile_box])
+                values = torch.empty([stop - start for start, stop in tile_box], device="cpu")
                 generator.manual_seed(derive_seed(seed, top, left))
                 values.normal_(spec.mean, spec.std, generator=generator)
                 shared = overlap(tile_box, (rows, columns))
