@@ -35,15 +35,18 @@ class ModelOptions:
     """What is trained. Sizes that are left out are the preset's."""
 
     model: Name = None
-    """Family: gpt2 (the default). Without a preset, its tiny model."""
+    """Family: gpt2 (the default) or llama. Without a preset, its tiny model."""
     preset: Name = None
-    """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl), gpt3-175b."""
+    """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl), gpt3-175b; llama-tiny,
+    llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b, llama3-70b, llama3.2-1b."""
     hidden_size: Size = None
     """Features of a token."""
     layers: Size = None
     """Transformer blocks."""
     heads: Size = None
     """Attention heads, cut over tp; the ranks' shares must be even or nearly so."""
+    kv_heads: Size = None
+    """Key and value heads, for models with grouped queries; replicated where tp exceeds them."""
     ffn_size: Size = None
     """Inner features of the MLP, 4 x hidden-size in GPT-2; tp must divide them."""
     vocab_size: Size = None
@@ -51,7 +54,7 @@ class ModelOptions:
     max_positions: Size = None
     """Longest sequence that the model has positions for."""
     dropout: Rate = None
-    """Probability, in all three places: embeddings, attention weights, residual branches."""
+    """Probability, in all the places where the model has dropout."""
     tie_embeddings: Switch = None
     """Whether the output head is the embedding."""
 
@@ -241,8 +244,13 @@ def model_config(options: ModelOptions, checkpoint=None):
     if name and type(find_config(name)) is not type(base):
         what = f"preset {preset}" if preset else f"the checkpoint {checkpoint.path}"
         raise UserError(f"{what} is not of the family {name}")
+    if "heads" in sizes and getattr(base, "kv_heads", None) == base.heads:
+        sizes.setdefault("kv_heads", sizes["heads"])
     if "hidden_size" in sizes and base.ffn_size == 4 * base.hidden_size:
         sizes.setdefault("ffn_size", 4 * sizes["hidden_size"])
+    unknown = sizes.keys() - {f.name for f in fields(base)}
+    if unknown:
+        raise UserError(f"{type(base).__name__} has no {min(unknown).replace('_', '-')}")
     rates = [f.name for f in fields(base) if f.name.endswith("dropout")]
     config = replace(base, **sizes, **(dict.fromkeys(rates, dropout) if dropout is not None else {}))
     for f in fields(config) if saved else ():
@@ -298,7 +306,7 @@ def _check_writable(flag: str, directory: Path) -> None:
 
 def _check_values(options: Options) -> None:
     positive = ("tp", "pp", "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
-    positive += ("hidden_size", "layers", "heads", "ffn_size", "vocab_size", "max_positions")
+    positive += ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "max_positions")
     fractions = ("dropout", "beta1", "beta2")
     for group in groups_of(options):
         for f in fields(group):

@@ -65,8 +65,9 @@ class AdamW:
         """The 2-norm of the whole model's gradient: copies over tp or between tied stages count once."""
         total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         for entry in self.entries:
-            if entry.parameter.grad is not None and entry.counted_on(self.ctx):
-                total += square_sum(entry.parameter.grad)
+            if entry.parameter.grad is not None:
+                for piece in entry.counted_pieces(self.ctx):
+                    total += square_sum(entry.parameter.grad[piece.index()])
         all_reduce(total, self.ctx.tp_group)
         all_reduce(total, self.ctx.pp_group)
         return total.sqrt().float()

@@ -87,19 +87,29 @@ def test_one_process_layers_equal_torch():
     assert (q.shape, k.shape, v.shape) == ((1, 4, 3, 3), (1, 2, 3, 3), (1, 2, 3, 3))
 
 
+def cuts(shard, tp, rank):
+    return [tuple(cut) for cut in shard.cuts(tp, rank)]
+
+
 def test_fused_parts_are_cut_part_by_part():
     # q, k and v of four heads of two features, over two ranks: rank 1 holds the second half of each.
-    assert Shard(0, (8, 8, 8), unit=2).cuts(2, 1) == [(4, 0, 4), (12, 4, 4), (20, 8, 4)]
-    # Grouped queries: four query heads, two key and value heads.
-    assert Shard(0, (8, 4, 4), unit=2).cuts(2, 1) == [(4, 0, 4), (10, 4, 2), (14, 6, 2)]
+    fused = Shard(0, (8, 8, 8), (2, 2, 2))
+    assert cuts(fused, 2, 1) == [(4, 0, 4, True), (12, 4, 4, True), (20, 8, 4, True)]
+    # Grouped queries: four query heads, two key and value heads; a KV head's two queries stay with it.
+    grouped = Shard(0, (8, 4, 4), (4, 2, 2))
+    assert cuts(grouped, 2, 1) == [(4, 0, 4, True), (10, 4, 2, True), (14, 6, 2, True)]
+    # Over four ranks each KV head is held by two, and the first of them owns it.
+    replicated = Shard(0, (8, 4, 4), (2, 2, 2))
+    assert cuts(replicated, 4, 2) == [(4, 0, 2, True), (10, 2, 2, True), (14, 4, 2, True)]
+    assert cuts(replicated, 4, 3) == [(6, 0, 2, True), (10, 2, 2, False), (14, 4, 2, False)]
     # Five units over two ranks: the first has one more.
-    assert [Shard(0, (10,), unit=2).cuts(2, rank) for rank in range(2)] == [[(0, 0, 6)], [(6, 0, 4)]]
+    assert [cuts(Shard(0, (10,), (2,)), 2, rank) for rank in range(2)] == [[(0, 0, 6, True)], [(6, 0, 4, True)]]
 
 
 def cross_entropy(logits, targets, tp):
     ctx = context(tp=tp)
     parts = Shard(1, (logits.shape[1],)).cuts(tp, ctx.tp_rank)
-    start, _, length = parts[0]
+    start, length = parts[0].global_start, parts[0].length
     mine = logits[:, start : start + length].clone().requires_grad_()
     losses = vocab_parallel_cross_entropy(mine, targets, start, ctx=ctx)
     (losses * torch.arange(1.0, len(losses) + 1)).sum().backward()
@@ -147,7 +157,7 @@ def test_what_does_not_divide_is_refused():
             ColumnParallelLinear(8, 10)
         with pytest.raises(UserError, match="10 inputs don't divide over tp 4"):
             RowParallelLinear(10, 8)
-        with pytest.raises(UserError, match="2 heads don't divide over tp 4"):
+        with pytest.raises(UserError, match="2 heads with 2 key-value heads can't be cut over tp 4"):
             QKVParallelLinear(8, 2)
         with pytest.raises(UserError, match="a vocabulary of 3 can't be cut over tp 4"):
             VocabParallelHead(3, 8)

@@ -54,13 +54,14 @@ class Checkpoint:
         stored = self.tensors[name]
         if tuple(stored["shape"]) != spec.shape:
             raise UserError(f"{self.path}: {name} has shape {stored['shape']}, the model's is {list(spec.shape)}")
-        shard = stored["shard"] and Shard(**{**stored["shard"], "parts": tuple(stored["shard"]["parts"])})
+        cut = stored["shard"]
+        shard = cut and Shard(cut["dim"], tuple(cut["parts"]), tuple(cut["units"]))
         stored_spec = ParameterSpec(spec.shape, shard)
         writers = self.layout["tp"] if shard else 1
         for wanted in spec.pieces(ctx.tp_size, ctx.tp_rank):
             for tp in range(writers):
                 for piece in stored_spec.pieces(writers, tp):
-                    shared = overlap(wanted.box, piece.box)
+                    shared = piece.owned and overlap(wanted.box, piece.box)
                     if shared:
                         file = self._file(stored["file"].format(tp=tp))
                         destination[wanted.index(shared)] = file.get_slice(name)[piece.index(shared)].to(

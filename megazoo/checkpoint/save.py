@@ -70,7 +70,7 @@ def _write_tensors(staging: Path, model, optimizer: AdamW | None) -> dict:
     """Write this rank's files; returns their sizes and checksums, and the manifest's lines of its tensors."""
     ctx, files, lines = model.ctx, {}, {}
     owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]  # the same on all tp ranks
-    entries = [entry for entry in owned if entry.counted_on(ctx)]
+    entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
     place = f"tp_{{tp}}_pp_{ctx.pp_rank}"
 
     def write(pattern: str, tensors: dict[str, tuple[Entry, torch.Tensor]]) -> None:

@@ -9,7 +9,8 @@ from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megazoo.layers.mlp import MLP, GatedMLP, gelu_tanh
-from megazoo.layers.norm import LayerNorm
+from megazoo.layers.norm import LayerNorm, RMSNorm
+from megazoo.layers.rotary import Rotary
 
 __all__ = [
     "MLP",
@@ -20,6 +21,8 @@ __all__ = [
     "LayerNorm",
     "PositionEmbedding",
     "QKVParallelLinear",
+    "RMSNorm",
+    "Rotary",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabParallelHead",

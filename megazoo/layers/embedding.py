@@ -23,7 +23,8 @@ class _VocabParallel(ShardedModule):
             raise UserError(f"a vocabulary of {vocab_size} can't be cut over tp {tp_size}")
         shard = Shard(0, (vocab_size,))
         self.add_parameter("weight", ParameterSpec((vocab_size, hidden_size), shard, std=std))
-        ((self.start, _, self.rows),) = shard.cuts(tp_size, tp_rank)
+        (cut,) = shard.cuts(tp_size, tp_rank)
+        self.start, self.rows = cut.global_start, cut.length
         self.sizes = [shard.local_sizes(tp_size, rank)[0] for rank in range(tp_size)]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

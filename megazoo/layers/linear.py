@@ -6,7 +6,7 @@ from einops import rearrange
 
 from megazoo.errors import UserError
 from megazoo.parallel import collectives
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
 
 
@@ -18,7 +18,8 @@ class ColumnParallelLinear(ShardedModule):
         out_features: outputs in all; a tuple for fused projections, e.g. (gate, up): every rank then holds its share
             of each part, one after the other.
         bias: add a bias, cut like the outputs.
-        unit: cut between groups of this many features (a head), whose number tp need not divide; 1 must be divided.
+        units: cut each part between groups of so many features (a head), whose number tp need not divide, and which are
+            replicated if tp is a multiple of it; without, tp must divide every part.
         gather_output: return all outputs on every rank instead of this rank's (one part only).
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
@@ -34,16 +35,15 @@ class ColumnParallelLinear(ShardedModule):
         out_features: int | tuple[int, ...],
         bias: bool = True,
         *,
-        unit: int = 1,
+        units: tuple[int, ...] = (),
         gather_output: bool = False,
         std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
         parts = out_features if isinstance(out_features, tuple) else (out_features,)
-        shard = Shard(0, parts, unit)
-        for part in parts:
-            _check_cut("outputs", part, unit, self.ctx)
+        shard = Shard(0, parts, units)
+        _check_cut("outputs", shard, self.ctx)
         if gather_output and len(parts) > 1:
             raise UserError(f"gather_output would interleave the {len(parts)} fused parts: gather them one by one")
         self.gather_output = gather_output
@@ -88,9 +88,9 @@ class RowParallelLinear(ShardedModule):
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
-        _check_cut("inputs", in_features, unit, self.ctx)
+        shard = Shard(1, (in_features,), (unit,) if unit > 1 else ())
+        _check_cut("inputs", shard, self.ctx)
         self.input_is_parallel = input_is_parallel
-        shard = Shard(1, (in_features,), unit)
         self.sizes = [sum(shard.local_sizes(self.ctx.tp_size, rank)) for rank in range(self.ctx.tp_size)]
         self.add_parameter("weight", ParameterSpec((out_features, in_features), shard, std=std))
         if bias:
@@ -115,9 +115,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias, std, ctx: as in ColumnParallelLinear.
 
     Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k and v likewise.
-    The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three. Where
-    tp doesn't divide the heads, the first ranks hold one more.
-    Errors: UserError if tp exceeds the heads, or the heads don't divide hidden_size.
+    The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three, KV
+    heads together with the queries that use them. Where tp doesn't divide the KV heads, the first ranks hold one more;
+    where tp is a multiple of them, each is replicated over tp / kv_heads ranks, whose gradients the model sums.
+    Errors: UserError if neither holds, or the heads don't divide hidden_size.
     """
 
     def __init__(
@@ -135,8 +136,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         if head_size is None and hidden_size % heads:
             raise UserError(f"{heads} heads don't divide a hidden size of {hidden_size}")
         self.head_size = head_size or hidden_size // heads
-        parts = tuple(n * self.head_size for n in (heads, kv_heads, kv_heads))
-        super().__init__(hidden_size, parts, bias, unit=self.head_size, std=std, ctx=ctx)
+        size, tp = self.head_size, (ctx or current_context()).tp_size
+        if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
+            raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
+        queries = heads // kv_heads if tp <= kv_heads else 1  # that stay with their KV head
+        parts, self.units = tuple(n * size for n in (heads, kv_heads, kv_heads)), (queries * size, size, size)
+        super().__init__(hidden_size, parts, bias, units=self.units, std=std, ctx=ctx)
         self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -145,8 +150,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         return q, k, v
 
 
-def _check_cut(what: str, count: int, unit: int, ctx: ParallelContext) -> None:
-    if count % unit:
-        raise UserError(f"{count} {what} are not whole units of {unit}")
-    if count // unit < ctx.tp_size or (unit == 1 and count % ctx.tp_size):
-        raise UserError(f"{count // unit} {what if unit == 1 else 'heads'} don't divide over tp {ctx.tp_size}")
+def _check_cut(what: str, shard: Shard, ctx: ParallelContext) -> None:
+    for part in () if shard.units else shard.parts:
+        if part % ctx.tp_size:
+            raise UserError(f"{part} {what} don't divide over tp {ctx.tp_size}")

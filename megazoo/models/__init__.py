@@ -7,9 +7,10 @@ import torch
 from megazoo.errors import UserError, nearest
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2
+from megazoo.models.llama import Llama
 from megazoo.parallel.context import ParallelContext, current_context
 
-FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2}
+FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
 
 
 def family_of(config) -> str:

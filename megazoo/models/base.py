@@ -9,13 +9,13 @@ from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers import Dropout, vocab_parallel_cross_entropy
-from megazoo.parallel.collectives import sum_between_stages
+from megazoo.parallel.collectives import all_reduce, sum_between_stages
 from megazoo.parallel.context import ParallelContext, Stage, balanced_stages
 from megazoo.parallel.data_parallel import GradientBuckets
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline, seed_dropout
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.schedule import SCHEDULES
-from megazoo.parallel.shard import ParameterSpec, ShardedModule, initialize
+from megazoo.parallel.shard import ParameterSpec, Piece, ShardedModule, initialize
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,11 @@ class Entry:
     spec: ParameterSpec
     stages: tuple[int, ...]
 
-    def counted_on(self, ctx: ParallelContext) -> bool:
-        """Whether this rank's part counts in sums over the model: copies over tp or between stages count once."""
-        return ctx.pp_rank == self.stages[0] and (self.spec.shard is not None or ctx.tp_rank == 0)
+    def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
+        """This rank's pieces that count in sums over the model: copies over tp or between stages count once."""
+        if ctx.pp_rank != self.stages[0]:
+            return []
+        return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
 
 
 class Model(nn.Module):
@@ -67,13 +69,19 @@ class Model(nn.Module):
     @classmethod
     def check(cls, config, tp: int, pp: int) -> None:
         """Raise UserError, naming what would do, if the model can't be cut into tp x pp."""
-        if config.hidden_size % config.heads:
+        if not getattr(config, "head_size", 0) and config.hidden_size % config.heads:
             fits = [n for n in range(1, config.hidden_size + 1) if config.hidden_size % n == 0]
             what = f"heads {config.heads} don't divide hidden-size {config.hidden_size}"
             raise UserError(f"{what}: use heads {_any_of(fits)}")
-        fits = [n for n in range(1, config.heads + 1) if _even_enough(config.heads, n) and config.ffn_size % n == 0]
+        kv_heads = getattr(config, "kv_heads", config.heads)
+        if config.heads % kv_heads:
+            raise UserError(f"kv-heads {kv_heads} don't divide heads {config.heads}")
+        fits = [
+            n for n in range(1, config.heads + 1) if _heads_fit(config.heads, kv_heads, n) and config.ffn_size % n == 0
+        ]
         if tp not in fits:
-            what = f"ffn-size {config.ffn_size}" if config.ffn_size % tp else f"heads {config.heads}"
+            heads = f"heads {config.heads}" + (f" and kv-heads {kv_heads}" if kv_heads < config.heads else "")
+            what = f"ffn-size {config.ffn_size}" if config.ffn_size % tp else heads
             raise UserError(f"tp {tp} doesn't divide {what}: use tp {_any_of(fits)}")
         if config.layers < pp:
             raise UserError(f"layers {config.layers} don't fill pp {pp} stages: use pp of at most {config.layers}")
@@ -190,7 +198,10 @@ class Model(nn.Module):
         self._buckets.start(num_microbatches)
         loss = run_pipeline(self, batches, SCHEDULES[schedule]).loss
         self._buckets.finish()
-        self._sum_tied_gradients()
+        for entry in self.entries():
+            self._sum_replicas(entry)
+            if len(entry.stages) > 1:
+                sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
         return loss
 
     @torch.no_grad()
@@ -207,10 +218,23 @@ class Model(nn.Module):
         finally:
             self.train(training)
 
-    def _sum_tied_gradients(self) -> None:
-        for entry in self.entries():
-            if len(entry.stages) > 1:
-                sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
+    def _sum_replicas(self, entry: Entry) -> None:
+        """Sum the gradients of the units (KV heads) that several tp ranks hold, through a tensor of the whole part."""
+        shard, tp = entry.spec.shard, self.ctx.tp_size
+        if shard is None:
+            return
+        pieces = entry.spec.pieces(tp, self.ctx.tp_rank)
+        starts = [sum(shard.parts[:i]) for i in range(len(pieces))]
+        for piece, start, part, unit in zip(
+            pieces, starts, shard.parts, shard.units or (1,) * len(pieces), strict=True
+        ):
+            if part // unit < tp:
+                gradient = entry.parameter.grad[piece.index()]
+                whole = gradient.new_zeros(*entry.spec.shape[: shard.dim], part, *entry.spec.shape[shard.dim + 1 :])
+                mine = whole.narrow(shard.dim, piece.box[shard.dim][0] - start, gradient.shape[shard.dim])
+                mine.copy_(gradient)
+                all_reduce(whole, self.ctx.tp_group)
+                gradient.copy_(mine)
 
     def _microbatches(self, input_ids, labels, targets, count: int, shape, step: int) -> list[MicroBatch]:
         if labels is not None:
@@ -249,10 +273,14 @@ class Model(nn.Module):
             raise UserError(f"{what} {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}")
 
 
-def _even_enough(heads: int, tp: int) -> bool:
-    """Whether the rank with the most heads has at most a quarter more than its share: gpt2-xl's 25 over tp 2 are fine,
-    4 over tp 3 are not."""
-    return tp <= heads and -(-heads // tp) * tp <= 1.25 * heads
+def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether heads can be cut over tp: KV heads, with their queries, evenly or nearly so, or else replicated evenly.
+
+    Nearly: no rank has over a quarter more than its share. gpt2-xl's 25 heads over tp 2 are fine, 4 over tp 3 are not.
+    """
+    if tp > kv_heads:
+        return tp % kv_heads == 0 and heads % tp == 0
+    return -(-kv_heads // tp) * tp <= 1.25 * kv_heads
 
 
 def _any_of(numbers: list[int]) -> str:

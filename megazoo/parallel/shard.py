@@ -1,6 +1,7 @@
 """How a parameter is cut: boxes of global tensors, and values that depend on the global tensor alone."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,42 +13,61 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
 TILE = 128  # rows and columns of the blocks in which initial values are drawn
 
 
+class Cut(NamedTuple):
+    """A rank's share of one part: where it starts in the global tensor and in the rank's, and how long it is.
+
+    owned: this rank's copy is the one that counts; False for all but the first rank that holds a replicated unit.
+    """
+
+    global_start: int
+    local_start: int
+    length: int
+    owned: bool = True
+
+
 @dataclass(frozen=True)
 class Shard:
     """A tensor whose dimension `dim` is `parts` fused one after the other, each cut over the tp ranks.
 
     A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every rank then holds
-    its share of each. A part is cut between units of `unit` features (a head, say); where tp doesn't divide their
-    number, the first ranks hold one unit more. So nothing is ever padded: the vocabulary is cut like anything else.
+    its share of each. A part is cut between units of so many features (a head, say; 1 by default). Where tp doesn't
+    divide their number, the first ranks hold one unit more, so nothing is ever padded: the vocabulary is cut like
+    anything else. Where tp exceeds it (and is a multiple), each unit is replicated over tp / number ranks.
     """
 
     dim: int
     parts: tuple[int, ...]
-    unit: int = 1
+    units: tuple[int, ...] = ()
 
-    def cuts(self, tp_size: int, tp_rank: int) -> list[tuple[int, int, int]]:
-        """(start in the global tensor, start in the rank's tensor, length) of the rank's share of each part."""
+    def cuts(self, tp_size: int, tp_rank: int) -> list[Cut]:
+        """The rank's share of each part."""
         cuts, global_start, local_start = [], 0, 0
-        for part in self.parts:
-            each, more = divmod(part // self.unit, tp_size)
-            start = (tp_rank * each + min(tp_rank, more)) * self.unit
-            length = (each + (tp_rank < more)) * self.unit
-            cuts.append((global_start + start, local_start, length))
+        for part, unit in zip(self.parts, self.units or (1,) * len(self.parts), strict=True):
+            count = part // unit
+            if count < tp_size:
+                replicas = tp_size // count
+                start, length, owned = tp_rank // replicas * unit, unit, tp_rank % replicas == 0
+            else:
+                each, more = divmod(count, tp_size)
+                start = (tp_rank * each + min(tp_rank, more)) * unit
+                length, owned = (each + (tp_rank < more)) * unit, True
+            cuts.append(Cut(global_start + start, local_start, length, owned))
             global_start += part
             local_start += length
         return cuts
 
     def local_sizes(self, tp_size: int, tp_rank: int) -> list[int]:
         """The lengths of the rank's shares of the parts."""
-        return [length for _, _, length in self.cuts(tp_size, tp_rank)]
+        return [cut.length for cut in self.cuts(tp_size, tp_rank)]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor, and where it starts in the tensor of the one who holds it."""
+    """A box of a global tensor, and where it starts in the tensor of the one who holds it. owned: as in Cut."""
 
     box: Box
     offset: tuple[int, ...]
+    owned: bool = True
 
     def index(self, box: Box | None = None) -> tuple[slice, ...]:
         """The index, in the holder's tensor, of `box` (a part of this piece; the whole piece by default)."""
@@ -84,11 +104,11 @@ class ParameterSpec:
         """The boxes of the global tensor that a rank holds, and where they lie in its own."""
         whole = tuple((0, n) for n in self.shape)
         if self.shard is None:
-            return [Piece(whole, (0,) * len(self.shape))]
+            return [Piece(whole, (0,) * len(self.shape), owned=tp_rank == 0)]
         pieces, dim = [], self.shard.dim
-        for start, local, length in self.shard.cuts(tp_size, tp_rank):
+        for start, local, length, owned in self.shard.cuts(tp_size, tp_rank):
             box = (*whole[:dim], (start, start + length), *whole[dim + 1 :])
-            pieces.append(Piece(box, tuple(local if d == dim else 0 for d in range(len(self.shape)))))
+            pieces.append(Piece(box, tuple(local if d == dim else 0 for d in range(len(self.shape))), owned))
         return pieces
 
 

@@ -1,0 +1,101 @@
+"""Rotary positions (Su et al. 2021), rotating the two halves of a head, and the scalings that stretch them."""
+
+import math
+
+import torch
+
+from megazoo.errors import UserError
+
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class Rotary:
+    """Makes the cos and sin by which queries and keys are turned.
+
+    Args:
+        head_size: features of a head, even.
+        theta: base of the wavelengths.
+        max_positions: the model's context, from which dynamic and yarn scaling start.
+        scaling: None, or a dictionary of Hugging Face's keys: rope_type (default, linear, dynamic, llama3, yarn) and
+            factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow,
+            attention_factor, mscale, mscale_all_dim, truncate.
+
+    Angles are fp32 whatever the model's dtype. Errors: UserError for a scaling that is not in the list.
+    """
+
+    def __init__(self, head_size: int, theta: float, max_positions: int, scaling: dict | None = None):
+        self.head_size, self.theta, self.max_positions, self.scaling = head_size, theta, max_positions, scaling or {}
+        self.kind = self.scaling.get("rope_type", "default")
+        if self.kind not in SCALINGS:
+            raise UserError(f"rope_type {self.kind!r} is not supported: there are {', '.join(SCALINGS)}")
+
+    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, [..., sequence, head_size], of int64 positions [..., sequence]."""
+        frequencies, factor = self.frequencies(positions.device, positions)
+        angles = positions[..., None].float() * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+    def frequencies(self, device: torch.device, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
+        """Radians a position, fp32 [head_size / 2], and what cos and sin are multiplied by."""
+        s, h = self.scaling, self.head_size
+        pairs = torch.arange(0, h, 2, dtype=torch.int64, device=device).float()
+        theta = self.theta
+        if self.kind == "dynamic":  # the base grows with the sequence, once it is past the context
+            length = max(int(positions.max()) + 1 if positions is not None else 0, self.max_positions)
+            theta = theta * (s["factor"] * length / self.max_positions - (s["factor"] - 1)) ** (h / (h - 2))
+        base = 1.0 / theta ** (pairs / h)
+        if self.kind == "linear":
+            return base / s["factor"], 1.0
+        if self.kind == "llama3":
+            return self._llama3(base), 1.0
+        if self.kind == "yarn":
+            return self._yarn(base)
+        return base, 1.0
+
+    def _llama3(self, base: torch.Tensor) -> torch.Tensor:
+        """Long waves slow down by the factor, short ones stay, those between go over smoothly (LLaMA 3.1)."""
+        s = self.scaling
+        context, low, high = self._original_context(), s["low_freq_factor"], s["high_freq_factor"]
+        wavelength = 2 * math.pi / base
+        smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * base / s["factor"] + smooth * base
+
+    def _yarn(self, base: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Interpolates the slow pairs and keeps the fast ones (Peng et al. 2023)."""
+        s, h = self.scaling, self.head_size
+        context, factor = self._original_context(), s["factor"]
+
+        def pair_that_turns(times: float) -> float:
+            return h * math.log(context / (times * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = pair_that_turns(s.get("beta_fast") or 32), pair_that_turns(s.get("beta_slow") or 1)
+        if s.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, h - 1)
+        high += 0.001 if low == high else 0
+        ramp = ((torch.arange(h // 2, device=base.device).float() - low) / (high - low)).clamp(0, 1)
+        return base / factor * ramp + base * (1 - ramp), self._yarn_attention_factor(factor)
+
+    def _yarn_attention_factor(self, factor: float) -> float:
+        s = self.scaling
+        if s.get("attention_factor") is not None:
+            return s["attention_factor"]
+
+        def scale(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        if s.get("mscale") and s.get("mscale_all_dim"):
+            return scale(s["mscale"]) / scale(s["mscale_all_dim"])
+        return scale(1.0)
+
+    def _original_context(self) -> int:
+        return self.scaling.get("original_max_position_embeddings") or self.max_positions
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, head_size]."""
+    if cos.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

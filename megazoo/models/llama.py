@@ -1,0 +1,145 @@
+"""LLaMA 1, 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): RMSNorm, rotary positions, grouped queries, SwiGLU.
+
+x = embedding(ids)                                         first stage
+x = x + attention(norm(x))                                 each layer; queries and keys turned by rotary positions
+x = x + down(silu(gate(norm(x))) * up(norm(x)))
+logits = norm(x) @ head^T                                  last stage; the head is the embedding if they are tied
+
+Tensor parallel: the vocabulary, the attention heads (KV heads with their queries; replicated where tp exceeds them) and
+the MLP's inner features are cut over the tp ranks.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megazoo.layers import (
+    CausalSelfAttention,
+    GatedMLP,
+    RMSNorm,
+    Rotary,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from megazoo.models.base import Model
+from megazoo.parallel.context import ParallelContext, Stage
+from megazoo.parallel.pipeline import MicroBatch
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The defaults are LLaMA-1's smallest, 7 billion parameters."""
+
+    vocab_size: int = 32000
+    max_positions: int = 2048
+    hidden_size: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 0  # 0: as many as heads
+    head_size: int = 0  # 0: hidden_size / heads
+    ffn_size: int = 11008
+    norm_epsilon: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+    tie_embeddings: bool = False
+
+    def __post_init__(self):
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+class Block(nn.Module):
+    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
+        self.attention_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
+        self.attention = CausalSelfAttention(
+            c.hidden_size,
+            c.heads,
+            c.kv_heads,
+            c.head_size or None,
+            dropout=c.attention_dropout,
+            bias=c.attention_bias,
+            output_std=residual_std,
+        )
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
+        self.mlp = GatedMLP(c.hidden_size, c.ffn_size, bias=c.mlp_bias, output_std=residual_std)
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), batch.dropout_seed, rotary)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(Model):
+    Config = LlamaConfig
+    presets = {
+        "llama-tiny": LlamaConfig(
+            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2, ffn_size=384
+        ),
+        "llama-7b": LlamaConfig(),
+        "llama-13b": LlamaConfig(hidden_size=5120, layers=40, heads=40, ffn_size=13824),
+        "llama-30b": LlamaConfig(hidden_size=6656, layers=60, heads=52, ffn_size=17920),
+        "llama-65b": LlamaConfig(hidden_size=8192, layers=80, heads=64, ffn_size=22016, norm_epsilon=1e-5),
+        "llama2-70b": LlamaConfig(
+            max_positions=4096, hidden_size=8192, layers=80, heads=64, kv_heads=8, ffn_size=28672, norm_epsilon=1e-5
+        ),
+        "llama3-8b": LlamaConfig(
+            vocab_size=128256, max_positions=8192, kv_heads=8, ffn_size=14336, norm_epsilon=1e-5, rope_theta=5e5
+        ),
+        "llama3-70b": LlamaConfig(
+            vocab_size=128256, max_positions=8192, hidden_size=8192, layers=80, heads=64, kv_heads=8, ffn_size=28672,
+            norm_epsilon=1e-5, rope_theta=5e5,
+        ),
+        "llama3.2-1b": LlamaConfig(
+            vocab_size=128256, max_positions=131072, hidden_size=2048, layers=16, heads=32, kv_heads=8, ffn_size=8192,
+            norm_epsilon=1e-5, rope_theta=5e5, rope_scaling=LLAMA3_SCALING, tie_embeddings=True,
+        ),
+    }  # fmt: skip
+
+    def __init__(self, config: LlamaConfig, ctx: ParallelContext, seed: int = 0):
+        super().__init__(config, ctx, seed)
+        c, first, last = config, self.stages[0].first, self.stages[-1].last
+        self.rotary = Rotary(c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling)
+        if first or (last and c.tie_embeddings):  # a tied head far from the embedding has a copy of it
+            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
+        if last:
+            self.norm = RMSNorm(c.hidden_size, c.norm_epsilon)
+            if not c.tie_embeddings:
+                self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
+        if c.tie_embeddings and ctx.pp_size > 1:
+            self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
+
+    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
+        if stage.first:  # x: token ids [batch, sequence]
+            x = self.embedding(x)
+        rotary = self.rotary(torch.arange(batch.shape[1], device=x.device), x.dtype)
+        for i in stage.layers:  # x: [batch, sequence, hidden]
+            x = self.layers[str(i)](x, batch, rotary)
+        if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
+            x = self.output_head.logits(self.norm(x))
+        return x
+
+    @classmethod
+    def stage_costs(cls, config: LlamaConfig) -> tuple[float, float, float]:
+        c, head_size = config, config.head_size or config.hidden_size // config.heads
+        projections = 2 * c.hidden_size * head_size * (c.heads + c.kv_heads)
+        scores = min(c.max_positions, 4096) * c.heads * head_size  # at a usual training length, not the longest
+        layer = projections + scores + 3 * c.hidden_size * c.ffn_size
+        return layer, 2 * c.hidden_size, c.vocab_size * c.hidden_size

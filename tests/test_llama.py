@@ -1,0 +1,182 @@
+"""LLaMA against transformers, with Hugging Face's weights copied in, and its training in every layout."""
+
+import pytest
+import torch
+from helpers import context, train, worst_relative
+from transformers import LlamaConfig as HFConfig
+from transformers import LlamaForCausalLM
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.layers import Rotary
+from megazoo.models import find_config, parameter_count
+from megazoo.models.llama import Llama, LlamaConfig
+from megazoo.parallel import ParallelContext
+
+SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4, "ffn_size": 48}
+ROPE = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, untruncated": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False,
+        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.2, "mscale_all_dim": 0.8,
+    },
+}  # fmt: skip
+VARIANTS = {
+    "plain": {},
+    "grouped queries": {"kv_heads": 2},
+    "multi-query": {"kv_heads": 1},
+    "biases": {"attention_bias": True, "mlp_bias": True, "kv_heads": 2},
+    "wide heads, tied": {"head_size": 12, "kv_heads": 2, "tie_embeddings": True},
+    "other theta and epsilon": {"rope_theta": 5e5, "norm_epsilon": 1e-2},
+    **{f"{name} rotary": {"rope_scaling": scaling} for name, scaling in ROPE.items()},
+}
+
+
+def hugging_face_model(config: LlamaConfig):
+    torch.manual_seed(0)
+    hf_config = HFConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=config.kv_heads, head_dim=config.head_size or 8, max_position_embeddings=32,
+        rms_norm_eps=config.norm_epsilon, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias,
+        tie_word_embeddings=config.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})},
+    )  # fmt: skip
+    model = LlamaForCausalLM(hf_config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return model
+
+
+def global_tensors(hf, config: LlamaConfig) -> dict:
+    """transformers' weights under our names; fused parts one after the other."""
+    state = hf.state_dict()
+    parts = {
+        "attention_norm": ["input_layernorm"],
+        "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "attention.output": ["self_attn.o_proj"],
+        "mlp_norm": ["post_attention_layernorm"],
+        "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.down": ["mlp.down_proj"],
+    }
+    tensors = {
+        "embedding.weight": state["model.embed_tokens.weight"],
+        "norm.weight": state["model.norm.weight"],
+        "head.weight": state["lm_head.weight"],
+    }
+    for layer in range(config.layers):
+        for ours, theirs in parts.items():
+            for kind in ("weight", "bias"):
+                names = [f"model.layers.{layer}.{name}.{kind}" for name in theirs]
+                if names[0] in state:
+                    tensors[f"layers.{layer}.{ours}.{kind}"] = torch.cat([state[name] for name in names])
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def outputs_of_copied_weights(weights, config, ids, layout):
+    model = megazoo.from_config(config, context(**layout)).eval()
+    with torch.no_grad():
+        for entry in model.entries():
+            for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
+                entry.parameter[piece.index()] = weights[entry.name][tuple(slice(*bounds) for bounds in piece.box)]
+        output = model(ids, labels=ids, return_logits=True)
+    return output.loss, output.logits
+
+
+def token_ids(length=32):
+    return torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_loss_equal_transformers(ranks, name):
+    config = LlamaConfig(**{**SIZES, **VARIANTS[name]})
+    hf, ids = hugging_face_model(config), token_ids()
+    weights = global_tensors(hf, config)
+    with torch.no_grad():
+        expected = hf(ids, labels=ids)
+    for layout in ({}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}):
+        size = layout.get("tp", 1) * layout.get("pp", 1)
+        if size == 1:
+            results = [outputs_of_copied_weights(weights, config, ids, layout)]
+        else:
+            results = ranks(outputs_of_copied_weights, size, weights, config, ids, layout)
+        assert any(logits is not None for _, logits in results)
+        for loss, logits in results:
+            assert abs(loss - expected.loss) < 1e-5
+            if logits is not None:
+                torch.testing.assert_close(logits, expected.logits, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_scaled_rotary_equals_transformers_past_the_original_context(name):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(**{**SIZES, "rope_scaling": ROPE[name]})
+    hf = LlamaRotaryEmbedding(hugging_face_model(config).config)
+    positions = torch.arange(100)
+    expected = hf(torch.zeros(1), positions[None])
+    ours = Rotary(8, config.rope_theta, 32, config.rope_scaling)(positions, torch.float32)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ({"tp": 2}, {"kv_heads": 1}),
+        ({"tp": 4}, {"kv_heads": 2}),
+        ({"pp": 4}, {"kv_heads": 2, "tie_embeddings": True}),
+        ({"tp": 2, "pp": 2}, {"kv_heads": 2, "attention_bias": True, "mlp_bias": True}),
+        ({"tp": 4, "pp": 2}, {"kv_heads": 1, "attention_bias": True}),
+        ({"tp": 2, "pp": 2, "dp": 2}, {"kv_heads": 1, "tie_embeddings": True}),
+    ],
+    ids=str,
+)
+def test_training_equals_one_process(ranks, layout, overrides):
+    """Ten steps; with tp above the KV heads their gradients are summed over the copies, which count once."""
+    config = LlamaConfig(**{**SIZES, "layers": 5, **overrides})
+    expected = train(config, {}, steps=10, micro_batch=8)
+    histories = ranks(train, torch.Size(layout.values()).numel(), config, layout, 10)
+    assert all(history == histories[0] for history in histories), "ranks disagree"
+    assert worst_relative(histories[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),  # from the papers' and model cards' shapes
+    [
+        ("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320), ("llama-30b", 32_528_943_616),
+        ("llama-65b", 65_285_660_672), ("llama2-70b", 68_976_648_192), ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496), ("llama3.2-1b", 1_235_814_400),
+    ],
+)  # fmt: skip
+def test_presets_have_the_published_sizes(preset, published):
+    assert parameter_count(find_config(preset)) == published
+
+
+@pytest.mark.parametrize(("preset", "tp", "pp"), [("llama-65b", 8, 8), ("llama3-70b", 8, 4), ("llama3-8b", 16, 2)])
+def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
+    config, total = find_config(preset), 0
+    for rank in range(tp * pp):
+        ctx = ParallelContext.virtual(tp, pp, rank=rank)
+        for entry in Llama.on_meta(config, ctx).entries():
+            for piece in entry.counted_pieces(ctx):
+                total += torch.Size(stop - start for start, stop in piece.box).numel()
+    assert total == parameter_count(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tp", "message"),
+    [
+        ({"kv_heads": 3}, 1, "kv-heads 3 don't divide heads 4"),
+        ({"kv_heads": 2}, 3, "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, 1, "rope_type 'longrope' is not supported: there are default"),
+    ],
+)
+def test_what_is_not_supported_is_refused(overrides, tp, message):
+    with pytest.raises(UserError, match=message):
+        Llama.on_meta(LlamaConfig(**{**SIZES, **overrides}), ParallelContext.virtual(tp))
