@@ -35,10 +35,11 @@ class ModelOptions:
     """What is trained. Sizes that are left out are the preset's."""
 
     model: Name = None
-    """Family: gpt2 (the default) or llama. Without a preset, its tiny model."""
+    """Family: gpt2 (the default), llama or mpt. Without a preset, its tiny model."""
     preset: Name = None
     """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl), gpt3-175b; llama-tiny,
-    llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b, llama3-70b, llama3.2-1b."""
+    llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b, llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b,
+    mpt-30b."""
     hidden_size: Size = None
     """Features of a token."""
     layers: Size = None

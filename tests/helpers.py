@@ -50,6 +50,42 @@ def randomize(model, seed=7):
     return model
 
 
+def randomized_(hf):
+    """Random values for every parameter of a transformers model: ones and zeros would hide a mix-up."""
+    for parameter in hf.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return hf.eval()
+
+
+def outputs_of_copied_weights(weights, config, ids, layout):
+    """Loss and logits of a model in any layout whose global tensors are `weights`."""
+    model = megazoo.from_config(config, context(**layout)).eval()
+    with torch.no_grad():
+        for entry in model.entries():
+            for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
+                entry.parameter[piece.index()] = weights[entry.name][tuple(slice(*bounds) for bounds in piece.box)]
+        output = model(ids, labels=ids, return_logits=True)
+    return output.loss, output.logits
+
+
+INFERENCE_LAYOUTS = [{}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}]
+
+
+def assert_outputs_equal(ranks, weights, config, ids, loss, logits, layouts=INFERENCE_LAYOUTS):
+    """In each layout: the loss within 1e-5 on every rank, the logits within 5e-5 on those of the last stage."""
+    for layout in layouts:
+        size = layout.get("tp", 1) * layout.get("pp", 1)
+        if size == 1:
+            results = [outputs_of_copied_weights(weights, config, ids, layout)]
+        else:
+            results = ranks(outputs_of_copied_weights, size, weights, config, ids, layout)
+        assert any(logits is not None for _, logits in results)
+        for rank_loss, rank_logits in results:
+            assert abs(rank_loss - loss) < 1e-5, layout
+            if rank_logits is not None:
+                torch.testing.assert_close(rank_logits, logits, atol=5e-5, rtol=0)
+
+
 def train(config, layout: dict, steps: int = 20, micro_batch: int = 2, schedule: str = "1f1b", **optimizer):
     """Train on the same global batches in any layout; returns [(loss, gradient norm)] of every step."""
     ctx = context(**layout)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import context
+from helpers import INFERENCE_LAYOUTS, assert_outputs_equal, randomized_
 from transformers import GPT2Config as HFConfig
 from transformers import GPT2LMHeadModel
 
@@ -15,13 +15,10 @@ from megazoo.parallel import ParallelContext
 SIZES = {"vocab_size": 61, "max_positions": 24, "hidden_size": 32, "layers": 3, "heads": 4}
 
 
-def hugging_face_model(tied):
+def hugging_face_model(**fields):
     torch.manual_seed(0)
-    config = HFConfig(vocab_size=61, n_positions=24, n_embd=32, n_layer=3, n_head=4, tie_word_embeddings=tied)
-    model = GPT2LMHeadModel(config).eval()
-    for parameter in model.parameters():  # norms and biases too: ones and zeros would hide a mix-up
-        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
-    return model
+    sizes = {"vocab_size": 61, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    return randomized_(GPT2LMHeadModel(HFConfig(**sizes, **fields)))
 
 
 def global_tensors(hf):
@@ -43,42 +40,43 @@ def global_tensors(hf):
                 names[f"layers.{layer}.{ours}.{kind}"] = f"transformer.h.{layer}.{theirs}.{kind}"
     state = hf.state_dict()
     transposed = {theirs for theirs in names.values() if ".c_" in theirs and theirs.endswith("weight")}
-    return {ours: state[theirs].T if theirs in transposed else state[theirs] for ours, theirs in names.items()}
-
-
-def logits_of_copied_weights(weights, tied, layout):
-    model = megazoo.from_config(GPT2Config(**SIZES, tie_embeddings=tied), context(**layout)).eval()
-    with torch.no_grad():
-        for entry in model.entries():
-            for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
-                source = weights[entry.name][tuple(slice(*bounds) for bounds in piece.box)]
-                entry.parameter[piece.index()] = source
-        return model(token_ids()).logits
+    tensors = {ours: state[theirs].T if theirs in transposed else state[theirs] for ours, theirs in names.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def token_ids():
     return torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
-def test_logits_equal_transformers(ranks, layout, tied):
-    hf = hugging_face_model(tied)
+VARIANTS = {  # ours, and transformers' fields
+    "tied": ({}, {}),
+    "untied": ({"tie_embeddings": False}, {"tie_word_embeddings": False}),
+    "unscaled scores": ({"scale_attention": False}, {"scale_attn_weights": False}),
+    "scores over the layer": ({"scale_by_inverse_layer": True}, {"scale_attn_by_inverse_layer_idx": True}),
+    "inner features, epsilon": (
+        {"ffn_size": 40, "layer_norm_epsilon": 1e-2},
+        {"n_inner": 40, "layer_norm_epsilon": 1e-2},
+    ),
+    **{
+        name: ({"activation": name}, {"activation_function": name})
+        for name in ("gelu_fast", "gelu_pytorch_tanh", "gelu", "relu", "silu", "swish", "tanh")
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_loss_equal_transformers(ranks, name):
+    ours, theirs = VARIANTS[name]
+    hf, ids = hugging_face_model(**theirs), token_ids()
     with torch.no_grad():
-        expected = hf(token_ids()).logits
-    weights = {name: tensor.clone() for name, tensor in global_tensors(hf).items()}
-    size = layout.get("tp", 1) * layout.get("pp", 1)
-    results = [logits_of_copied_weights(weights, tied, layout)] if size == 1 else ranks(
-        logits_of_copied_weights, size, weights, tied, layout
-    )  # fmt: skip
-    assert any(logits is not None for logits in results)
-    for logits in results:
-        if logits is not None:
-            torch.testing.assert_close(logits, expected, atol=5e-5, rtol=0)
+        expected = hf(ids, labels=ids)
+    weights = global_tensors(hf)
+    layouts = INFERENCE_LAYOUTS if name in ("tied", "untied") else [{}, {"tp": 2, "pp": 2}]
+    assert_outputs_equal(ranks, weights, GPT2Config(**SIZES, **ours), ids, expected.loss, expected.logits, layouts)
 
 
-def test_loss_equals_transformers():
-    hf = hugging_face_model(True)
+def test_loss_of_masked_labels_equals_transformers():
+    hf = hugging_face_model()
     ids = token_ids()
     labels = ids.masked_fill(ids % 3 == 0, -100)
     model = megazoo.from_config(GPT2Config(**SIZES)).eval()
@@ -128,6 +126,7 @@ def test_every_rank_of_gpt3_adds_up_to_the_whole_model():
         ({"ffn_size": 132}, 3, 1, "tp 3 doesn't divide heads 4: use tp 1, 2 or 4"),
         ({}, 8, 1, "tp 8 doesn't divide heads 4: use tp 1, 2 or 4"),
         ({"ffn_size": 66}, 4, 1, "tp 4 doesn't divide ffn-size 66: use tp 1 or 2"),
+        ({"activation": "geglu"}, 1, 1, "activation 'geglu' is not supported: there are gelu_new"),
         ({}, 1, 4, "layers 3 don't fill pp 4 stages: use pp of at most 3"),
     ],
 )

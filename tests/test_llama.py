@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from helpers import context, train, worst_relative
+from helpers import assert_outputs_equal, randomized_, train, worst_relative
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
-import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import Rotary
 from megazoo.models import find_config, parameter_count
@@ -47,10 +46,7 @@ def hugging_face_model(config: LlamaConfig):
         tie_word_embeddings=config.tie_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})},
     )  # fmt: skip
-    model = LlamaForCausalLM(hf_config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
-    return model
+    return randomized_(LlamaForCausalLM(hf_config))
 
 
 def global_tensors(hf, config: LlamaConfig) -> dict:
@@ -78,16 +74,6 @@ def global_tensors(hf, config: LlamaConfig) -> dict:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def outputs_of_copied_weights(weights, config, ids, layout):
-    model = megazoo.from_config(config, context(**layout)).eval()
-    with torch.no_grad():
-        for entry in model.entries():
-            for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
-                entry.parameter[piece.index()] = weights[entry.name][tuple(slice(*bounds) for bounds in piece.box)]
-        output = model(ids, labels=ids, return_logits=True)
-    return output.loss, output.logits
-
-
 def token_ids(length=32):
     return torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(5))
 
@@ -99,17 +85,7 @@ def test_logits_and_loss_equal_transformers(ranks, name):
     weights = global_tensors(hf, config)
     with torch.no_grad():
         expected = hf(ids, labels=ids)
-    for layout in ({}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}):
-        size = layout.get("tp", 1) * layout.get("pp", 1)
-        if size == 1:
-            results = [outputs_of_copied_weights(weights, config, ids, layout)]
-        else:
-            results = ranks(outputs_of_copied_weights, size, weights, config, ids, layout)
-        assert any(logits is not None for _, logits in results)
-        for loss, logits in results:
-            assert abs(loss - expected.loss) < 1e-5
-            if logits is not None:
-                torch.testing.assert_close(logits, expected.logits, atol=5e-5, rtol=0)
+    assert_outputs_equal(ranks, weights, config, ids, expected.loss, expected.logits)
 
 
 @pytest.mark.parametrize("name", ROPE)

@@ -3,13 +3,14 @@
 Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it is in a plain process.
 """
 
+from megazoo.layers.alibi import alibi_bias, alibi_slopes
 from megazoo.layers.attention import CausalSelfAttention
 from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from megazoo.layers.mlp import MLP, GatedMLP, gelu_tanh
-from megazoo.layers.norm import LayerNorm, RMSNorm
+from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
+from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Dropout",
     "GatedMLP",
+    "HeadwiseLayerNorm",
     "LayerNorm",
     "PositionEmbedding",
     "QKVParallelLinear",
@@ -26,6 +28,9 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "activation_named",
+    "alibi_bias",
+    "alibi_slopes",
     "gelu_tanh",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,5 +1,7 @@
 """Causal self-attention, its heads cut over the tensor-parallel ranks."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -7,6 +9,7 @@ from torch import nn
 
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.linear import QKVParallelLinear, RowParallelLinear
+from megazoo.layers.norm import HeadwiseLayerNorm
 from megazoo.layers.rotary import rotate
 from megazoo.parallel.context import ParallelContext
 
@@ -17,12 +20,16 @@ class CausalSelfAttention(nn.Module):
     Args:
         hidden_size, heads, kv_heads, head_size: over all tp ranks; cut as in QKVParallelLinear.
         dropout: probability on the attention weights.
+        scale: what the scores are multiplied by; head_size ** -0.5 by default.
+        clip_qkv: bound on the absolute values of queries, keys and values, if any.
+        qk_norm_epsilon: normalise queries and keys, each over all heads together, with this epsilon, if given.
         bias: biases on both projections.
         std, output_std: standard deviations of the initial weights of the two projections.
         ctx: parallel context; the ambient one by default.
 
     Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in Dropout. rotary: cos
-    and sin of Rotary, which turn the queries and keys.
+    and sin of Rotary, which turn the queries and keys. scores_bias: [this rank's heads, sequence, sequence], added to
+    the scores, -inf where a query may not look (see alibi_bias); without it a query looks at itself and backwards.
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et al. 2019.
     """
 
@@ -34,6 +41,9 @@ class CausalSelfAttention(nn.Module):
         head_size: int | None = None,
         *,
         dropout: float = 0.0,
+        scale: float | None = None,
+        clip_qkv: float | None = None,
+        qk_norm_epsilon: float | None = None,
         bias: bool = True,
         std: float = 0.02,
         output_std: float = 0.02,
@@ -41,20 +51,47 @@ class CausalSelfAttention(nn.Module):
     ):
         super().__init__()
         self.qkv = QKVParallelLinear(hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx)
+        self.scale, self.clip_qkv, self.normalises = scale, clip_qkv, qk_norm_epsilon is not None
+        if self.normalises:
+            sizes = self.qkv.specs["weight"].shard.parts
+            self.q_norm = HeadwiseLayerNorm(sizes[0], self.qkv.units[0], qk_norm_epsilon, bias=bias, ctx=ctx)
+            self.k_norm = HeadwiseLayerNorm(sizes[1], self.qkv.units[1], qk_norm_epsilon, bias=bias, ctx=ctx)
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
         self.output = RowParallelLinear(inputs, hidden_size, bias, unit=unit, std=output_std, ctx=ctx)
 
     def forward(
-        self, x: torch.Tensor, seed: int | None = None, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        x: torch.Tensor,
+        seed: int | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        scores_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q, k, v = self.qkv(x)  # each [batch, this rank's heads, sequence, head size]
+        q, k, v = self.qkv.project(x)
+        if self.clip_qkv:
+            q, k, v = (part.clamp(-self.clip_qkv, self.clip_qkv) for part in (q, k, v))
+        if self.normalises:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = map(self.qkv.split_heads, (q, k, v))  # each [batch, this rank's heads, sequence, head size]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        arguments = {"is_causal": True, "enable_gqa": k.shape[1] < q.shape[1]}
-        if self.dropout.active:
-            with self.dropout.draw(seed, x.device):
-                y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.probability, **arguments)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, **arguments)
+        drops = self.dropout.active
+        with self.dropout.draw(seed, x.device) if drops else nullcontext():
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=scores_bias,
+                is_causal=scores_bias is None,
+                dropout_p=self.dropout.probability if drops else 0.0,
+                scale=self.scale,
+                enable_gqa=k.shape[1] < q.shape[1],
+            )
         return self.output(rearrange(y, "batch heads sequence size -> batch sequence (heads size)"))
+
+    @property
+    def heads(self) -> range:
+        """The global indices of this rank's query heads."""
+        cut = self.qkv.specs["weight"].shard.cuts(self.qkv.ctx.tp_size, self.qkv.ctx.tp_rank)[0]
+        size = self.qkv.head_size
+        return range(cut.global_start // size, (cut.global_start + cut.length) // size)

@@ -144,9 +144,16 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(hidden_size, parts, bias, units=self.units, std=std, ctx=ctx)
         self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
 
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k and v before they are taken apart into heads: each [batch, sequence, this rank's features]."""
+        return super().forward(x).split(self.local_parts, dim=-1)
+
+    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, features] -> [batch, heads, sequence, head_size]."""
+        return rearrange(x, "b s (heads size) -> b heads s size", size=self.head_size)
+
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        parts = super().forward(x).split(self.local_parts, dim=-1)
-        q, k, v = (rearrange(part, "b s (heads size) -> b heads s size", size=self.head_size) for part in parts)
+        q, k, v = map(self.split_heads, self.project(x))
         return q, k, v
 
 

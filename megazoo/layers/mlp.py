@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazoo.errors import UserError
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.parallel.context import ParallelContext
 
@@ -13,6 +14,25 @@ from megazoo.parallel.context import ParallelContext
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """GELU by its tanh approximation (Hendrycks and Gimpel 2016): GPT-2's "gelu_new"."""
     return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # under Hugging Face's names
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activation_named(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation that a config names; UserError if it is not in ACTIVATIONS."""
+    if name not in ACTIVATIONS:
+        raise UserError(f"activation {name!r} is not supported: there are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 class MLP(nn.Module):

@@ -8,9 +8,10 @@ from megazoo.errors import UserError, nearest
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
+from megazoo.models.mpt import MPT
 from megazoo.parallel.context import ParallelContext, current_context
 
-FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
+FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama, "mpt": MPT}
 
 
 def family_of(config) -> str:

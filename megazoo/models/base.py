@@ -225,10 +225,8 @@ class Model(nn.Module):
             return
         pieces = entry.spec.pieces(tp, self.ctx.tp_rank)
         starts = [sum(shard.parts[:i]) for i in range(len(pieces))]
-        for piece, start, part, unit in zip(
-            pieces, starts, shard.parts, shard.units or (1,) * len(pieces), strict=True
-        ):
-            if part // unit < tp:
+        for piece, start, part, shared in zip(pieces, starts, shard.parts, shard.replicated(tp), strict=True):
+            if shared:
                 gradient = entry.parameter.grad[piece.index()]
                 whole = gradient.new_zeros(*entry.spec.shape[: shard.dim], part, *entry.spec.shape[shard.dim + 1 :])
                 mine = whole.narrow(shard.dim, piece.box[shard.dim][0] - start, gradient.shape[shard.dim])

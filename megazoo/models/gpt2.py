@@ -22,6 +22,7 @@ from megazoo.layers import (
     PositionEmbedding,
     VocabParallelEmbedding,
     VocabParallelHead,
+    activation_named,
 )
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, Stage
@@ -41,6 +42,9 @@ class GPT2Config:
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
     residual_dropout: float = 0.1
+    activation: str = "gelu_new"  # or another of Hugging Face's names: see megazoo.layers.mlp
+    scale_attention: bool = True  # divide the scores by the root of the head size
+    scale_by_inverse_layer: bool = False  # divide them by the layer's number, from 1, too
     layer_norm_epsilon: float = 1e-5
     tie_embeddings: bool = True
 
@@ -52,16 +56,19 @@ class GPT2Config:
 class Block(nn.Module):
     """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth, as GPT-2's do."""
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, index: int):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
+        scale = (c.hidden_size // c.heads) ** -0.5 if c.scale_attention else 1.0
+        if c.scale_by_inverse_layer:
+            scale /= index + 1  # index: of the layer in the whole model
         self.attention_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.attention = CausalSelfAttention(
-            c.hidden_size, c.heads, dropout=c.attention_dropout, output_std=residual_std
+            c.hidden_size, c.heads, dropout=c.attention_dropout, scale=scale, output_std=residual_std
         )
         self.attention_dropout = Dropout(c.residual_dropout)
         self.mlp_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.mlp = MLP(c.hidden_size, c.ffn_size, output_std=residual_std)
+        self.mlp = MLP(c.hidden_size, c.ffn_size, activation_named(c.activation), output_std=residual_std)
         self.mlp_dropout = Dropout(c.residual_dropout)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -93,7 +100,7 @@ class GPT2(Model):
         if first:
             self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
             self.embedding_dropout = Dropout(c.embedding_dropout)
-        self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
+        self.layers = nn.ModuleDict({str(i): Block(c, i) for stage in self.stages for i in stage.layers})
         if last:
             self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
             if not c.tie_embeddings:

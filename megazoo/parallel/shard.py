@@ -39,12 +39,16 @@ class Shard:
     parts: tuple[int, ...]
     units: tuple[int, ...] = ()
 
+    @property
+    def _units(self) -> tuple[int, ...]:
+        return self.units or (1,) * len(self.parts)
+
     def cuts(self, tp_size: int, tp_rank: int) -> list[Cut]:
         """The rank's share of each part."""
         cuts, global_start, local_start = [], 0, 0
-        for part, unit in zip(self.parts, self.units or (1,) * len(self.parts), strict=True):
+        for part, unit, shared in zip(self.parts, self._units, self.replicated(tp_size), strict=True):
             count = part // unit
-            if count < tp_size:
+            if shared:
                 replicas = tp_size // count
                 start, length, owned = tp_rank // replicas * unit, unit, tp_rank % replicas == 0
             else:
@@ -55,6 +59,10 @@ class Shard:
             global_start += part
             local_start += length
         return cuts
+
+    def replicated(self, tp_size: int) -> list[bool]:
+        """Whether several ranks hold each unit, part by part."""
+        return [part // unit < tp_size for part, unit in zip(self.parts, self._units, strict=True)]
 
     def local_sizes(self, tp_size: int, tp_rank: int) -> list[int]:
         """The lengths of the rank's shares of the parts."""

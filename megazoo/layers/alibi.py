@@ -1,0 +1,24 @@
+"""Attention with linear biases (Press et al. 2022): positions as a penalty that grows with the distance."""
+
+import math
+
+import torch
+
+
+def alibi_slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:
+    """The slope of each of `heads` heads, fp32: powers of 2 from 2^(-bias_max / p) to 2^-bias_max for p heads, p being
+    the next power of two; if that is not the number of heads, every second one first, as llm-foundry has it."""
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = 2.0 ** (-torch.arange(1, power + 1, dtype=torch.float32) * bias_max / power)
+    return slopes if power == heads else torch.cat([slopes[1::2], slopes[::2]])[:heads]
+
+
+def alibi_bias(slopes: torch.Tensor, sequence: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[heads, sequence, sequence]: slope x (key - query), and -inf for keys that come after the query.
+
+    slopes: fp32, those of the heads wanted. Computed in fp32: bf16 can't count above 256.
+    """
+    positions = torch.arange(sequence, device=device)
+    distance = positions[None, :] - positions[:, None]  # key - query, 0 or less where it may look
+    bias = slopes.to(device)[:, None, None] * distance
+    return bias.masked_fill(distance > 0, -torch.inf).to(dtype)

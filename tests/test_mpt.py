@@ -1,0 +1,164 @@
+"""MPT against transformers where that honours the field, else against a plain forward; its training in layouts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_outputs_equal, randomized_, train, worst_relative
+from transformers import MptConfig as HFConfig
+from transformers import MptForCausalLM
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.layers import alibi_slopes
+from megazoo.models import find_config, parameter_count
+from megazoo.models.mpt import MPT, MPTConfig
+from megazoo.parallel import ParallelContext
+
+SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4}
+HONOURED = {  # ours, and transformers' fields and attention fields
+    "plain": ({}, {}, {}),
+    "six heads": ({"heads": 6, "hidden_size": 48}, {"n_heads": 6, "d_model": 48}, {}),
+    "clipped": ({"clip_qkv": 0.5}, {}, {"clip_qkv": 0.5}),
+    "scores' scale": ({"softmax_scale": 0.2}, {}, {"softmax_scale": 0.2}),
+    "epsilon, untied": (
+        {"norm_epsilon": 1e-2, "tie_embeddings": False},
+        {"layer_norm_epsilon": 1e-2, "tie_word_embeddings": False},
+        {},
+    ),
+}
+FOUNDRY = {
+    "bias_max 16": {"alibi_bias_max": 16.0},
+    "learned positions": {"alibi": False},
+    "no positions": {"alibi": False, "learned_positions": False},
+    "normalised queries and keys": {"qk_norm": True},
+    "normalised, grouped, clipped, biased": {"qk_norm": True, "kv_heads": 2, "clip_qkv": 1.0, "bias": True},
+    "normalised, multi-query": {"qk_norm": True, "kv_heads": 1},
+    "biases": {"bias": True},
+    "grouped queries": {"kv_heads": 2},
+    "logits' scale, inner features": {"logit_scale": 0.3, "ffn_size": 48},
+}
+
+
+def global_tensors(hf):
+    """transformers' weights under our names."""
+    names = {"transformer.wte": "embedding", "transformer.norm_f": "norm", "lm_head": "head"}
+    parts = {
+        "norm_1": "attention_norm", "attn.Wqkv": "attention.qkv", "attn.out_proj": "attention.output",
+        "norm_2": "mlp_norm", "ffn.up_proj": "mlp.up", "ffn.down_proj": "mlp.down",
+    }  # fmt: skip
+    names |= {f"transformer.blocks.{i}.{k}": f"layers.{i}.{v}" for i in range(3) for k, v in parts.items()}
+    return {f"{names[name[:-7]]}.weight": tensor.clone() for name, tensor in hf.state_dict().items()}
+
+
+def token_ids():
+    return torch.randint(0, 61, (2, 32), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_logits_and_loss_equal_transformers(ranks, name):
+    ours, theirs, attention = HONOURED[name]
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "max_seq_len": 32, "d_model": 32, "n_layers": 3, "n_heads": 4}
+    hf = randomized_(MptForCausalLM(HFConfig(**{**sizes, **theirs}, attn_config={"alibi": True, **attention})))
+    ids = token_ids()
+    with torch.no_grad():
+        expected = hf(ids, labels=ids)
+    config = MPTConfig(**{**SIZES, **ours})
+    layouts = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+    assert_outputs_equal(ranks, global_tensors(hf), config, ids, expected.loss, expected.logits, layouts)
+
+
+def plain_forward(weights, c: MPTConfig, ids):
+    """llm-foundry's meaning, head by head, without any of our layers."""
+    size = c.hidden_size // c.heads
+    kv_size = size * c.kv_heads
+
+    def get(name):
+        return weights.get(name)
+
+    def linear(x, name):
+        return F.linear(x, weights[f"{name}.weight"], get(f"{name}.bias"))
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], get(f"{name}.bias"), c.norm_epsilon)
+
+    x = weights["embedding.weight"][ids]
+    if c.learned_positions and not c.alibi:
+        x = x + weights["position_embedding.weight"][: ids.shape[1]]
+    place = torch.arange(ids.shape[1])
+    for i in range(c.layers):
+        qkv = linear(norm(x, f"layers.{i}.attention_norm"), f"layers.{i}.attention.qkv")
+        if c.clip_qkv:
+            qkv = qkv.clamp(-c.clip_qkv, c.clip_qkv)
+        q, k, v = qkv.split([c.hidden_size, kv_size, kv_size], dim=-1)
+        if c.qk_norm:
+            q, k = norm(q, f"layers.{i}.attention.q_norm"), norm(k, f"layers.{i}.attention.k_norm")
+        heads = []
+        for h in range(c.heads):
+            kv = h * c.kv_heads // c.heads
+            mine, theirs = slice(h * size, (h + 1) * size), slice(kv * size, (kv + 1) * size)
+            scores = q[..., mine] @ k[..., theirs].mT * size**-0.5
+            if c.alibi:
+                scores = scores + 2.0 ** (-(h + 1) * c.alibi_bias_max / c.heads) * (place - place[:, None])
+            scores = scores.masked_fill(place > place[:, None], -torch.inf)
+            heads.append(scores.softmax(-1) @ v[..., theirs])
+        x = x + linear(torch.cat(heads, -1), f"layers.{i}.attention.output")
+        x = x + linear(F.gelu(linear(norm(x, f"layers.{i}.mlp_norm"), f"layers.{i}.mlp.up")), f"layers.{i}.mlp.down")
+    return norm(x, "norm") @ weights["embedding.weight"].T * (c.logit_scale or 1.0)
+
+
+@pytest.mark.parametrize("name", FOUNDRY)
+def test_logits_equal_a_plain_forward(ranks, name):
+    config = MPTConfig(**{**SIZES, **FOUNDRY[name]})
+    model = randomized_(megazoo.from_config(config))
+    weights = {entry.name: entry.parameter.detach().clone() for entry in model.entries()}
+    ids = token_ids()
+    expected = plain_forward(weights, config, ids)
+    loss = F.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert_outputs_equal(ranks, weights, config, ids, loss, expected)
+
+
+def test_slopes():
+    assert alibi_slopes(6).tolist() == [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(4, 16).tolist() == [2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16]
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ({"tp": 2}, {"qk_norm": True, "kv_heads": 1, "bias": True}),
+        ({"tp": 4}, {"qk_norm": True, "kv_heads": 2}),
+        ({"pp": 4}, {"alibi": False, "logit_scale": 0.5}),
+        ({"tp": 2, "pp": 2}, {"heads": 6, "hidden_size": 48, "clip_qkv": 0.1}),
+        ({"tp": 2, "pp": 2, "dp": 2}, {"qk_norm": True, "tie_embeddings": False}),
+    ],
+    ids=str,
+)
+def test_training_equals_one_process(ranks, layout, overrides):
+    config = MPTConfig(**{**SIZES, "layers": 5, **overrides})
+    expected = train(config, {}, steps=10, micro_batch=8)
+    histories = ranks(train, torch.Size(layout.values()).numel(), config, layout, 10)
+    assert all(history == histories[0] for history in histories), "ranks disagree"
+    assert worst_relative(histories[0], expected) < 1e-5
+
+
+def test_presets_have_the_published_sizes():
+    # mpt-7b: 6,649,286,656 and mpt-30b: 29,958,828,032 parameters, as their checkpoints count.
+    assert parameter_count(find_config("mpt-7b")) == 6_649_286_656
+    assert abs(parameter_count(find_config("mpt-30b")) / 29.96e9 - 1) < 1e-3
+
+
+def test_every_rank_of_mpt_30b_adds_up_to_the_whole_model():
+    config, total = find_config("mpt-30b"), 0
+    for rank in range(16):
+        ctx = ParallelContext.virtual(4, 4, rank=rank)
+        for entry in MPT.on_meta(config, ctx).entries():
+            for piece in entry.counted_pieces(ctx):
+                total += torch.Size(stop - start for start, stop in piece.box).numel()
+    assert total == parameter_count(config)
+
+
+def test_a_sequence_past_the_models_positions_is_refused():
+    with pytest.raises(UserError, match="a sequence of 33 exceeds the model's max-positions 32"):
+        megazoo.from_config(MPTConfig(**SIZES))(torch.zeros(1, 33, dtype=torch.long))
