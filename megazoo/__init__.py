@@ -2,8 +2,8 @@
 
 from megazoo import layers, optim
 from megazoo.errors import UserError
-from megazoo.models import from_config
+from megazoo.models import from_config, register
 from megazoo.parallel import ParallelContext
 
-__all__ = ["ParallelContext", "UserError", "from_config", "layers", "optim"]
+__all__ = ["ParallelContext", "UserError", "from_config", "layers", "optim", "register"]
 __version__ = "0.1.0"

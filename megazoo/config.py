@@ -1,9 +1,11 @@
 """The settings of the training program: one set of dataclasses makes the flags, their help and the TOML keys."""
 
 import contextlib
+import importlib.util
 import io
 import math
 import os
+import sys
 import tomllib
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -35,7 +37,9 @@ class ModelOptions:
     """What is trained. Sizes that are left out are the preset's."""
 
     model: Name = None
-    """Family: gpt2 (the default), llama or mpt. Without a preset, its tiny model."""
+    """Family: gpt2 (the default), llama, mpt, or one that --import registers. Without a preset, its tiny model."""
+    import_: Annotated[File, tyro.conf.arg(name="import")] = None
+    """Python file that registers a model of your own (megazoo.register); it is run."""
     preset: Name = None
     """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl), gpt3-175b; llama-tiny,
     llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b, llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b,
@@ -228,7 +232,7 @@ def _settings(kind: type) -> dict:
     settings = {}
     for f in fields(kind):
         default = f.default_factory() if f.default_factory is not MISSING else f.default
-        settings |= _settings(type(default)) if is_dataclass(default) else {f.name: default}
+        settings |= _settings(type(default)) if is_dataclass(default) else {f.name.rstrip("_"): default}
     return settings
 
 
@@ -238,6 +242,8 @@ def model_config(options: ModelOptions, checkpoint=None):
     checkpoint: a `Checkpoint`, or None. Only the dropout may differ from it.
     """
     given = {f.name: getattr(options, f.name) for f in fields(options)}
+    if file := given.pop("import_"):
+        _run_file(file)
     name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
     sizes = {key: value for key, value in given.items() if value is not None}
     saved = checkpoint and config_from_dict(checkpoint.family, checkpoint.config)
@@ -259,6 +265,15 @@ def model_config(options: ModelOptions, checkpoint=None):
             ours, theirs = getattr(config, f.name), getattr(saved, f.name)
             raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {checkpoint.path}")
     return config
+
+
+def _run_file(file: Path) -> None:
+    """Run a user's Python file, which registers a model."""
+    if not file.is_file():
+        raise UserError(f"--import {file}: no such file")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 def check_run(options: Options, model, config, tokenizer, dp: int, first_step: int = 0) -> None:

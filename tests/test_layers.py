@@ -1,5 +1,7 @@
 """Layers against plain torch, in one process and cut over ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from megazoo.layers import (
     vocab_parallel_cross_entropy,
 )
 from megazoo.parallel import ParallelContext, Shard
+from megazoo.parallel.random import derive_seed
+from megazoo.parallel.shard import initialize
 
 
 def run_layer(make, x, tp, take=None):
@@ -26,6 +30,9 @@ def run_layer(make, x, tp, take=None):
     torch.manual_seed(0)
     with ctx:
         layer = LAYERS[make]()
+    for module in layer.modules():
+        for name, spec in getattr(module, "specs", {}).items():  # biases of zero would hide where they are added
+            initialize(getattr(module, name), replace(spec, std=spec.std or 0.1), ctx, derive_seed(name, spec))
     x = x.clone().requires_grad_(x.is_floating_point())
     y = layer(x) if take is None else take(layer, x)
     (y.sin() * torch.arange(1.0, y.numel() + 1).view_as(y).cos()).sum().backward()

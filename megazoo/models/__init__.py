@@ -14,6 +14,26 @@ from megazoo.parallel.context import ParallelContext, current_context
 FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama, "mpt": MPT}
 
 
+def register(name: str):
+    """Class decorator: make a model of your own known as `name`, to --model, presets and checkpoints.
+
+    The class is a `Model` with a frozen dataclass Config and `presets`, of which one is called `name-tiny`.
+    Raises UserError if the name, a preset's name or the Config is another family's.
+    """
+
+    def add(model: type[Model]) -> type[Model]:
+        taken = {preset for family, other in FAMILIES.items() if family != name for preset in (family, *other.presets)}
+        clash = taken & {name, *model.presets}
+        if clash:
+            raise UserError(f"{min(clash)!r} is taken: choose another name for the model or its preset")
+        if f"{name}-tiny" not in model.presets:
+            raise UserError(f"the model {name} needs a preset {name}-tiny")
+        FAMILIES[name] = model
+        return model
+
+    return add
+
+
 def family_of(config) -> str:
     """The name of the family that a config object belongs to."""
     return next(name for name, model in FAMILIES.items() if type(config) is model.Config)
