@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> None:
         f"tp {ctx.tp_size} x pp {ctx.pp_size} x dp {ctx.dp_size}"
     )
     model = megazoo.from_config(config, ctx, seed=training.seed)
+    model.recompute(training.recompute, training.recompute_interval)
     optimizer = AdamW(
         model,
         betas=(options.optimizer.beta1, options.optimizer.beta2),

@@ -90,6 +90,10 @@ class TrainingOptions:
     """Sequences that a pipeline stage handles at once."""
     seq_length: int = 128
     """Tokens of a sequence."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Run parts again in backward instead of keeping their activations: attention and the MLPs' activations, or all."""
+    recompute_interval: int = 1
+    """Layers that are recomputed as one unit under full."""
     seed: int = 1234
     """Of the initial weights, the order of samples and the dropout: the same run in any layout."""
 
@@ -321,7 +325,16 @@ def _check_writable(flag: str, directory: Path) -> None:
 
 
 def _check_values(options: Options) -> None:
-    positive = ("tp", "pp", "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
+    positive = (
+        "tp",
+        "pp",
+        "steps",
+        "global_batch_size",
+        "micro_batch_size",
+        "seq_length",
+        "log_interval",
+        "recompute_interval",
+    )
     positive += ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "max_positions")
     fractions = ("dropout", "beta1", "beta2")
     for group in groups_of(options):

@@ -86,10 +86,18 @@ def assert_outputs_equal(ranks, weights, config, ids, loss, logits, layouts=INFE
                 torch.testing.assert_close(rank_logits, logits, atol=5e-5, rtol=0)
 
 
-def train(config, layout: dict, steps: int = 20, micro_batch: int = 0, schedule: str = "1f1b", **optimizer):
+def train(
+    config,
+    layout: dict,
+    steps: int = 20,
+    micro_batch: int = 0,
+    schedule: str = "1f1b",
+    recompute=("none",),
+    **optimizer,
+):
     """Train on the same global batches in any layout; returns [(loss, gradient norm)] of every step."""
     ctx = context(**layout)
-    model = randomize(megazoo.from_config(config, ctx, seed=3))
+    model = randomize(megazoo.from_config(config, ctx, seed=3)).recompute(*recompute)
     opt = megazoo.optim.AdamW(model, **{"lr": 1e-3, "clip_grad": CLIP, **optimizer})
     micro_batch = micro_batch or (2 if ctx.pp_size > 1 else 4 // ctx.dp_size)  # at least two micro-batches
     history = []

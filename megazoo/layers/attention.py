@@ -12,6 +12,7 @@ from megazoo.layers.linear import QKVParallelLinear, RowParallelLinear
 from megazoo.layers.norm import HeadwiseLayerNorm
 from megazoo.layers.rotary import rotate
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.recompute import recomputed
 
 
 class CausalSelfAttention(nn.Module):
@@ -57,6 +58,7 @@ class CausalSelfAttention(nn.Module):
             self.q_norm = HeadwiseLayerNorm(sizes[0], self.qkv.units[0], qk_norm_epsilon, bias=bias, ctx=ctx)
             self.k_norm = HeadwiseLayerNorm(sizes[1], self.qkv.units[1], qk_norm_epsilon, bias=bias, ctx=ctx)
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
+        self.recompute = False  # keep queries, keys and values, not what attention saves
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
         self.output = RowParallelLinear(inputs, hidden_size, bias, unit=unit, std=output_std, ctx=ctx)
 
@@ -75,18 +77,22 @@ class CausalSelfAttention(nn.Module):
         q, k, v = map(self.qkv.split_heads, (q, k, v))  # each [batch, this rank's heads, sequence, head size]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        drops = self.dropout.active
-        with self.dropout.draw(seed, x.device) if drops else nullcontext():
-            y = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=scores_bias,
-                is_causal=scores_bias is None,
-                dropout_p=self.dropout.probability if drops else 0.0,
-                scale=self.scale,
-                enable_gqa=k.shape[1] < q.shape[1],
-            )
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            drops = self.dropout.active
+            with self.dropout.draw(seed, q.device) if drops else nullcontext():
+                return F.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=scores_bias,
+                    is_causal=scores_bias is None,
+                    dropout_p=self.dropout.probability if drops else 0.0,
+                    scale=self.scale,
+                    enable_gqa=k.shape[1] < q.shape[1],
+                )
+
+        y = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
         return self.output(rearrange(y, "batch heads sequence size -> batch sequence (heads size)"))
 
     @property

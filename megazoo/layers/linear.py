@@ -1,5 +1,7 @@
 """Linear layers cut over the tensor-parallel ranks (Megatron-LM, Shoeybi et al. 2019)."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -7,6 +9,7 @@ from einops import rearrange
 from megazoo.errors import UserError
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.recompute import linear_of_recomputed
 from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
 
 
@@ -101,7 +104,14 @@ class RowParallelLinear(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.input_is_parallel:
             x = collectives.scatter_to_tensor_parallel(x, self.ctx, self.sizes)
-        y = collectives.reduce_from_tensor_parallel(F.linear(x, self.weight), self.ctx)
+        return self._finish(F.linear(x, self.weight))
+
+    def of_recomputed(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """self(function(x)), keeping x and not function(x) for backward."""
+        return self._finish(linear_of_recomputed(function, x, self.weight))
+
+    def _finish(self, partial: torch.Tensor) -> torch.Tensor:
+        y = collectives.reduce_from_tensor_parallel(partial, self.ctx)
         return y if self.bias is None else y + self.bias
 
 

@@ -60,10 +60,14 @@ class MLP(nn.Module):
         super().__init__()
         self.up = ColumnParallelLinear(hidden_size, ffn_size, bias, std=std, ctx=ctx)
         self.activation = activation
+        self.recompute = False  # keep what goes into the activation, not what comes out
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.up(x)))
+        inner = self.up(x)
+        if self.recompute:
+            return self.down.of_recomputed(self.activation, inner)
+        return self.down(self.activation(inner))
 
 
 class GatedMLP(nn.Module):
@@ -86,8 +90,15 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = ColumnParallelLinear(hidden_size, (ffn_size, ffn_size), bias, std=std, ctx=ctx)
         self.activation = activation
+        self.recompute = False  # keep what goes into the activation, not what comes out
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        inner = self.gate_up(x)
+        if self.recompute:
+            return self.down.of_recomputed(self._gated, inner)
+        return self.down(self._gated(inner))
+
+    def _gated(self, inner: torch.Tensor) -> torch.Tensor:
+        gate, up = inner.chunk(2, dim=-1)
+        return self.activation(gate) * up

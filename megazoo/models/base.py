@@ -3,17 +3,19 @@ model: that stands, whole, in the model's own file."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from megazoo.errors import UserError
-from megazoo.layers import Dropout, vocab_parallel_cross_entropy
+from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, vocab_parallel_cross_entropy
 from megazoo.parallel.collectives import all_reduce, sum_between_stages
 from megazoo.parallel.context import ParallelContext, Stage, balanced_stages
 from megazoo.parallel.data_parallel import GradientBuckets
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline, seed_dropout
 from megazoo.parallel.random import derive_seed
+from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.schedule import SCHEDULES
 from megazoo.parallel.shard import ParameterSpec, Piece, ShardedModule, initialize
 
@@ -50,6 +52,7 @@ class Model(nn.Module):
         self.config, self.ctx, self.seed = config, ctx, seed
         self.stages: list[Stage] = [self.all_stages(config, ctx.pp_size)[ctx.pp_rank]]
         self.tied: dict[str, tuple[int, ...]] = {}  # global name -> the pipeline ranks that share the parameter
+        self._recompute, self._interval = "none", 1
         self._buckets: GradientBuckets | None = None
         self._calls = 0
 
@@ -119,6 +122,36 @@ class Model(nn.Module):
                     full = f"{prefix}.{name}"
                     stages = self.tied.get(full, (self.ctx.pp_rank,))
                     yield Entry(full, getattr(module, name), spec, stages)
+
+    # Layers.
+
+    def recompute(self, mode: str = "full", interval: int = 1) -> "Model":
+        """Trade memory for time; returns self. "none" keeps all that backward needs. "selective" keeps neither what
+        attention saves nor what the MLPs' activations return. "full" keeps one input for `interval` layers and runs
+        them again.
+        """
+        if mode not in MODES:
+            raise UserError(f"unknown recompute {mode!r}: there are {', '.join(MODES)}")
+        self._recompute, self._interval = mode, interval
+        for module in self.modules():
+            if isinstance(module, CausalSelfAttention | MLP | GatedMLP):
+                module.recompute = mode == "selective"
+        return self
+
+    def run_layers(self, x: torch.Tensor, stage: Stage, *arguments) -> torch.Tensor:
+        """The layers of a stage, one after the other: x = layer(x, *arguments)."""
+
+        def run(x: torch.Tensor, layers: range) -> torch.Tensor:
+            for i in layers:
+                x = self.layers[str(i)](x, *arguments)
+            return x
+
+        if self._recompute != "full" or not torch.is_grad_enabled():
+            return run(x, stage.layers)
+        for first in stage.layers[:: self._interval]:
+            layers = range(first, min(first + self._interval, stage.layers.stop))
+            x = recomputed(partial(run, layers=layers), x)
+        return x
 
     @property
     def hidden_size(self) -> int:

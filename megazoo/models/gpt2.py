@@ -112,8 +112,7 @@ class GPT2(Model):
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x) + self.position_embedding(x.shape[1])
             x = self.embedding_dropout(x, batch.dropout_seed)
-        for i in stage.layers:  # x: [batch, sequence, hidden]
-            x = self.layers[str(i)](x, batch)
+        x = self.run_layers(x, stage, batch)  # x: [batch, sequence, hidden]
         if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
         return x

@@ -130,8 +130,7 @@ class Llama(Model):
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
         rotary = self.rotary(torch.arange(batch.shape[1], device=x.device), x.dtype)
-        for i in stage.layers:  # x: [batch, sequence, hidden]
-            x = self.layers[str(i)](x, batch, rotary)
+        x = self.run_layers(x, stage, batch, rotary)  # x: [batch, sequence, hidden]
         if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
         return x

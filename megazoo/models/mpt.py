@@ -128,8 +128,7 @@ class MPT(Model):
                 x = x + self.position_embedding(x.shape[1])
             x = self.embedding_dropout(x, batch.dropout_seed)
         scores_bias = self.alibi(batch.shape[1], x) if self.config.alibi and stage.layers else None
-        for i in stage.layers:  # x: [batch, sequence, hidden]
-            x = self.layers[str(i)](x, batch, scores_bias)
+        x = self.run_layers(x, stage, batch, scores_bias)  # x: [batch, sequence, hidden]
         if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
             if self.config.logit_scale is not None:

@@ -1,0 +1,57 @@
+"""Activation recomputation: keep a function's inputs instead of what it saves for backward, and run it again there.
+
+Dropout draws the same masks again, because it is seeded by names (see random.py). (torch.utils.checkpoint does as much,
+but its first call imports torch._dynamo: 70 MB.)
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+MODES = ("none", "selective", "full")
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        torch.autograd.backward(output, grad)  # parameters inside the function get their gradients here
+        return None, *(x.grad for x in inputs)
+
+
+class _LinearOfRecomputed(torch.autograd.Function):
+    """function(x) W^T that keeps x instead of function(x). The matrix product is not done again."""
+
+    @staticmethod
+    def forward(ctx, function, x, weight):
+        ctx.function = function
+        ctx.save_for_backward(x, weight)
+        return F.linear(function(x), weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        (x_grad,) = torch.autograd.grad(y, x, grad @ weight)
+        return None, x_grad, grad.flatten(0, -2).t() @ y.detach().flatten(0, -2)
+
+
+def recomputed(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
+    """function(*inputs), keeping only the inputs for backward. At least one input must require a gradient."""
+    return _Recompute.apply(function, *inputs)
+
+
+def linear_of_recomputed(function: Callable, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """F.linear(function(x), weight), keeping x and not function(x) for backward."""
+    return _LinearOfRecomputed.apply(function, x, weight)

@@ -1,0 +1,78 @@
+"""Activation recomputation: the same numbers from fewer saved tensors."""
+
+import pytest
+import torch
+from helpers import make_batch, randomize, tiny_config, train, worst_relative
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.models.gpt2 import GPT2Config
+from megazoo.models.llama import LlamaConfig
+from megazoo.models.mpt import MPTConfig
+
+SIZES = {"vocab_size": 61, "max_positions": 16, "hidden_size": 32, "layers": 5, "heads": 4}
+CONFIGS = {
+    "gpt2": GPT2Config(**SIZES, embedding_dropout=0.1, attention_dropout=0.1, residual_dropout=0.1),
+    "llama": LlamaConfig(**SIZES, kv_heads=2, ffn_size=48),
+    "mpt": MPTConfig(**SIZES, qk_norm=True, attention_dropout=0.1),
+}
+MODES = [("selective",), ("full",), ("full", 2)]
+
+
+def gradients(config, recompute):
+    model = randomize(megazoo.from_config(config, seed=3)).recompute(*recompute)
+    ids, targets = make_batch(0)
+    loss = model.train_batch(ids, targets=targets, num_microbatches=2, step=1)
+    return loss, {entry.name: entry.parameter.grad.clone() for entry in model.entries()}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_gradients_are_the_same_with_dropout(family, mode):
+    loss, expected = gradients(CONFIGS[family], ("none",))
+    again, ours = gradients(CONFIGS[family], mode)
+    assert torch.equal(loss, again)
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-8, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_training_equals_one_process_without_recomputation(ranks, layout, mode):
+    expected = train(tiny_config(), {}, steps=10, micro_batch=8)
+    history = ranks(train, 4, tiny_config(), layout, 10, recompute=mode)[0]
+    assert worst_relative(history, expected) < 1e-5
+
+
+def saved_bytes(config, recompute):
+    """Bytes of the tensors, parameters aside, that one forward and loss save for backward."""
+    model = megazoo.from_config(config).recompute(*recompute)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    total = 0
+
+    def pack(tensor):
+        nonlocal total
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    ids = torch.randint(0, 61, (4, 64))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(ids, labels=ids)
+    return total
+
+
+@pytest.mark.parametrize("config", [GPT2Config, LlamaConfig, MPTConfig])
+def test_saved_tensors_shrink(config):
+    sizes = {"vocab_size": 61, "max_positions": 64, "hidden_size": 64, "layers": 12, "heads": 4, "ffn_size": 256}
+    rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
+    config = config(**sizes, **(rates if config is GPT2Config else {}))
+    none, selective, full = (saved_bytes(config, (mode,)) for mode in ("none", "selective", "full"))
+    assert selective <= 0.75 * none
+    assert full <= 0.25 * none
+    assert saved_bytes(config, ("full", 3)) < full
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(UserError, match="unknown recompute 'some': there are none, selective, full"):
+        megazoo.from_config("gpt2").recompute("some")
