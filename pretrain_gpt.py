@@ -88,8 +88,8 @@ def main(arguments: list[str]) -> None:
         return loss
 
     def save_checkpoint(step: int):
-        progress = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
-        trainer = {**progress, "settings": settings_to_resume(options)}
+        stand = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
+        trainer = {**stand, "settings": settings_to_resume(options)}
         path = save(options.checkpoint.save, step, model, optimizer, trainer)
         say(f"saved {path}")
         return path

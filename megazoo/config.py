@@ -325,17 +325,9 @@ def _check_writable(flag: str, directory: Path) -> None:
 
 
 def _check_values(options: Options) -> None:
-    positive = (
-        "tp",
-        "pp",
-        "steps",
-        "global_batch_size",
-        "micro_batch_size",
-        "seq_length",
-        "log_interval",
-        "recompute_interval",
-    )
+    positive = ("tp", "pp", "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
     positive += ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "max_positions")
+    positive += ("recompute_interval",)
     fractions = ("dropout", "beta1", "beta2")
     for group in groups_of(options):
         for f in fields(group):
