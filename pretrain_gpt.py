@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
         f"{family_of(config)}, {parameter_count(config):,} parameters, on {ctx.world_size} x {ctx.device.type}: "
         f"tp {ctx.tp_size} x pp {ctx.pp_size} x dp {ctx.dp_size}"
     )
-    model = megazoo.from_config(config, ctx, seed=training.seed)
+    model = megazoo.from_config(config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed)
     model.recompute(training.recompute, training.recompute_interval)
     optimizer = AdamW(
         model,

@@ -90,6 +90,8 @@ class TrainingOptions:
     """Sequences that a pipeline stage handles at once."""
     seq_length: int = 128
     """Tokens of a sequence."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations. bfloat16 has fp32 master weights, gradients and moments beside them."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Run parts again in backward instead of keeping their activations: attention and the MLPs' activations, or all."""
     recompute_interval: int = 1

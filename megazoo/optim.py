@@ -7,7 +7,7 @@ import torch
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce
 
-STATES = ("exp_avg", "exp_avg_sq")
+MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
@@ -20,7 +20,8 @@ class AdamW:
         weight_decay: on parameters of two and more dimensions; biases and norms have none.
         clip_grad: largest global gradient norm; 0 turns clipping off.
 
-    The state of a parameter is `exp_avg` and `exp_avg_sq`, fp32, of its shape.
+    The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, of its shape; for one of lower precision also `master`,
+    the fp32 weights that are updated and then rounded into it: most steps are smaller than its precision.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class AdamW:
         self.lr, self.betas, self.eps, self.weight_decay, self.clip_grad = lr, betas, eps, weight_decay, clip_grad
         self.ctx = model.ctx
         self.entries = list(model.entries())
-        self.state = {
-            entry.name: {state: torch.zeros_like(entry.parameter, dtype=torch.float32) for state in STATES}
-            for entry in self.entries
-        }
+        self.state: dict[str, dict[str, torch.Tensor]] = {}
+        for entry in self.entries:
+            state = {name: torch.zeros_like(entry.parameter, dtype=torch.float32) for name in MOMENTS}
+            if entry.parameter.dtype != torch.float32:
+                state[MASTER] = entry.parameter.detach().float()
+            self.state[entry.name] = state
         self.steps = torch.zeros((), dtype=torch.float32, device=self.ctx.device)
 
     @torch.no_grad()
@@ -75,14 +78,17 @@ class AdamW:
     def _update(self, group, weight_decay: float, grad_scale: torch.Tensor | None) -> None:
         # The kernel behind torch.optim.AdamW(fused=True), whose constructor would import torch._dynamo.
         torch._fused_adamw_(
-            [e.parameter for e in group],
-            [e.parameter.grad for e in group],
-            *([self.state[e.name][state] for e in group] for state in STATES),
+            [self.state[e.name].get(MASTER, e.parameter) for e in group],
+            [e.parameter.grad.float() for e in group],
+            *([self.state[e.name][moment] for e in group] for moment in MOMENTS),
             [],
             [self.steps] * len(group),
             lr=self.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay, eps=self.eps,
             amsgrad=False, maximize=False, grad_scale=grad_scale,
         )  # fmt: skip
+        for e in group:
+            if MASTER in self.state[e.name]:
+                e.parameter.copy_(self.state[e.name][MASTER])
 
 
 def square_sum(tensor: torch.Tensor, chunk: int = 1 << 16) -> torch.Tensor:

@@ -20,13 +20,13 @@ from megazoo.checkpoint import format as checkpoint_format
 from megazoo.errors import UserError
 
 
-def run_steps(layout, config, steps, directory=None, resume=None):
+def run_steps(layout, config, steps, directory=None, resume=None, dtype=torch.float32):
     """Train steps first..last; save at the end into `directory`; start from the checkpoint in `resume`.
 
     Returns the (loss, norm) of every step and this rank's parameters.
     """
     ctx = context(**layout)
-    model = megazoo.from_config(config, ctx, seed=3)
+    model = megazoo.from_config(config, ctx, seed=3, dtype=dtype)
     optimizer = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=CLIP)
     first = load(Checkpoint(resume), model, optimizer)["step"] if resume else 0
     history = []

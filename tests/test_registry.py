@@ -71,5 +71,5 @@ def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path, capsys, monkeypa
 
 
 def test_a_taken_name_is_refused():
-    with pytest.raises(UserError, match="'gpt2-124m' is taken"):
+    with pytest.raises(UserError, match="is taken: choose another name"):
         register("mine")(GPT2)

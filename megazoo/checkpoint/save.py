@@ -20,7 +20,7 @@ from megazoo.checkpoint.reader import Checkpoint, describe
 from megazoo.errors import UserError
 from megazoo.models import family_of
 from megazoo.models.base import Entry
-from megazoo.optim import AdamW
+from megazoo.optim import MASTER, AdamW
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 
@@ -55,13 +55,21 @@ def save(directory: str | Path, step: int, model, optimizer: AdamW | None = None
 
 def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
     """Fill this rank's parameters and optimizer state from a checkpoint of any layout; returns the trainer's state."""
+
+    def best_weights(entry: Entry, dtype: torch.dtype) -> str:
+        """The name under which a parameter stands in the checkpoint, in fp32 if it is there and wanted."""
+        master = f"{entry.name}.{MASTER}"
+        return master if dtype == torch.float32 and master in checkpoint.tensors else entry.name
+
     for entry in model.entries():
         with torch.no_grad():
-            checkpoint.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
+            name = best_weights(entry, entry.parameter.dtype)
+            checkpoint.read_into(name, entry.parameter, entry.spec, model.ctx)
     if optimizer:
         for entry in optimizer.entries:
             for state, tensor in optimizer.state[entry.name].items():
-                checkpoint.read_into(f"{entry.name}.{state}", tensor, entry.spec, model.ctx)
+                name = best_weights(entry, tensor.dtype) if state == MASTER else f"{entry.name}.{state}"
+                checkpoint.read_into(name, tensor, entry.spec, model.ctx)
         optimizer.steps.fill_(checkpoint.trainer["optimizer_steps"])
     return checkpoint.trainer
 

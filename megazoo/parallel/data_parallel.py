@@ -26,6 +26,8 @@ class GradientBuckets:
         for members in _grouped(parameters[::-1], bucket_elements):
             bucket = torch.zeros(sum(p.numel() for p in members), dtype=torch.float32, device=ctx.device)
             for parameter, view in zip(members, bucket.split([p.numel() for p in members]), strict=True):
+                if parameter.dtype != torch.float32:
+                    parameter.grad_dtype = torch.float32  # autograd then adds up in the bucket's precision
                 self.views[parameter] = view.view_as(parameter)
                 self.bucket_of[parameter] = len(self.buckets)
                 parameter.register_post_accumulate_grad_hook(self._received)
