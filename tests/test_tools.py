@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megazoo.launch import run_program
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -22,7 +26,10 @@ def test_plot_metrics_draws_a_png(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_plot_metrics_tells_mistakes_in_one_line(tmp_path):
+def test_plot_metrics_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import plot_metrics
+
     (tmp_path / "broken").write_text('{"step": 1, "loss": 2}\nnonsense\n')
     for arguments, message in {
         (): "name at least one file of metrics (--help says how)",
@@ -30,5 +37,7 @@ def test_plot_metrics_tells_mistakes_in_one_line(tmp_path):
         (tmp_path / "none",): f"{tmp_path}/none: No such file or directory",
         (tmp_path / "broken",): f"{tmp_path}/broken, line 2 is not a line of metrics",
     }.items():
-        done = run("plot_metrics.py", *arguments)
-        assert (done.returncode, done.stderr) == (2, f"plot_metrics.py: error: {message}\n")
+        monkeypatch.setattr(sys, "argv", ["plot_metrics.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            run_program(plot_metrics.main)
+        assert (stop.value.code, capsys.readouterr().err) == (2, f"plot_metrics.py: error: {message}\n")
