@@ -4,7 +4,7 @@ Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it
 """
 
 from megazoo.layers.alibi import alibi_bias, alibi_slopes
-from megazoo.layers.attention import CausalSelfAttention
+from megazoo.layers.attention import CausalSelfAttention, segment_mask
 from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
@@ -32,5 +32,6 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "gelu_tanh",
+    "segment_mask",
     "vocab_parallel_cross_entropy",
 ]

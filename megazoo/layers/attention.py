@@ -15,6 +15,17 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.recompute import recomputed
 
 
+def segment_mask(segments: torch.Tensor | None) -> torch.Tensor | None:
+    """Where a query may look: at itself and backwards, within its segment. bool [batch, 1, sequence, sequence].
+
+    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives None.
+    """
+    if segments is None:
+        return None
+    same = segments[:, :, None] == segments[:, None, :]
+    return same.tril()[:, None]
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention: fused QKV, scaled dot product, output projection.
 
@@ -29,8 +40,9 @@ class CausalSelfAttention(nn.Module):
         ctx: parallel context; the ambient one by default.
 
     Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in Dropout. rotary: cos
-    and sin of Rotary, which turn the queries and keys. scores_bias: [this rank's heads, sequence, sequence], added to
-    the scores, -inf where a query may not look (see alibi_bias); without it a query looks at itself and backwards.
+    and sin of Rotary, which turn the queries and keys. mask: of a shape that expands to [batch, this rank's heads,
+    sequence, sequence]; boolean, where a query may look (see segment_mask), or added to the scores, -inf where it may
+    not (see alibi_bias). Without, a query looks at itself and backwards.
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et al. 2019.
     """
 
@@ -67,7 +79,7 @@ class CausalSelfAttention(nn.Module):
         x: torch.Tensor,
         seed: int | None = None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-        scores_bias: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = self.qkv.project(x)
         if self.clip_qkv:
@@ -85,8 +97,8 @@ class CausalSelfAttention(nn.Module):
                     q,
                     k,
                     v,
-                    attn_mask=scores_bias,
-                    is_causal=scores_bias is None,
+                    attn_mask=mask,
+                    is_causal=mask is None,
                     dropout_p=self.dropout.probability if drops else 0.0,
                     scale=self.scale,
                     enable_gqa=k.shape[1] < q.shape[1],

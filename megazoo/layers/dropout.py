@@ -27,8 +27,8 @@ class Dropout(nn.Module):
     def __init__(self, probability: float, *, parallel: bool = False, ctx: ParallelContext | None = None):
         super().__init__()
         self.probability = probability
-        self.parallel = parallel
         self.ctx = ctx or current_context()
+        self.parallel = parallel or self.ctx.sequence_parallel  # either way each rank has an x of its own
         self.site = ""
 
     @property

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.errors import UserError
+from megazoo.layers.linear import column_parallel_linear
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
@@ -29,7 +30,7 @@ class _VocabParallel(ShardedModule):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's logits: [..., hidden] -> [..., rows], for the tokens from `start` on."""
-        return F.linear(collectives.copy_to_tensor_parallel(x, self.ctx), self.weight)
+        return column_parallel_linear(x, self.weight, None, self.ctx)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""
@@ -45,7 +46,7 @@ class VocabParallelEmbedding(_VocabParallel):
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: int64 [...] -> [..., hidden_size].
+    Shapes: int64 [..., sequence] -> [..., sequence, hidden_size]; under sequence parallelism this rank's part of it.
     Errors: token ids outside [0, vocab_size) raise IndexError when tp is 1; with more ranks they embed to zero.
     Source: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
@@ -56,7 +57,7 @@ class VocabParallelEmbedding(_VocabParallel):
         local = token_ids - self.start
         elsewhere = (local < 0) | (local >= self.rows)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0)
-        return collectives.reduce_from_tensor_parallel(found, self.ctx)
+        return collectives.leave_tensor_parallel(found, self.ctx)
 
 
 class VocabParallelHead(_VocabParallel):
@@ -72,12 +73,14 @@ class VocabParallelHead(_VocabParallel):
 class PositionEmbedding(ShardedModule):
     """Learned absolute positions, the same on every tp rank.
 
-    Shapes: a sequence length (int) -> [sequence, hidden_size], positions 0, 1, 2 ...
+    Shapes: int64 positions [..., sequence] -> [..., sequence, hidden]; under sequence parallelism this rank's part.
     """
 
     def __init__(self, max_positions: int, hidden_size: int, *, std: float = 0.02, ctx: ParallelContext | None = None):
         super().__init__(ctx)
         self.add_parameter("weight", ParameterSpec((max_positions, hidden_size), std=std))
 
-    def forward(self, sequence: int) -> torch.Tensor:
-        return self.weight[:sequence]
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        if self.ctx.sequence_parallel:
+            positions = positions.chunk(self.ctx.tp_size, dim=-1)[self.ctx.tp_rank]
+        return F.embedding(positions, self.whole("weight"))

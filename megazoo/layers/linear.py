@@ -1,6 +1,7 @@
 """Linear layers cut over the tensor-parallel ranks (Megatron-LM, Shoeybi et al. 2019)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,18 @@ from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.recompute import linear_of_recomputed
 from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
+
+
+def column_parallel_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ctx: ParallelContext
+) -> torch.Tensor:
+    """This rank's columns of y: x [..., in_features] (its part of the sequence, under sequence parallelism), weight and
+    bias cut over tp."""
+    if not ctx.sequence_parallel:
+        return F.linear(collectives.enter_tensor_parallel(x, ctx), weight, bias)
+    # Keep this rank's part of x for backward and gather it again there.
+    y = linear_of_recomputed(partial(collectives.enter_tensor_parallel, ctx=ctx), x, weight)
+    return y if bias is None else y + bias
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -27,7 +40,8 @@ class ColumnParallelLinear(ShardedModule):
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: [..., in_features] -> [..., out_features / tp], or [..., out_features] if gathered.
+    Shapes: [..., in_features] -> [..., out_features / tp], or [..., out_features] if gathered. Under sequence
+    parallelism x is this rank's part of the sequence, [..., sequence / tp, in_features], and y has all of it.
     Errors: UserError if tp does not divide a part.
     Source: Megatron-LM, section 3: the input's gradient is summed over tp.
     """
@@ -58,7 +72,7 @@ class ColumnParallelLinear(ShardedModule):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(collectives.copy_to_tensor_parallel(x, self.ctx), self.weight, self.bias)
+        y = column_parallel_linear(x, self.whole("weight"), self.whole("bias"), self.ctx)
         return collectives.gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
@@ -74,7 +88,8 @@ class RowParallelLinear(ShardedModule):
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: [..., in_features / tp] -> [..., out_features].
+    Shapes: [..., in_features / tp] -> [..., out_features]. Under sequence parallelism y is this rank's part of the
+    sequence, [..., sequence / tp, out_features], and x must be cut by features already.
     Errors: UserError if tp does not divide in_features.
     Source: Megatron-LM, section 3.
     """
@@ -93,6 +108,8 @@ class RowParallelLinear(ShardedModule):
         super().__init__(ctx)
         shard = Shard(1, (in_features,), (unit,) if unit > 1 else ())
         _check_cut("inputs", shard, self.ctx)
+        if self.ctx.sequence_parallel and not input_is_parallel:
+            raise UserError("under sequence parallelism a row-parallel layer needs an input that is cut by features")
         self.input_is_parallel = input_is_parallel
         self.sizes = [sum(shard.local_sizes(self.ctx.tp_size, rank)) for rank in range(self.ctx.tp_size)]
         self.add_parameter("weight", ParameterSpec((out_features, in_features), shard, std=std))
@@ -110,9 +127,9 @@ class RowParallelLinear(ShardedModule):
         """self(function(x)), keeping x and not function(x) for backward."""
         return self._finish(linear_of_recomputed(function, x, self.weight))
 
-    def _finish(self, partial: torch.Tensor) -> torch.Tensor:
-        y = collectives.reduce_from_tensor_parallel(partial, self.ctx)
-        return y if self.bias is None else y + self.bias
+    def _finish(self, part: torch.Tensor) -> torch.Tensor:
+        y = collectives.leave_tensor_parallel(part, self.ctx)
+        return y if self.bias is None else y + self.whole("bias")
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -127,7 +144,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k and v likewise.
     The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three, KV
     heads together with the queries that use them. Where tp doesn't divide the KV heads, the first ranks hold one more;
-    where tp is a multiple of them, each is replicated over tp / kv_heads ranks, whose gradients the model sums.
+    where tp is a multiple of them, each is replicated over tp / kv_heads ranks, over which its gradient is summed.
     Errors: UserError if neither holds, or the heads don't divide hidden_size.
     """
 

@@ -26,7 +26,7 @@ class LayerNorm(ShardedModule):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.whole("weight"), self.whole("bias"), self.eps)
 
 
 class HeadwiseLayerNorm(ShardedModule):
@@ -62,8 +62,8 @@ class HeadwiseLayerNorm(ShardedModule):
         wide = x.float()
         centred = wide - self._mean(wide)
         y = centred * torch.rsqrt(self._mean(centred.square()) + self.eps)
-        y = y.to(x.dtype) * self.weight
-        return y if self.bias is None else y + self.bias
+        y = y.to(x.dtype) * self.whole("weight")
+        return y if self.bias is None else y + self.whole("bias")
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """The mean over all ranks' features. Every rank uses it, so its gradient is summed over them, too."""
@@ -88,4 +88,4 @@ class RMSNorm(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normalised.to(x.dtype)
+        return self.whole("weight") * normalised.to(x.dtype)

@@ -2,6 +2,7 @@
 model: that stands, whole, in the model's own file."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,14 +11,15 @@ from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, vocab_parallel_cross_entropy
-from megazoo.parallel.collectives import all_reduce, sum_between_stages
+from megazoo.models.batch import Batch
+from megazoo.parallel.collectives import sum_between_stages
 from megazoo.parallel.context import ParallelContext, Stage, balanced_stages
 from megazoo.parallel.data_parallel import GradientBuckets
-from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline, seed_dropout
+from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.schedule import SCHEDULES
-from megazoo.parallel.shard import ParameterSpec, Piece, ShardedModule, initialize
+from megazoo.parallel.shard import ParameterSpec, Piece, ShardedModule, initialize, sum_over_copies
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Model(nn.Module):
     def stage_costs(cls, config) -> tuple[float, float, float]:
         """Multiply-adds a token of one layer, of what comes before the layers, and of what comes after."""
         raise NotImplementedError
+
+    @classmethod
+    def longest_sequence(cls, config) -> int:
+        """Tokens of the longest sequence that the model takes."""
+        return config.max_positions
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         """One stage: token ids (first stage) or activations in; activations or this rank's logits (last) out."""
@@ -177,29 +184,35 @@ class Model(nn.Module):
     # What users call.
 
     def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, *, return_logits: bool = False
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        document_ids: torch.Tensor | None = None,
+        return_logits: bool = False,
     ) -> Output:
         """Run one batch; call it with the same inputs on every rank of a (pp, tp) group.
 
-        input_ids, labels: int64 [batch, sequence]. labels are aligned with input_ids and shifted here; -100 carries
-        no loss. With labels: loss, the mean over this batch's labelled tokens, on every rank. Without, or with
-        return_logits: logits [batch, sequence, vocabulary] on every rank of the last stage. The loss can be
+        Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every rank. Without, or
+        with return_logits: logits [batch, sequence, vocabulary] on every rank of the last stage. The loss can be
         differentiated when pp is 1; `train_batch` trains in every layout.
         """
-        self.ctx.require_ranks()
-        self._calls += 1
-        batches = self._microbatches(input_ids, labels, None, 1, None, self._calls)
+        batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
+        (micro_batch,) = self._micro_batches(batch, 1)
         want_logits = return_logits or labels is None
         if self.ctx.pp_size > 1:
-            output = run_pipeline(self, batches, global_batch=False, return_logits=want_logits)
-            return Output(output.loss if labels is not None else None, output.logits)
-        logits = self.forward_stage(batches[0].input_ids, batches[0], self.stages[0])
-        output = Output()
-        if labels is not None:
-            output.loss = self.token_loss(logits, batches[0]) / (batches[0].targets != IGNORED).sum().clamp(min=1)
-        if want_logits:
-            output.logits = self.output_head.gather_logits(logits)
-        return output
+            output = run_pipeline(self, [micro_batch], global_batch=False, return_logits=want_logits)
+        else:
+            output = Output()
+            logits = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
+            if labels is not None:
+                output.loss = self.token_loss(logits, micro_batch) / (micro_batch.targets != IGNORED).sum().clamp(min=1)
+            if want_logits:
+                output.logits = self.output_head.gather_logits(logits)
+        logits = None if output.logits is None else output.logits[:, : input_ids.shape[1]]
+        return Output(output.loss if labels is not None else None, logits)
 
     def train_batch(
         self,
@@ -207,6 +220,9 @@ class Model(nn.Module):
         labels: torch.Tensor | None = None,
         *,
         targets: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
         num_microbatches: int = 1,
         shape: tuple[int, int] | None = None,
         schedule: str = "1f1b",
@@ -214,94 +230,73 @@ class Model(nn.Module):
     ) -> torch.Tensor:
         """Forward and backward of this replica's batch; returns the mean loss over the global batch's labelled tokens.
 
-        input_ids: int64 [batch, sequence], needed on the first stage. labels: aligned with input_ids, shifted here; or
-        targets: shifted already; -100 carries no loss; needed on the last stage. shape: (batch, sequence), for stages
-        that get neither. num_microbatches must divide the batch. step: numbers the draw of the dropout masks; by
-        default it counts the calls.
+        Inputs and shape: see `Batch`. num_microbatches must divide the batch. step: numbers the draw of the dropout
+        masks; by default it counts the calls.
         Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
         """
-        self.ctx.require_ranks()
         if schedule not in SCHEDULES:
             raise UserError(f"unknown schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
-        self._calls += 1
-        step = self._calls if step is None else step
-        batches = self._with_targets(self._microbatches(input_ids, labels, targets, num_microbatches, shape, step))
+        batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids, shape)
+        batches = self._with_targets(self._micro_batches(batch, num_microbatches, step))
         if self._buckets is None:
             self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
         self._buckets.start(num_microbatches)
-        loss = run_pipeline(self, batches, SCHEDULES[schedule]).loss
+        with self._sums_later():
+            loss = run_pipeline(self, batches, SCHEDULES[schedule]).loss
         self._buckets.finish()
-        for entry in self.entries():
-            self._sum_replicas(entry)
+        entries = list(self.entries())
+        partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
+        sum_over_copies(partial, self.ctx)
+        for entry in entries:
             if len(entry.stages) > 1:
                 sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
         return loss
 
     @torch.no_grad()
     def eval_batch(
-        self, input_ids=None, labels=None, *, targets=None, num_microbatches: int = 1, shape=None
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        targets: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        num_microbatches: int = 1,
+        shape: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in train_batch."""
-        self.ctx.require_ranks()
+        batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids, shape)
         training = self.training
         self.eval()
         try:
-            batches = self._microbatches(input_ids, labels, targets, num_microbatches, shape, 0)
-            return run_pipeline(self, self._with_targets(batches)).loss
+            return run_pipeline(self, self._with_targets(self._micro_batches(batch, num_microbatches))).loss
         finally:
             self.train(training)
 
-    def _sum_replicas(self, entry: Entry) -> None:
-        """Sum the gradients of the units (KV heads) that several tp ranks hold, through a tensor of the whole part."""
-        shard, tp = entry.spec.shard, self.ctx.tp_size
-        if shard is None:
-            return
-        pieces = entry.spec.pieces(tp, self.ctx.tp_rank)
-        starts = [sum(shard.parts[:i]) for i in range(len(pieces))]
-        for piece, start, part, shared in zip(pieces, starts, shard.parts, shard.replicated(tp), strict=True):
-            if shared:
-                gradient = entry.parameter.grad[piece.index()]
-                whole = gradient.new_zeros(*entry.spec.shape[: shard.dim], part, *entry.spec.shape[shard.dim + 1 :])
-                mine = whole.narrow(shard.dim, piece.box[shard.dim][0] - start, gradient.shape[shard.dim])
-                mine.copy_(gradient)
-                all_reduce(whole, self.ctx.tp_group)
-                gradient.copy_(mine)
+    def _micro_batches(self, batch: Batch, count: int, step: int | None = None) -> list[MicroBatch]:
+        self.ctx.require_ranks()
+        self._calls += self.training
+        limits = {"vocab_size": self.config.vocab_size, "longest": self.longest_sequence(self.config)}
+        step = self._calls if step is None else step
+        return batch.micro_batches(count, self.ctx, **limits, seed=self.seed, step=step)
 
-    def _microbatches(self, input_ids, labels, targets, count: int, shape, step: int) -> list[MicroBatch]:
-        if labels is not None:
-            targets = torch.full_like(labels, IGNORED)
-            targets[:, :-1] = labels[:, 1:]
-        given = input_ids if input_ids is not None else targets
-        if given is None and shape is None:
-            raise UserError("give input_ids, labels or targets, or the shape (batch, sequence) of the batch")
-        if self.stages[0].first and input_ids is None:
-            raise UserError("the first stage needs input_ids")
-        batch, sequence = shape or given.shape
-        if batch % count:
-            raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
-        if sequence > self.config.max_positions:
-            raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {self.config.max_positions}")
-        if input_ids is not None:
-            self._check_tokens("token id", input_ids)
-        if targets is not None:
-            self._check_tokens("label", targets.masked_fill(targets == IGNORED, 0))
-        parts = [(None if t is None else t.to(self.ctx.device).chunk(count)) for t in (input_ids, targets)]
-        ids, wanted = (part or [None] * count for part in parts)
-        batches = [MicroBatch((batch // count, sequence), *pair) for pair in zip(ids, wanted, strict=True)]
-        return seed_dropout(batches, self.seed, step, self.ctx)
+    @contextmanager
+    def _sums_later(self):
+        """Within this block gradients of copies over tp stay partial: they are summed once for all micro-batches."""
+        modules = [module for module in self.modules() if isinstance(module, ShardedModule)]
+        for module in modules:
+            module.sums_later = True
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.sums_later = False
 
     def _with_targets(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         if self.stages[-1].last and batches[0].targets is None:
             raise UserError("the last stage needs labels or targets")
         return batches
-
-    def _check_tokens(self, what: str, tokens: torch.Tensor) -> None:
-        """Refuse ids outside the vocabulary; on CUDA the check would wait for the device, and is left out."""
-        if tokens.is_cuda or not tokens.numel():
-            return
-        low, high = tokens.min().item(), tokens.max().item()
-        if low < 0 or high >= self.config.vocab_size:
-            raise UserError(f"{what} {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}")
 
 
 def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:

@@ -23,6 +23,7 @@ from megazoo.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
     activation_named,
+    segment_mask,
 )
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, Stage
@@ -71,9 +72,9 @@ class Block(nn.Module):
         self.mlp = MLP(c.hidden_size, c.ffn_size, activation_named(c.activation), output_std=residual_std)
         self.mlp_dropout = Dropout(c.residual_dropout)
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None) -> torch.Tensor:
         seed = batch.dropout_seed
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seed), seed)
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seed, mask=mask), seed)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
@@ -110,9 +111,9 @@ class GPT2(Model):
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding(x) + self.position_embedding(x.shape[1])
+            x = self.embedding(x) + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
-        x = self.run_layers(x, stage, batch)  # x: [batch, sequence, hidden]
+        x = self.run_layers(x, stage, batch, segment_mask(batch.segments))  # x: [batch, sequence, hidden]
         if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
         return x

@@ -22,6 +22,7 @@ from megazoo.layers import (
     Rotary,
     VocabParallelEmbedding,
     VocabParallelHead,
+    segment_mask,
 )
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, Stage
@@ -81,8 +82,14 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
         self.mlp = GatedMLP(c.hidden_size, c.ffn_size, bias=c.mlp_bias, output_std=residual_std)
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), batch.dropout_seed, rotary)
+    def forward(
+        self,
+        x: torch.Tensor,
+        batch: MicroBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), batch.dropout_seed, rotary, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -129,11 +136,16 @@ class Llama(Model):
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
-        rotary = self.rotary(torch.arange(batch.shape[1], device=x.device), x.dtype)
-        x = self.run_layers(x, stage, batch, rotary)  # x: [batch, sequence, hidden]
+        rotary = self.rotary(batch.positions(x.device), x.dtype)
+        x = self.run_layers(x, stage, batch, rotary, segment_mask(batch.segments))  # x: [batch, sequence, hidden]
         if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
         return x
+
+    @classmethod
+    def longest_sequence(cls, config: LlamaConfig) -> int:
+        scaling = config.rope_scaling or {}  # dynamic scaling begins where the model's context ends
+        return int(config.max_positions * (scaling["factor"] if scaling.get("rope_type") == "dynamic" else 1))
 
     @classmethod
     def stage_costs(cls, config: LlamaConfig) -> tuple[float, float, float]:

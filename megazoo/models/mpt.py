@@ -27,6 +27,7 @@ from megazoo.layers import (
     VocabParallelHead,
     alibi_bias,
     alibi_slopes,
+    segment_mask,
 )
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, Stage
@@ -88,9 +89,9 @@ class Block(nn.Module):
         self.mlp = MLP(c.hidden_size, c.ffn_size, F.gelu, bias=c.bias, output_std=residual_std)
         self.mlp_dropout = Dropout(c.residual_dropout)
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, scores_bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None) -> torch.Tensor:
         seed = batch.dropout_seed
-        attended = self.attention(self.attention_norm(x), seed, scores_bias=scores_bias)
+        attended = self.attention(self.attention_norm(x), seed, mask=mask)
         x = x + self.attention_dropout(attended, seed)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
@@ -125,21 +126,23 @@ class MPT(Model):
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
             if hasattr(self, "position_embedding"):
-                x = x + self.position_embedding(x.shape[1])
+                x = x + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
-        scores_bias = self.alibi(batch.shape[1], x) if self.config.alibi and stage.layers else None
-        x = self.run_layers(x, stage, batch, scores_bias)  # x: [batch, sequence, hidden]
+        mask = segment_mask(batch.segments)
+        if self.config.alibi and stage.layers:
+            mask = self.alibi(batch.shape[1], x, mask)
+        x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
         if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
             if self.config.logit_scale is not None:
                 x = x * self.config.logit_scale
         return x
 
-    def alibi(self, sequence: int, x: torch.Tensor) -> torch.Tensor:
-        """The bias of this rank's heads, one for all layers: [heads, sequence, sequence]."""
+    def alibi(self, sequence: int, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The bias of this rank's heads, one for all layers: [(batch,) heads, sequence, sequence]."""
         heads = next(iter(self.layers.values())).attention.heads
         slopes = alibi_slopes(self.config.heads, self.config.alibi_bias_max)
-        return alibi_bias(slopes[heads.start : heads.stop], sequence, x.dtype, x.device)
+        return alibi_bias(slopes[heads.start : heads.stop], sequence, x.dtype, x.device, mask)
 
     @classmethod
     def stage_costs(cls, config: MPTConfig) -> tuple[float, float, float]:

@@ -23,6 +23,21 @@ def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.
     return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
+def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
+    """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [..., sequence, size]."""
+    parts = tensor.new_empty(group.size(), *tensor.shape)
+    dist.all_gather_into_tensor(parts, tensor.contiguous(), group=group)
+    return parts.movedim(0, -3).flatten(-3, -2)
+
+
+def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
+    """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [..., part, size]."""
+    parts = tensor.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(mine, parts, group=group)
+    return mine
+
+
 def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
     """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
     if ctx.pp_size > 1:
@@ -79,6 +94,28 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
         return grad, None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_sequence(grad, ctx.group), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return reduce_scatter_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather_sequence(grad, ctx.group), None
+
+
 class _GatherFromTensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, sizes):
@@ -101,13 +138,33 @@ class _ScatterToTensorParallel(torch.autograd.Function):
         return all_gather_last_dim(grad, ctx.group, ctx.sizes), None, None
 
 
+def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Enter a tensor-parallel region with x on every rank; its gradient is summed over them.
+
+    Under sequence parallelism each rank comes with its part of the sequence (dimension -2) and gets all of it.
+    """
+    if ctx.sequence_parallel:
+        return _GatherSequence.apply(x, ctx.tp_group)
+    return copy_to_tensor_parallel(x, ctx)
+
+
+def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as it is.
+
+    Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
+    """
+    if ctx.sequence_parallel:
+        return _ReduceScatterSequence.apply(x, ctx.tp_group)
+    return reduce_from_tensor_parallel(x, ctx)
+
+
 def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Enter a tensor-parallel region: the same x on every rank; its gradient is summed over them."""
+    """The same x on every rank, which goes on differently on each; its gradient is summed over them."""
     return _CopyToTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
 def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Leave a tensor-parallel region: the sum of every rank's partial x; its gradient passes as it is."""
+    """The sum of every rank's x, which goes on alike on all; its gradient passes as it is."""
     return _ReduceFromTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 

@@ -33,6 +33,11 @@ class ParallelContext:
     dp_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
+    sequence_parallel: bool = False  # between tensor-parallel regions each tp rank has its part of the sequence
+
+    def __post_init__(self):
+        if self.tp_size == 1:
+            object.__setattr__(self, "sequence_parallel", False)
 
     @classmethod
     def from_torch(
@@ -41,6 +46,7 @@ class ParallelContext:
         pipeline_parallel_size: int = 1,
         data_parallel_size: int | None = None,
         *,
+        sequence_parallel: bool = False,
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
@@ -48,6 +54,8 @@ class ParallelContext:
 
         data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto" (the default), which
         is CUDA where this machine has a device for each of its ranks. timeout bounds every wait on every group.
+        sequence_parallel: between tensor-parallel regions cut the activations along the sequence (Korthikanti et al.
+        2022): norms, dropouts and residuals then take 1 / tp of the memory, for the same bytes sent.
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
         Raises UserError when the sizes don't multiply to the world.
         """
@@ -67,15 +75,18 @@ class ParallelContext:
         ranks = torch.arange(world).view(pp, dp, tp)
         groups = [_axis_group(ranks, axis, timeout) for axis in range(3)]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        here = cls.virtual(tp, pp, dp, rank=dist.get_rank())
+        here = cls.virtual(tp, pp, dp, rank=dist.get_rank(), sequence_parallel=sequence_parallel)
         return replace(here, device=device, mesh=mesh)
 
     @classmethod
-    def virtual(cls, tp: int = 1, pp: int = 1, dp: int = 1, *, rank: int = 0) -> "ParallelContext":
+    def virtual(
+        cls, tp: int = 1, pp: int = 1, dp: int = 1, *, rank: int = 0, sequence_parallel: bool = False
+    ) -> "ParallelContext":
         """Rank `rank` of a tp x pp x dp world that need not exist."""
         if not 0 <= rank < tp * pp * dp:
             raise UserError(f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks")
-        return cls(tp, pp, dp, tp_rank=rank % tp, dp_rank=rank // tp % dp, pp_rank=rank // (tp * dp))
+        here = {"tp_rank": rank % tp, "dp_rank": rank // tp % dp, "pp_rank": rank // (tp * dp)}
+        return cls(tp, pp, dp, **here, sequence_parallel=sequence_parallel)
 
     @cached_property
     def tp_group(self) -> dist.ProcessGroup | None:

@@ -1,14 +1,12 @@
 """Runs a schedule's table on this rank: forwards, backwards, and the point-to-point traffic between stages."""
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.random import derive_seed
 from megazoo.parallel.schedule import Action, Exchange, Transfer, forward_only, with_exchanges
 
 IGNORED = -100  # a target that carries no loss
@@ -25,22 +23,23 @@ class Output:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a stage may need to know of a micro-batch besides the activations.
+    """What a stage may need to know of a micro-batch besides the activations. Tensors are int64 [batch, sequence].
 
-    shape: (batch, sequence). input_ids and targets: int64 [batch, sequence], or None on stages that don't use them;
-    targets[b, s] is the token that position s is to predict, or -100. dropout_seed: what its dropout is drawn from.
+    shape: (batch, sequence). input_ids and targets: None on stages that don't use them; targets[b, s] is the token
+    that position s is to predict, or -100. position_ids: None for 0, 1, 2 ... segments: tokens see those of the same
+    number only; None where there is one. dropout_seed: what its dropout is drawn from.
     """
 
     shape: tuple[int, int]
     input_ids: torch.Tensor | None = None
     targets: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
     dropout_seed: int = 0
 
-
-def seed_dropout(batches: list[MicroBatch], seed: int, step: int, ctx: ParallelContext) -> list[MicroBatch]:
-    """The micro-batches, each with a dropout seed of its own, different in every step and data-parallel replica."""
-    seeds = [derive_seed(seed, "dropout", step, index, ctx.dp_rank) for index in range(len(batches))]
-    return [replace(batch, dropout_seed=s) for batch, s in zip(batches, seeds, strict=True)]
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """int64, [sequence] or [batch, sequence]."""
+        return torch.arange(self.shape[1], device=device) if self.position_ids is None else self.position_ids
 
 
 def run_pipeline(
@@ -154,10 +153,11 @@ class _Run:
         return buffer
 
     def _buffer(self, transfer: Transfer) -> torch.Tensor:
-        batch = self.batches[transfer.consumer.microbatch]
-        return torch.empty(
-            *batch.shape, self.model.hidden_size, dtype=self.model.dtype, device=self.ctx.device
-        )  # the same for activations and their gradients
+        batch, sequence = self.batches[transfer.consumer.microbatch].shape
+        if self.ctx.sequence_parallel:
+            sequence //= self.ctx.tp_size
+        shape = (batch, sequence, self.model.hidden_size)  # the same for activations and their gradients
+        return torch.empty(shape, dtype=self.model.dtype, device=self.ctx.device)
 
     def _release(self, transfer: Transfer) -> None:
         """Free an output's memory once it is on its way: backward needs its graph, not its values."""

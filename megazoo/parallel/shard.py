@@ -1,11 +1,13 @@
 """How a parameter is cut: boxes of global tensors, and values that depend on the global tensor alone."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.random import derive_seed
 
@@ -108,6 +110,11 @@ class ParameterSpec:
             shape[self.shard.dim] = sum(self.shard.local_sizes(tp_size, tp_rank))
         return tuple(shape)
 
+    def has_partial_gradient(self, ctx: ParallelContext) -> bool:
+        """Whether backward on one rank gives only a part of the gradient: of units that several tp ranks hold for
+        different heads, and, under sequence parallelism, of what all ranks hold for different parts of the sequence."""
+        return ctx.sequence_parallel if self.shard is None else any(self.shard.replicated(ctx.tp_size))
+
     def pieces(self, tp_size: int, tp_rank: int) -> list[Piece]:
         """The boxes of the global tensor that a rank holds, and where they lie in its own."""
         whole = tuple((0, n) for n in self.shape)
@@ -123,13 +130,25 @@ class ParameterSpec:
 class ShardedModule(nn.Module):
     """A module whose parameters know how they are cut. `specs` names them; it survives deepcopy, to() and to_empty().
 
-    ctx: the parallel context to live in; by default the ambient one (`with ctx:`).
+    ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward takes a parameter that
+    several tp ranks hold through `whole`, so that its gradient is the sum of what they contribute. sums_later: whoever
+    runs backward makes those sums himself, once for many backwards (`sum_over_copies`).
     """
+
+    sums_later = False
 
     def __init__(self, ctx: ParallelContext | None = None):
         super().__init__()
         self.ctx = ctx or current_context()
         self.specs: dict[str, ParameterSpec] = {}
+        self._partial: set[str] = set()  # parameters of which backward on this rank gives only a part of the gradient
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """The parameter as the forward should use it: its gradient is summed over the tp ranks that hold copies."""
+        parameter = getattr(self, name)
+        if name not in self._partial or self.sums_later:
+            return parameter
+        return _SumOverCopies.apply(parameter, self.specs[name], self.ctx)
 
     def add_parameter(self, name: str, spec: ParameterSpec) -> None:
         """Register this rank's part of a parameter, with initial values unless it is on the meta device.
@@ -140,8 +159,59 @@ class ShardedModule(nn.Module):
         self.specs[name] = spec
         parameter = nn.Parameter(torch.empty(spec.local_shape(self.ctx.tp_size, self.ctx.tp_rank)))
         self.register_parameter(name, parameter)
+        if spec.has_partial_gradient(self.ctx):
+            self._partial.add(name)
         if not parameter.is_meta:
             initialize(parameter, spec, self.ctx, derive_seed(torch.randint(1 << 62, ()).item()))
+
+
+class _SumOverCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter, spec, parallel):
+        ctx.spec, ctx.parallel = spec, parallel
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        sum_over_copies([(grad, ctx.spec)], ctx.parallel)
+        return grad, None, None
+
+
+def sum_over_copies(
+    gradients: list[tuple[torch.Tensor, ParameterSpec]], ctx: ParallelContext, limit: int = 1 << 24
+) -> None:
+    """Complete, in place, gradients of which each tp rank has a part (`has_partial_gradient`).
+
+    They leave together, at most `limit` elements at a time. A unit that only some ranks hold is summed within a tensor
+    of its whole part, to which the other ranks add zeros.
+    """
+    shares = []  # (this rank's share, shape of the tensor to sum, the dimension and place of the share in it)
+    for gradient, spec in gradients:
+        if spec.shard is None:
+            shares.append((gradient, gradient.shape, 0, 0))
+            continue
+        dim, first = spec.shard.dim, 0
+        pieces = spec.pieces(ctx.tp_size, ctx.tp_rank)
+        for piece, part, shared in zip(pieces, spec.shard.parts, spec.shard.replicated(ctx.tp_size), strict=True):
+            if shared:
+                shape = torch.Size([*spec.shape[:dim], part, *spec.shape[dim + 1 :]])
+                shares.append((gradient[piece.index()], shape, dim, piece.box[dim][0] - first))
+            first += part
+    while shares:
+        count = sum(total <= limit for total in accumulate(shape.numel() for _, shape, _, _ in shares))
+        together, shares = shares[: max(1, count)], shares[max(1, count) :]
+        flat = together[0][0].new_zeros(sum(shape.numel() for _, shape, _, _ in together))
+        wholes = flat.split([shape.numel() for _, shape, _, _ in together])
+        mine = [
+            whole.view(shape).narrow(dim, start, share.shape[dim])
+            for whole, (share, shape, dim, start) in zip(wholes, together, strict=True)
+        ]
+        for place, (share, *_) in zip(mine, together, strict=True):
+            place.copy_(share)
+        all_reduce(flat, ctx.tp_group)
+        for place, (share, *_) in zip(mine, together, strict=True):
+            share.copy_(place)
 
 
 @torch.no_grad()

@@ -1,0 +1,126 @@
+"""What users give to a model, checked and cut into the micro-batches that its stages run."""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn.functional as F
+
+from megazoo.errors import UserError
+from megazoo.parallel.collectives import broadcast_from_stage
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.pipeline import IGNORED, MicroBatch
+from megazoo.parallel.random import derive_seed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A replica's batch as users give it. Every tensor is int64 [batch, sequence], and may be None.
+
+    input_ids: needed on the first stage. labels: aligned with input_ids, to be shifted; or targets: shifted already;
+    -100 carries no loss; needed on the last stage. attention_mask: 1 for tokens, 0 for padding on either side.
+    position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions are distances, have no use for them.
+    document_ids: tokens see those of the same number only, for packed documents. The first stage's masks and positions
+    go to all others. shape: (batch, sequence), for stages that are given no tensor.
+    """
+
+    input_ids: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
+    shape: tuple[int, int] | None = None
+
+    def micro_batches(
+        self, count: int, ctx: ParallelContext, *, vocab_size: int, longest: int, seed: int, step: int
+    ) -> list[MicroBatch]:
+        """`count` micro-batches on the device. longest: the model's longest sequence. seed, step: of the dropout.
+
+        Under sequence parallelism a sequence that tp doesn't divide gets padding on the right, which no token sees.
+        """
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shape"}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        batch, sequence = self._shape(tensors)
+        if batch % count:
+            raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
+        if sequence > longest:
+            raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {longest}")
+        if ctx.pp_rank == 0 and "input_ids" not in tensors:
+            raise UserError("the first stage needs input_ids")
+        if "labels" in tensors:
+            labels = tensors.pop("labels")
+            tensors["targets"] = torch.full_like(labels, IGNORED)
+            tensors["targets"][:, :-1] = labels[:, 1:]
+        _check_range("token id", tensors.get("input_ids"), vocab_size, f"the vocabulary of {vocab_size}")
+        _check_range("label", tensors.get("targets"), vocab_size, f"the vocabulary of {vocab_size}", but=IGNORED)
+        _check_range("position", tensors.get("position_ids"), longest, f"the model's {longest} positions")
+        segments = _segments(tensors.pop("attention_mask", None), tensors.pop("document_ids", None))
+        if segments is not None:
+            tensors["segments"] = segments
+        padding = -sequence % ctx.tp_size if ctx.sequence_parallel else 0
+        if padding and "position_ids" not in tensors and ctx.pp_rank == 0:
+            tensors["position_ids"] = torch.arange(sequence).expand(batch, -1)
+        tensors = {name: _padded(name, tensor.to(ctx.device), padding) for name, tensor in tensors.items()}
+        shape = (batch, sequence + padding)
+        if ctx.pp_size > 1:
+            tensors |= _from_first_stage(tensors, shape, ctx)
+        whole = MicroBatch((batch // count, sequence + padding), **tensors)
+        parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
+        return [
+            replace(
+                whole,
+                **{name: part[index] for name, part in parts.items()},
+                dropout_seed=derive_seed(seed, "dropout", step, index, ctx.dp_rank),
+            )
+            for index in range(count)
+        ]
+
+    def _shape(self, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
+        if not tensors and self.shape is None:
+            raise UserError("give input_ids, labels or targets, or the shape (batch, sequence) of the batch")
+        shape = tuple(self.shape or next(iter(tensors.values())).shape)
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != shape or len(shape) != 2:
+                raise UserError(f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}")
+        return shape
+
+
+def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
+    """A number for each token; it sees the same number only. Padding is a segment of its own, -1."""
+    if mask is not None and not mask.is_cuda and bool(mask.all()):  # on CUDA this would wait for the device
+        mask = None
+    if mask is None:
+        return documents
+    return (torch.zeros_like(mask, dtype=torch.int64) if documents is None else documents).masked_fill(mask == 0, -1)
+
+
+def _padded(name: str, tensor: torch.Tensor, padding: int) -> torch.Tensor:
+    """Padding on the right: targets without loss, the last position again, token 0 of no segment."""
+    if not padding:
+        return tensor
+    if name == "position_ids":
+        return torch.cat([tensor, tensor[:, -1:].expand(-1, padding)], dim=1)
+    return F.pad(tensor, (0, padding), value={"targets": IGNORED, "segments": -1}.get(name, 0))
+
+
+def _from_first_stage(tensors: dict, shape: tuple[int, int], ctx: ParallelContext) -> dict[str, torch.Tensor]:
+    """Give all stages what the first one knows of positions and segments."""
+    names = ("position_ids", "segments")
+    known = torch.tensor([name in tensors for name in names], dtype=torch.int64, device=ctx.device)
+    known = broadcast_from_stage(known, 0, ctx).tolist()
+    shared = {}
+    for name, there in zip(names, known, strict=True):
+        if there:
+            mine = tensors[name] if ctx.pp_rank == 0 else torch.empty(shape, dtype=torch.int64, device=ctx.device)
+            shared[name] = broadcast_from_stage(mine.long().contiguous(), 0, ctx)
+    return shared
+
+
+def _check_range(what: str, tensor: torch.Tensor | None, end: int, where: str, but: int | None = None) -> None:
+    """Refuse numbers outside 0 <= n < end; on CUDA the check would wait for the device, and is left out."""
+    if tensor is None or tensor.is_cuda or not tensor.numel():
+        return
+    tensor = tensor if but is None else tensor.masked_fill(tensor == but, 0)
+    low, high = tensor.min().item(), tensor.max().item()
+    if low < 0 or high >= end:
+        raise UserError(f"{what} {low if low < 0 else high} is outside {where}")
