@@ -1,9 +1,13 @@
 """What several tests share: tiny models, batches with unevenly masked labels, and a training run in any layout."""
 
+from typing import NamedTuple
+
 import torch
 
 import megazoo
 from megazoo.models.gpt2 import GPT2Config
+from megazoo.models.llama import LlamaConfig
+from megazoo.models.mpt import MPTConfig
 from megazoo.testing import GROUP_TIMEOUT
 
 # Five layers so that stages are uneven; 61 tokens so that neither 2 nor 4 divides the vocabulary.
@@ -16,6 +20,15 @@ CLIP = 0.2
 def tiny_config(tied: bool = True, dropout: float = 0.0, **overrides) -> GPT2Config:
     rates = dict.fromkeys(NO_DROPOUT, dropout)
     return GPT2Config(**{**TINY, **rates, "tie_embeddings": tied, **overrides})
+
+
+MODELS = {
+    "gpt2": tiny_config(),
+    "llama": LlamaConfig(**TINY, kv_heads=2, ffn_size=48, attention_bias=True, mlp_bias=True, tie_embeddings=True),
+    "llama, one KV head": LlamaConfig(**TINY, kv_heads=1, ffn_size=48),
+    "mpt": MPTConfig(**TINY, qk_norm=True, bias=True, kv_heads=2, clip_qkv=0.5),
+    "mpt, learned positions": MPTConfig(**TINY, alibi=False, logit_scale=0.5, tie_embeddings=False),
+}
 
 
 def make_batch(step: int, batch: int = GLOBAL_BATCH, sequence: int = 16, vocab: int = 61):
@@ -31,8 +44,8 @@ def replica_rows(tensor, ctx):
     return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
 
 
-def context(tp=1, pp=1, dp=1):
-    ctx = megazoo.ParallelContext.from_torch(tp, pp, dp, device="cpu", timeout=GROUP_TIMEOUT)
+def context(tp=1, pp=1, dp=1, sp=False):
+    ctx = megazoo.ParallelContext.from_torch(tp, pp, dp, sequence_parallel=sp, device="cpu", timeout=GROUP_TIMEOUT)
     torch.set_num_threads(1)  # bits may depend on the number of threads
     return ctx
 
@@ -57,36 +70,109 @@ def randomized_(hf):
     return hf.eval()
 
 
-def outputs_of_copied_weights(weights, config, ids, layout):
-    """Loss and logits of a model in any layout whose global tensors are `weights`."""
-    model = megazoo.from_config(config, context(**layout)).eval()
-    with torch.no_grad():
-        for entry in model.entries():
-            for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
-                entry.parameter[piece.index()] = weights[entry.name][tuple(slice(*bounds) for bounds in piece.box)]
-        output = model(ids, labels=ids, return_logits=True)
-    return output.loss, output.logits
+class Case(NamedTuple):
+    """A model, given by its config and global tensors, with inputs and what an oracle gives for each."""
+
+    name: str
+    config: object
+    weights: dict
+    inputs: dict  # name -> the arguments of a model's forward
+    expected: dict  # name -> (loss or None, logits)
 
 
-INFERENCE_LAYOUTS = [{}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}]
+def inputs_for(length: int, position_ids: bool = True) -> dict:
+    """Without padding, with padding on each side, and one token. position_ids: with them, too."""
+    ids = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(5))
+    inputs = {"no padding": {"input_ids": ids, "labels": ids}, "one token": {"input_ids": ids[:, :1]}}
+    place = torch.arange(length - 1)
+    for side, tokens in (("right", place < length - 6), ("left", place >= 6)):
+        mask = torch.stack([torch.ones_like(tokens), tokens]).long()  # an odd length, and one row with padding
+        loses = mask.bool() & mask.roll(1, 1).bool()  # nothing is predicted from padding
+        labels = ids[:, :-1].masked_fill(~loses, -100)
+        inputs[f"{side} padding"] = {"input_ids": ids[:, :-1], "attention_mask": mask, "labels": labels}
+        if position_ids:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            inputs[f"{side} padding, positions"] = {**inputs[f"{side} padding"], "position_ids": positions}
+    return inputs
 
 
-def assert_outputs_equal(ranks, weights, config, ids, loss, logits, layouts=INFERENCE_LAYOUTS):
-    """In each layout: the loss within 1e-5 on every rank, the logits within 5e-5 on those of the last stage."""
-    for layout in layouts:
-        size = layout.get("tp", 1) * layout.get("pp", 1)
-        if size == 1:
-            results = [outputs_of_copied_weights(weights, config, ids, layout)]
-        else:
-            results = ranks(outputs_of_copied_weights, size, weights, config, ids, layout)
-        assert any(logits is not None for _, logits in results)
-        for rank_loss, rank_logits in results:
-            assert abs(rank_loss - loss) < 1e-5, layout
-            if rank_logits is not None:
-                torch.testing.assert_close(rank_logits, logits, atol=5e-5, rtol=0)
+@torch.no_grad()
+def transformers_case(name: str, config, hf, weights: dict, inputs: dict) -> Case:
+    """The case whose oracle is a transformers model."""
+    outputs = {kind: hf(**arguments) for kind, arguments in inputs.items()}
+    return Case(name, config, weights, inputs, {kind: (out.get("loss"), out.logits) for kind, out in outputs.items()})
 
 
-def train(
+def outputs_of_copied_weights(cases: list[Case], layout: dict) -> list:
+    """Loss and logits of every case's inputs, in any layout."""
+    outputs, ctx = [], context(**layout)
+    for case in cases:
+        model = megazoo.from_config(case.config, ctx).eval()
+        with torch.no_grad():
+            for entry in model.entries():
+                for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
+                    box = tuple(slice(*bounds) for bounds in piece.box)
+                    entry.parameter[piece.index()] = case.weights[entry.name][box]
+            runs = {kind: model(**arguments, return_logits=True) for kind, arguments in case.inputs.items()}
+        outputs.append({kind: (out.loss, out.logits) for kind, out in runs.items()})
+    return outputs
+
+
+INFERENCE_LAYOUTS = [
+    dict(), dict(tp=2), dict(tp=4), dict(pp=2), dict(tp=2, pp=2), dict(tp=4, pp=2),
+    dict(tp=2, sp=True), dict(tp=4, sp=True), dict(tp=2, pp=2, sp=True),
+]  # fmt: skip
+
+
+def assert_outputs_equal(ranks, cases: list[Case], layout: dict):
+    """The loss within 1e-5 on every rank, the logits of all tokens within 5e-5 on the ranks of the last stage."""
+    for results in run_in_layout(ranks, outputs_of_copied_weights, layout, cases):
+        for case, outputs in zip(cases, results, strict=True):
+            for kind, (loss, logits) in outputs.items():
+                where = f"{case.name}, {kind}"
+                expected_loss, expected_logits = case.expected[kind]
+                if expected_loss is not None:
+                    assert abs(loss - expected_loss) < 1e-5, where
+                if logits is not None:
+                    mask = case.inputs[kind].get("attention_mask")
+                    mask = torch.ones(logits.shape[:2]) if mask is None else mask
+                    difference = (logits - expected_logits)[mask.bool()].abs().max()
+                    assert difference < 5e-5, f"{where}: {difference}"
+    assert any(logits is not None for _, logits in results[0].values()), "the last rank has the logits"
+
+
+def layout_name(layout: dict) -> str:
+    return "".join(f"{axis}{size}" if axis != "sp" else axis for axis, size in layout.items()) or "one process"
+
+
+def world(layout: dict) -> int:
+    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+
+
+def run_in_layout(ranks, function, layout: dict, *args, **kwargs) -> list:
+    """function(*args, layout, **kwargs) on every rank of a layout; in this process, if it is only one."""
+    if world(layout) == 1:
+        return [function(*args, layout, **kwargs)]
+    return ranks(function, world(layout), *args, layout, **kwargs)
+
+
+def train(config, layout: dict, *args, **kwargs):
+    """Train on the same global batches in any layout; returns [(loss, gradient norm)] of every step."""
+    return [(loss, norm) for loss, norm, _ in _steps(config, layout, *args, **kwargs)]
+
+
+def train_and_keep_gradients(config, layout: dict, *args, **kwargs):
+    """As train; also returns every step's gradients, {name: [(box, this rank's part)]}."""
+    history, gradients = [], []
+    for loss, norm, model in _steps(config, layout, *args, **kwargs):
+        tp = model.ctx.tp_size, model.ctx.tp_rank
+        history.append((loss, norm))
+        pieces = {entry.name: (entry.parameter.grad, entry.spec.pieces(*tp)) for entry in model.entries()}
+        gradients.append({n: [(p.box, grad[p.index()].clone()) for p in parts] for n, (grad, parts) in pieces.items()})
+    return history, gradients
+
+
+def _steps(
     config,
     layout: dict,
     steps: int = 20,
@@ -95,19 +181,38 @@ def train(
     recompute=("none",),
     **optimizer,
 ):
-    """Train on the same global batches in any layout; returns [(loss, gradient norm)] of every step."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, seed=3)).recompute(*recompute)
     opt = megazoo.optim.AdamW(model, **{"lr": 1e-3, "clip_grad": CLIP, **optimizer})
     micro_batch = micro_batch or (2 if ctx.pp_size > 1 else 4 // ctx.dp_size)  # at least two micro-batches
-    history = []
     for step in range(steps):
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
         loss = model.train_batch(
             ids, targets=targets, num_microbatches=len(ids) // micro_batch, schedule=schedule, step=step
         )
-        history.append((loss.item(), opt.step().item()))
-    return history
+        yield loss.item(), opt.step().item(), model
+
+
+def worst_gradient(ranks_gradients: list[dict], expected: dict) -> tuple[float, str]:
+    """The largest distance of a gathered gradient from the one process's, over the size that it is measured by.
+
+    That is the larger of its norm and a thousandth of the global norm. Where ranks hold copies, the worst one counts.
+    """
+    whole = {name: torch.cat([part for _, part in pieces]) for name, pieces in expected.items()}
+    scale = 1e-3 * sum(gradient.double().square().sum() for gradient in whole.values()).sqrt()
+    squares: dict[str, dict] = {name: {} for name in whole}
+    for gradients in ranks_gradients:
+        for name, pieces in gradients.items():
+            for box, part in pieces:
+                there = whole[name][tuple(slice(*bounds) for bounds in box)]
+                square = (part.double() - there.double()).square().sum().item()
+                squares[name][box] = max(square, squares[name].get(box, 0.0))
+    worst = 0.0, ""
+    for name, boxes in squares.items():
+        assert boxes, f"no rank has a gradient of {name}"
+        distance = sum(boxes.values()) ** 0.5 / max(whole[name].double().norm(), scale)
+        worst = max(worst, (distance.item(), name))
+    return worst
 
 
 def worst_relative(a, b) -> float:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from helpers import INFERENCE_LAYOUTS, assert_outputs_equal, randomized_
+from helpers import INFERENCE_LAYOUTS, assert_outputs_equal, inputs_for, layout_name, randomized_, transformers_case
 from transformers import GPT2Config as HFConfig
 from transformers import GPT2LMHeadModel
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models import find_config, parameter_count
+from megazoo.models import config_from_hugging_face, find_config, parameter_count
 from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.parallel import ParallelContext
 
@@ -64,15 +64,20 @@ VARIANTS = {  # ours, and transformers' fields
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_logits_and_loss_equal_transformers(ranks, name):
-    ours, theirs = VARIANTS[name]
-    hf, ids = hugging_face_model(**theirs), token_ids()
-    with torch.no_grad():
-        expected = hf(ids, labels=ids)
-    weights = global_tensors(hf)
-    layouts = INFERENCE_LAYOUTS if name in ("tied", "untied") else [{}, {"tp": 2, "pp": 2}]
-    assert_outputs_equal(ranks, weights, GPT2Config(**SIZES, **ours), ids, expected.loss, expected.logits, layouts)
+@pytest.fixture(scope="module")
+def cases():
+    made = []
+    for name, (ours, theirs) in VARIANTS.items():
+        hf = hugging_face_model(**theirs)
+        config = config_from_hugging_face(hf.config.to_dict())
+        assert config == GPT2Config(**SIZES, **ours)
+        made.append(transformers_case(name, config, hf, global_tensors(hf), inputs_for(24)))
+    return made
+
+
+@pytest.mark.parametrize("layout", INFERENCE_LAYOUTS, ids=layout_name)
+def test_logits_and_loss_equal_transformers(ranks, cases, layout):
+    assert_outputs_equal(ranks, cases, layout)
 
 
 def test_loss_of_masked_labels_equals_transformers():

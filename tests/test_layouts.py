@@ -1,30 +1,105 @@
 """One result in every layout: losses, gradient norms and gradients against one process."""
 
+import random
+from functools import cache
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from helpers import CLIP, tiny_config, train, worst_relative
+import torch
+from helpers import (
+    CLIP,
+    MODELS,
+    context,
+    layout_name,
+    make_batch,
+    randomize,
+    tiny_config,
+    train,
+    train_and_keep_gradients,
+    world,
+    worst_gradient,
+    worst_relative,
+)
+
+import megazoo
 
 LAYOUTS = [
     dict(tp=2), dict(tp=4), dict(pp=2), dict(pp=4), dict(dp=2), dict(tp=2, pp=2), dict(tp=2, dp=2), dict(pp=2, dp=2),
     dict(tp=2, pp=2, dp=2),
 ]  # fmt: skip
+SEQUENCE_PARALLEL = [
+    dict(**layout, sp=True)
+    for layout in (dict(tp=2), dict(tp=4), dict(tp=2, pp=2), dict(tp=2, dp=2), dict(tp=2, pp=2, dp=2))
+]
+MODES = [("none",), ("selective",), ("full",), ("full", 2)]
+ALL_CASES = [(m, layout, mode) for layout in LAYOUTS + SEQUENCE_PARALLEL for m in MODELS for mode in MODES]
 
 
-def name(layout):
-    return "".join(f"{axis}{size}" for axis, size in layout.items())
+def case_name(part) -> str:
+    return layout_name(part) if isinstance(part, dict) else part if isinstance(part, str) else " ".join(map(str, part))
 
 
-def world(layout):
-    size = 1
-    for factor in layout.values():
-        size *= factor
-    return size
+def sample(each: int) -> list:
+    """Some cases of every layout."""
+    draw = random.Random(3)
+    return [
+        case
+        for layout in LAYOUTS + SEQUENCE_PARALLEL
+        for case in draw.sample([case for case in ALL_CASES if case[1] == layout], each)
+    ]
+
+
+@cache
+def one_process(model: str):
+    return train_and_keep_gradients(MODELS[model], {}, 10, micro_batch=8)
+
+
+def check_training(ranks, model, layout, mode):
+    history, gradients = one_process(model)
+    results = ranks(train_and_keep_gradients, world(layout), MODELS[model], layout, 10, recompute=mode)
+    assert all(theirs == results[0][0] for theirs, _ in results), "ranks disagree"
+    assert worst_relative(results[0][0], history) < 1e-5
+    for step, expected in enumerate(gradients):
+        distance, name = worst_gradient([ours[step] for _, ours in results], expected)
+        assert distance < 1e-5, f"{name} at step {step + 1}"
+
+
+@pytest.mark.parametrize(("model", "layout", "mode"), sample(1), ids=case_name)
+def test_every_gradient_equals_one_process(ranks, model, layout, mode):
+    check_training(ranks, model, layout, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout", "mode"), ALL_CASES, ids=case_name)
+def test_every_gradient_equals_one_process_in_all_cases(ranks, model, layout, mode):
+    check_training(ranks, model, layout, mode)
+
+
+def gradients_of_loss(config, layout, direct):
+    """Gradients of one batch, by loss.backward() or by train_batch."""
+    model = randomize(megazoo.from_config(config, context(**layout), seed=3))
+    ids, _ = make_batch(0)
+    if direct:
+        model(ids, labels=ids).loss.backward()
+    else:
+        model.train_batch(ids, labels=ids)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, sp=True), dict(tp=4, sp=True)], ids=layout_name)
+@pytest.mark.parametrize("model", ["llama, one KV head", "mpt"])
+def test_backward_of_the_loss_gives_the_gradients_of_train_batch(ranks, model, layout):
+    """Without train_batch, too, copies over tp get whole gradients."""
+    direct = ranks(gradients_of_loss, world(layout), MODELS[model], layout, True)
+    whole = ranks(gradients_of_loss, world(layout), MODELS[model], layout, False)
+    for ours, expected in zip(direct, whole, strict=True):
+        for name, gradient in ours.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-8, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
     config = tiny_config(tied)
     expected = train(config, {}, micro_batch=8)
@@ -38,7 +113,7 @@ def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, dict(tp=4, pp=2), dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5)], ids=name
+    "layout", [*LAYOUTS, dict(tp=4, pp=2), dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5)], ids=layout_name
 )
 def test_every_layout_under_every_schedule(ranks, layout, tied, schedule):
     """The exhaustive sweep: one sequence a micro-batch, five heads over tp 2 (three and two), dp up to 8."""
@@ -62,6 +137,15 @@ def without(what):
             "megazoo.layers.cross_entropy.collectives",
             SimpleNamespace(all_reduce=mock.Mock()),
         ),
+        "copies over tp": ("megazoo.models.base.sum_over_copies", lambda *_: None),
+        "sequence's gather": (
+            "megazoo.parallel.collectives.all_gather_sequence",
+            lambda x, group: torch.cat([x, x], dim=-2),
+        ),
+        "sequence's sum": (
+            "megazoo.parallel.collectives.reduce_scatter_sequence",
+            lambda x, group: x.chunk(2, -2)[group.rank()].contiguous(),
+        ),
         "tied gradient": ("megazoo.models.base.sum_between_stages", lambda *_: None),
         "norm": ("megazoo.optim.all_reduce", lambda *_: None),
         "data parallel": ("megazoo.parallel.data_parallel.all_reduce", lambda *_, **__: None),
@@ -76,6 +160,9 @@ def without(what):
         ("copy", {"tp": 2}),
         ("reduce", {"tp": 2}),
         ("cross-entropy", {"tp": 2}),
+        ("copies over tp", {"tp": 2, "sp": True}),
+        ("sequence's gather", {"tp": 2, "sp": True}),
+        ("sequence's sum", {"tp": 2, "sp": True}),
         ("tied gradient", {"pp": 2}),
         ("norm", {"tp": 2}),
         ("norm", {"pp": 2}),

@@ -2,13 +2,20 @@
 
 import pytest
 import torch
-from helpers import assert_outputs_equal, randomized_, train, worst_relative
+from helpers import (
+    INFERENCE_LAYOUTS,
+    assert_outputs_equal,
+    inputs_for,
+    layout_name,
+    randomized_,
+    transformers_case,
+)
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from megazoo.errors import UserError
 from megazoo.layers import Rotary
-from megazoo.models import find_config, parameter_count
+from megazoo.models import config_from_hugging_face, find_config, parameter_count
 from megazoo.models.llama import Llama, LlamaConfig
 from megazoo.parallel import ParallelContext
 
@@ -32,6 +39,7 @@ VARIANTS = {
     "multi-query": {"kv_heads": 1},
     "biases": {"attention_bias": True, "mlp_bias": True, "kv_heads": 2},
     "wide heads, tied": {"head_size": 12, "kv_heads": 2, "tie_embeddings": True},
+    "other activation": {"activation": "gelu"},
     "other theta and epsilon": {"rope_theta": 5e5, "norm_epsilon": 1e-2},
     **{f"{name} rotary": {"rope_scaling": scaling} for name, scaling in ROPE.items()},
 }
@@ -42,7 +50,8 @@ def hugging_face_model(config: LlamaConfig):
     hf_config = HFConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=config.kv_heads, head_dim=config.head_size or 8, max_position_embeddings=32,
-        rms_norm_eps=config.norm_epsilon, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias,
+        rms_norm_eps=config.norm_epsilon, hidden_act=config.activation,
+        attention_bias=config.attention_bias, mlp_bias=config.mlp_bias,
         tie_word_embeddings=config.tie_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})},
     )  # fmt: skip
@@ -74,18 +83,23 @@ def global_tensors(hf, config: LlamaConfig) -> dict:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def token_ids(length=32):
-    return torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(5))
+@pytest.fixture(scope="module")
+def cases():
+    made = []
+    for name, variant in VARIANTS.items():
+        config = LlamaConfig(**{**SIZES, **variant})
+        hf = hugging_face_model(config)
+        assert config_from_hugging_face(hf.config.to_dict()) == config
+        inputs = inputs_for(32)  # past the original context, for llama3 and yarn
+        if name == "dynamic rotary":
+            inputs |= {f"past the context, {kind}": arguments for kind, arguments in inputs_for(50).items()}
+        made.append(transformers_case(name, config, hf, global_tensors(hf, config), inputs))
+    return made
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_logits_and_loss_equal_transformers(ranks, name):
-    config = LlamaConfig(**{**SIZES, **VARIANTS[name]})
-    hf, ids = hugging_face_model(config), token_ids()
-    weights = global_tensors(hf, config)
-    with torch.no_grad():
-        expected = hf(ids, labels=ids)
-    assert_outputs_equal(ranks, weights, config, ids, expected.loss, expected.logits)
+@pytest.mark.parametrize("layout", INFERENCE_LAYOUTS, ids=layout_name)
+def test_logits_and_loss_equal_transformers(ranks, cases, layout):
+    assert_outputs_equal(ranks, cases, layout)
 
 
 @pytest.mark.parametrize("name", ROPE)
@@ -99,27 +113,6 @@ def test_scaled_rotary_equals_transformers_past_the_original_context(name):
     ours = Rotary(8, config.rope_theta, 32, config.rope_scaling)(positions, torch.float32)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b[0], atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("layout", "overrides"),
-    [
-        ({"tp": 2}, {"kv_heads": 1}),
-        ({"tp": 4}, {"kv_heads": 2}),
-        ({"pp": 4}, {"kv_heads": 2, "tie_embeddings": True}),
-        ({"tp": 2, "pp": 2}, {"kv_heads": 2, "attention_bias": True, "mlp_bias": True}),
-        ({"tp": 4, "pp": 2}, {"kv_heads": 1, "attention_bias": True}),
-        ({"tp": 2, "pp": 2, "dp": 2}, {"kv_heads": 1, "tie_embeddings": True}),
-    ],
-    ids=str,
-)
-def test_training_equals_one_process(ranks, layout, overrides):
-    """Ten steps; with tp above the KV heads their gradients are summed over the copies, which count once."""
-    config = LlamaConfig(**{**SIZES, "layers": 5, **overrides})
-    expected = train(config, {}, steps=10, micro_batch=8)
-    histories = ranks(train, torch.Size(layout.values()).numel(), config, layout, 10)
-    assert all(history == histories[0] for history in histories), "ranks disagree"
-    assert worst_relative(histories[0], expected) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Data: from text to the batches of a replica."""
 
-from megazoo.data.dataset import Batches, PackedDataset, SampleOrder, check_data, open_datasets
+from megazoo.data.dataset import Batches, PackedDataset, SampleOrder, check_data, documents_of, open_datasets
 
-__all__ = ["Batches", "PackedDataset", "SampleOrder", "check_data", "open_datasets"]
+__all__ = ["Batches", "PackedDataset", "SampleOrder", "check_data", "documents_of", "open_datasets"]

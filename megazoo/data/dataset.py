@@ -65,6 +65,17 @@ def _stream(documents: list[bytes], tokenizer) -> np.ndarray:
     return np.concatenate([part for text in documents for part in (tokenizer.encode(text), end)] or [end])
 
 
+def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which document of its sample each token is in, and its position there: int64, like tokens, [batch, sequence].
+
+    A token `eod` ends a document and belongs to it.
+    """
+    starts = torch.zeros_like(tokens, dtype=torch.bool)
+    starts[:, 1:] = tokens[:, :-1] == eod
+    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return starts.long().cumsum(1), place - (place * starts).cummax(1).values
+
+
 class SampleOrder:
     """The order of samples: a function of (seed, epoch, consumed samples) alone, whatever the layout or the run.
 

@@ -6,7 +6,15 @@ import torch
 
 from megazoo.errors import UserError
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+SCALINGS = {  # and what each must be given
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+OPTIONS = {"rope_type", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale"}
+OPTIONS |= {"mscale_all_dim", "truncate"}
 
 
 class Rotary:
@@ -26,8 +34,17 @@ class Rotary:
     def __init__(self, head_size: int, theta: float, max_positions: int, scaling: dict | None = None):
         self.head_size, self.theta, self.max_positions, self.scaling = head_size, theta, max_positions, scaling or {}
         self.kind = self.scaling.get("rope_type", "default")
+        if head_size % 2:
+            raise UserError(f"rotary positions need heads of an even size, not {head_size}")
         if self.kind not in SCALINGS:
             raise UserError(f"rope_type {self.kind!r} is not supported: there are {', '.join(SCALINGS)}")
+        for key in SCALINGS[self.kind]:
+            if not isinstance(self.scaling.get(key), float | int):
+                raise UserError(f"rope_type {self.kind!r} needs a number {key}")
+        unknown = self.scaling.keys() - OPTIONS - set(SCALINGS[self.kind])
+        if unknown:
+            name = min(unknown)
+            raise UserError(f"{name} {self.scaling[name]!r} is not supported with rope_type {self.kind!r}")
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, [..., sequence, head_size], of int64 positions [..., sequence]."""

@@ -1,12 +1,16 @@
 """The zoo: which families there are, and how one is built by name."""
 
 import dataclasses
+import json
+import tomllib
+from pathlib import Path
 
 import torch
 
 from megazoo.errors import UserError, nearest
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2
+from megazoo.models.hugging_face import Fields
 from megazoo.models.llama import Llama
 from megazoo.models.mpt import MPT
 from megazoo.parallel.context import ParallelContext, current_context
@@ -40,7 +44,12 @@ def family_of(config) -> str:
 
 
 def find_config(name: str):
-    """The config of a preset (gpt2-124m ...) or of a family's tiny preset (gpt2). UserError names the nearest."""
+    """The config of a preset (gpt2-124m ...), of a family's tiny preset (gpt2), or of a file (see `config_from_file`).
+
+    UserError names the nearest.
+    """
+    if name.endswith((".json", ".toml")):
+        return config_from_file(Path(name))
     presets = {preset: config for model in FAMILIES.values() for preset, config in model.presets.items()}
     presets |= {family: model.presets[f"{family}-tiny"] for family, model in FAMILIES.items()}
     if name not in presets:
@@ -59,6 +68,42 @@ def config_from_dict(family: str, values: dict):
     return cls(**values)
 
 
+def config_from_file(path: Path):
+    """A config from Hugging Face's config.json, or from JSON or TOML with our names: model = "llama", layers = 2 ..."""
+    try:
+        values = (tomllib if path.suffix == ".toml" else json).loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} can't be read: {error}") from error
+    if not isinstance(values, dict) or not {"model", "model_type"} & values.keys():
+        raise UserError(f"{path} says neither model_type (Hugging Face's name) nor model (ours)")
+    try:
+        return (
+            config_from_hugging_face(values)
+            if "model_type" in values
+            else config_from_dict(values.pop("model"), values)
+        )
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def config_from_hugging_face(values: dict):
+    """A family's config from the dictionary that Hugging Face's config.json holds.
+
+    UserError names a field that changes the mathematics and is not supported, with its value.
+    """
+    family = values["model_type"]
+    known = {name for name, model in FAMILIES.items() if hasattr(model.Config, "from_hugging_face")}
+    if family not in known:
+        raise UserError(f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}")
+    fields = Fields(values)
+    config = FAMILIES[family].Config.from_hugging_face(fields)
+    fields.finish()
+    FAMILIES[family].on_meta(config, ParallelContext())  # refuses what its layers don't know
+    return config
+
+
 def parameter_count(config) -> int:
     """The number of parameters of the whole model; a tied head counts once."""
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
@@ -70,7 +115,8 @@ def from_config(
 ) -> Model:
     """Build this rank's part of a model with initial weights that depend on the seed alone, not on the layout.
 
-    config: a preset's name, a family's name (its tiny preset), or a family's config object.
+    config: a preset's name, a family's name (its tiny preset), a family's config object, or the path of a config file:
+        Hugging Face's config.json, or JSON or TOML with our names.
     ctx: the parallel context; the ambient one by default. Returns an nn.Module on ctx.device.
     Errors: UserError for an unknown name, or a model that the layout can't cut.
     """

@@ -79,6 +79,10 @@ class Model(nn.Module):
     @classmethod
     def check(cls, config, tp: int, pp: int) -> None:
         """Raise UserError, naming what would do, if the model can't be cut into tp x pp."""
+        sizes = ("vocab_size", "max_positions", "hidden_size", "layers", "heads", "kv_heads", "ffn_size")
+        for name in sizes:
+            if getattr(config, name, 1) < 1:
+                raise UserError(f"{name} {getattr(config, name)} must be at least 1")
         if not getattr(config, "head_size", 0) and config.hidden_size % config.heads:
             fits = [n for n in range(1, config.hidden_size + 1) if config.hidden_size % n == 0]
             what = f"heads {config.heads} don't divide hidden-size {config.hidden_size}"

@@ -10,6 +10,7 @@ Tensor parallel: the vocabulary, the attention heads and the MLP's inner feature
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
+from megazoo.models.hugging_face import Fields
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -52,6 +54,19 @@ class GPT2Config:
     def __post_init__(self):
         if not self.ffn_size:
             object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
+
+    HUGGING_FACE: ClassVar = {
+        "vocab_size": "vocab_size", "n_positions": "max_positions", "n_embd": "hidden_size", "n_layer": "layers",
+        "n_head": "heads", "n_inner": "ffn_size", "embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout",
+        "resid_pdrop": "residual_dropout", "activation_function": "activation", "scale_attn_weights": "scale_attention",
+        "scale_attn_by_inverse_layer_idx": "scale_by_inverse_layer", "layer_norm_epsilon": "layer_norm_epsilon",
+        "tie_word_embeddings": "tie_embeddings",
+    }  # fmt: skip
+
+    @classmethod
+    def from_hugging_face(cls, fields: Fields) -> "GPT2Config":
+        fields.only("add_cross_attention", False)
+        return cls(**fields.renamed(cls.HUGGING_FACE, cls))
 
 
 class Block(nn.Module):

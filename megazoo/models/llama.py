@@ -11,6 +11,7 @@ the MLP's inner features are cut over the tp ranks.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -22,9 +23,11 @@ from megazoo.layers import (
     Rotary,
     VocabParallelEmbedding,
     VocabParallelHead,
+    activation_named,
     segment_mask,
 )
 from megazoo.models.base import Model
+from megazoo.models.hugging_face import Fields
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -41,6 +44,7 @@ class LlamaConfig:
     kv_heads: int = 0  # 0: as many as heads
     head_size: int = 0  # 0: hidden_size / heads
     ffn_size: int = 11008
+    activation: str = "silu"  # or another of Hugging Face's names: see megazoo.layers.mlp
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary
@@ -52,6 +56,29 @@ class LlamaConfig:
     def __post_init__(self):
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
+
+    HUGGING_FACE: ClassVar = {
+        "vocab_size": "vocab_size", "max_position_embeddings": "max_positions", "hidden_size": "hidden_size",
+        "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
+        "head_dim": "head_size", "intermediate_size": "ffn_size", "hidden_act": "activation",
+        "rms_norm_eps": "norm_epsilon", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias",
+        "attention_dropout": "attention_dropout", "tie_word_embeddings": "tie_embeddings",
+    }  # fmt: skip
+
+    @classmethod
+    def from_hugging_face(cls, fields: Fields) -> "LlamaConfig":
+        fields.only("partial_rotary_factor", 1.0)
+        theta, rope = fields.take("rope_theta", cls.rope_theta), fields.nested("rope_parameters")
+        if "rope_scaling" in fields.values:  # the older form replaces the newer one
+            rope = fields.nested("rope_scaling")
+        older_type = rope.take("type", "default")
+        kind, theta = rope.take("rope_type", older_type), rope.take("rope_theta", float(theta))
+        rope.only("partial_rotary_factor", 1.0)
+        scaling = {"rope_type": kind, **rope.values} if kind != "default" else None
+        values = fields.renamed(cls.HUGGING_FACE, cls)
+        if values["head_size"] * values["heads"] == values["hidden_size"]:
+            values["head_size"] = 0
+        return cls(**values, rope_theta=theta, rope_scaling=scaling)
 
 
 LLAMA3_SCALING = {
@@ -80,7 +107,9 @@ class Block(nn.Module):
             output_std=residual_std,
         )
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
-        self.mlp = GatedMLP(c.hidden_size, c.ffn_size, bias=c.mlp_bias, output_std=residual_std)
+        self.mlp = GatedMLP(
+            c.hidden_size, c.ffn_size, activation_named(c.activation), bias=c.mlp_bias, output_std=residual_std
+        )
 
     def forward(
         self,

@@ -12,11 +12,13 @@ are cut over the tp ranks.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazoo.errors import UserError
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
@@ -30,6 +32,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
+from megazoo.models.hugging_face import Fields
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -64,6 +67,61 @@ class MPTConfig:
             object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
+
+    HUGGING_FACE: ClassVar = {
+        "vocab_size": "vocab_size", "max_seq_len": "max_positions", "d_model": "hidden_size", "n_layers": "layers",
+        "n_heads": "heads", "learned_pos_emb": "learned_positions", "emb_pdrop": "embedding_dropout",
+        "resid_pdrop": "residual_dropout", "tie_word_embeddings": "tie_embeddings",
+    }  # fmt: skip
+
+    @classmethod
+    def from_hugging_face(cls, fields: Fields) -> "MPTConfig":
+        """What llm-foundry means by a config: Hugging Face's port ignores alibi, qk_ln, no_bias and more."""
+        for name in ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads"):
+            if name not in fields.values:
+                raise UserError(f"the config has no {name}")
+        values = fields.renamed(cls.HUGGING_FACE, cls)
+        hidden, heads = values["hidden_size"], values["heads"]
+        fields.only("norm_type", "low_precision_layernorm", "layernorm")
+        fields.only("embedding_fraction", 1.0)
+        fields.only("final_logit_softcapping", None)
+        epsilon = fields.take("norm_eps", fields.take("layer_norm_epsilon", cls.norm_epsilon))
+        logit_scale = fields.take("logit_scale")
+        ffn = fields.nested("ffn_config")
+        ffn.only("ffn_type", "mptmlp")
+        ffn.only("ffn_act_fn", None, {"name": "gelu"}, {"name": "gelu", "approximate": "none"})
+        ffn.finish()
+        attention = fields.nested("attn_config")
+        for name, supported in {
+            "prefix_lm": False,
+            "attn_uses_sequence_id": False,
+            "rope": False,
+            "qk_gn": False,
+        }.items():
+            attention.only(name, supported)
+        attention.only("sliding_window_size", -1)
+        kind = attention.take("attn_type", "multihead_attention")
+        kv_heads = {"multihead_attention": heads, "multiquery_attention": 1}
+        kv_heads = kv_heads.get(kind) or (attention.take("kv_n_heads") if kind == "grouped_query_attention" else None)
+        if not kv_heads or attention.take("kv_n_heads", kv_heads) != kv_heads:
+            raise UserError(f"attn_config.attn_type {kind!r} is not supported with these kv_n_heads")
+        values |= {
+            "kv_heads": kv_heads,
+            "ffn_size": int(hidden * fields.take("expansion_ratio", 4.0)),
+            "norm_epsilon": epsilon,
+            "bias": not fields.take("no_bias", True),
+            "logit_scale": hidden**-0.5 if logit_scale == "inv_sqrt_d_model" else logit_scale,
+            "alibi": attention.take("alibi", True),
+            "alibi_bias_max": float(attention.take("alibi_bias_max", 8.0)),
+            "clip_qkv": attention.take("clip_qkv", 0.0) or None,
+            "qk_norm": attention.take("qk_ln", False),
+            "softmax_scale": attention.take("softmax_scale"),
+            "attention_dropout": float(attention.take("attn_pdrop", 0.0)),
+        }
+        for name in ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config"):  # of a rope that is off
+            attention.take(name)
+        attention.finish()
+        return cls(**values)
 
 
 class Block(nn.Module):

@@ -7,6 +7,10 @@ import torch.nn.functional as F
 
 from megazoo.parallel.context import ParallelContext
 
+# torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool = False):
     """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if async_op."""
@@ -26,7 +30,7 @@ def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.
 def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [..., sequence, size]."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
-    dist.all_gather_into_tensor(parts, tensor.contiguous(), group=group)
+    _all_gather(parts.flatten(0, -2), tensor.contiguous().flatten(0, -2), group=group)
     return parts.movedim(0, -3).flatten(-3, -2)
 
 
@@ -34,7 +38,7 @@ def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [..., part, size]."""
     parts = tensor.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(mine, parts, group=group)
+    _reduce_scatter(mine.flatten(0, -2), parts.flatten(0, -2), group=group)
     return mine
 
 
