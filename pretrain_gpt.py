@@ -31,6 +31,7 @@ from megazoo.metrics import Metrics, Progress, clock
 from megazoo.models import FAMILIES, family_of, parameter_count
 from megazoo.optim import AdamW, learning_rate
 from megazoo.parallel.context import choose_device
+from megazoo.precision import LossScale
 from megazoo.tokenizer import open_tokenizer
 
 
@@ -53,11 +54,14 @@ def main(arguments: list[str]) -> None:
     start_missing_ranks(parallel.tp, parallel.pp)
 
     # This rank's part of the model.
-    ctx = megazoo.ParallelContext.from_torch(parallel.tp, parallel.pp, device=parallel.device)
+    ctx = megazoo.ParallelContext.from_torch(
+        parallel.tp, parallel.pp, sequence_parallel=parallel.sequence_parallel, device=parallel.device
+    )
     say = print_flushed if is_rank_zero() else lambda *_: None
     say(
         f"{family_of(config)}, {parameter_count(config):,} parameters, on {ctx.world_size} x {ctx.device.type}: "
         f"tp {ctx.tp_size} x pp {ctx.pp_size} x dp {ctx.dp_size}"
+        + (", sequence parallel" if ctx.sequence_parallel else "")
     )
     model = megazoo.from_config(config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed)
     model.recompute(training.recompute, training.recompute_interval)
@@ -66,6 +70,7 @@ def main(arguments: list[str]) -> None:
         betas=(options.optimizer.beta1, options.optimizer.beta2),
         weight_decay=options.optimizer.weight_decay,
         clip_grad=options.optimizer.clip_grad,
+        loss_scale=LossScale(training.initial_loss_scale, training.loss_scale_window, training.hysteresis),
     )
     if checkpoint:
         load(checkpoint, model, optimizer)
@@ -74,7 +79,8 @@ def main(arguments: list[str]) -> None:
     train = valid = None
     if model.stages[0].first or model.stages[-1].last:
         train, valid = open_datasets(options.data.data, tokenizer, options.data.split, training.seq_length)
-    batch_of = (training.global_batch_size, training.seq_length, ctx)
+    eod = tokenizer.eod if options.data.separate_documents else None
+    batch_of = (training.global_batch_size, training.seq_length, ctx, eod)
     train_batches = Batches(train, train and SampleOrder(len(train), training.seed), *batch_of)
     valid_batches = Batches(valid, lambda i: i % len(valid), *batch_of)
     microbatches = training.global_batch_size // ctx.dp_size // training.micro_batch_size
@@ -107,21 +113,25 @@ def main(arguments: list[str]) -> None:
         norm = optimizer.step().item()
         consumed, consumed_tokens = consumed + training.global_batch_size, consumed_tokens + tokens
         seconds, loss = time.perf_counter() - began, loss.item()
-        if not math.isfinite(loss + norm):
+        hopeless = not math.isfinite(norm) and not (optimizer.skipped and optimizer.loss_scale.value > 1)
+        if hopeless or not math.isfinite(loss):
             what = f"the loss is {loss} and its gradient norm {norm} at step {step}"
             raise megazoo.UserError(f"{what}: try a smaller --lr; checkpoints of earlier steps are whole", exit_code=1)
 
         metrics.write(
             step=step,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=None if optimizer.skipped else norm,
             lr=optimizer.lr,
             tokens_per_second=tokens / seconds,
             step_time=seconds,
             consumed_samples=consumed,
             consumed_tokens=consumed_tokens,
             peak_memory=peak_memory(ctx),
+            **float16_metrics(optimizer),
         )
+        if optimizer.skipped:
+            say(f"step {step}: the gradients overflowed, step skipped; loss scale {optimizer.loss_scale.value:g}")
         if line := progress.line(step, loss, norm, optimizer.lr):
             say(line)
         last = step == training.steps
@@ -162,6 +172,11 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
     if missing:
         raise megazoo.UserError(f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}")
     return checkpoint.trainer
+
+
+def float16_metrics(optimizer: AdamW) -> dict:
+    """What is told of a step of float16 besides."""
+    return {"skipped": optimizer.skipped, "loss_scale": optimizer.loss_scale.value} if optimizer.loss_scale else {}
 
 
 def peak_memory(ctx) -> int:

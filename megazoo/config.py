@@ -72,6 +72,8 @@ class ParallelOptions:
     """Tensor-parallel size: ranks that share each layer."""
     pp: int = 1
     """Pipeline-parallel size: stages that the layers are cut into."""
+    sequence_parallel: bool = False
+    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their memory."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of the pipeline's forwards and backwards."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -90,8 +92,15 @@ class TrainingOptions:
     """Sequences that a pipeline stage handles at once."""
     seq_length: int = 128
     """Tokens of a sequence."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations. bfloat16 has fp32 master weights, gradients and moments beside them."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and activations. The shorter ones have fp32 master weights, gradients and moments beside them, and
+    float16 a dynamic loss scale."""
+    initial_loss_scale: float = 65536.0
+    """Of float16."""
+    loss_scale_window: int = 1000
+    """Steps in a row without overflow, after which the loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows after which each further one halves the loss scale."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Run parts again in backward instead of keeping their activations: attention and the MLPs' activations, or all."""
     recompute_interval: int = 1
@@ -134,6 +143,8 @@ class DataOptions:
     """Shares of the documents for training and validation."""
     tokenizer: str = "byte"
     """byte: a token is a byte, and one more ends a document."""
+    separate_documents: bool = False
+    """Documents packed into one sample don't see each other, and positions begin anew in each."""
 
 
 @dataclass
@@ -329,7 +340,7 @@ def _check_writable(flag: str, directory: Path) -> None:
 def _check_values(options: Options) -> None:
     positive = ("tp", "pp", "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
     positive += ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "max_positions")
-    positive += ("recompute_interval",)
+    positive += ("recompute_interval", "initial_loss_scale", "loss_scale_window", "hysteresis")
     fractions = ("dropout", "beta1", "beta2")
     for group in groups_of(options):
         for f in fields(group):
@@ -378,4 +389,11 @@ def _toml_arguments(file: str) -> list[str]:
 
 
 def _as_flags(settings: dict) -> list[str]:
-    return [word for key, value in settings.items() for word in ("--" + key.replace("_", "-"), str(value))]
+    flags, defaults = [], _settings(Options)
+    for key, value in settings.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool) and isinstance(defaults.get(key), bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [f"--{name}", str(value)]
+    return flags

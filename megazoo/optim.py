@@ -6,6 +6,7 @@ import torch
 
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce
+from megazoo.precision import LossScale
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -20,6 +21,9 @@ class AdamW:
         weight_decay: on parameters of two and more dimensions; biases and norms have none.
         clip_grad: largest global gradient norm; 0 turns clipping off.
 
+    For a float16 model it makes a loss scale, which `train_batch` applies and takes out again; a step whose gradients
+    overflowed on any rank is skipped on all: `skipped` says so, and step returns inf. loss_scale: one to use instead.
+
     The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, of its shape; for one of lower precision also `master`,
     the fp32 weights that are updated and then rounded into it: most steps are smaller than its precision.
     """
@@ -32,8 +36,12 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         clip_grad: float = 1.0,
+        loss_scale: LossScale | None = None,
     ):
         self.lr, self.betas, self.eps, self.weight_decay, self.clip_grad = lr, betas, eps, weight_decay, clip_grad
+        if model.dtype == torch.float16:
+            model.loss_scale = loss_scale or LossScale()
+        self.loss_scale, self.skipped = model.loss_scale, False
         self.ctx = model.ctx
         self.entries = list(model.entries())
         self.state: dict[str, dict[str, torch.Tensor]] = {}
@@ -47,6 +55,11 @@ class AdamW:
     @torch.no_grad()
     def step(self) -> torch.Tensor:
         """Clip, then update every parameter from its .grad; returns the global norm before clipping, fp32."""
+        if self.loss_scale:
+            self.skipped = self._overflowed()
+            self.loss_scale.update(self.skipped)
+            if self.skipped:
+                return torch.tensor(torch.inf)
         norm = self.global_norm()
         self.steps += 1
         # The fused kernel divides gradients by grad_scale, so that clipping needs no pass of its own.
@@ -74,6 +87,14 @@ class AdamW:
         all_reduce(total, self.ctx.tp_group)
         all_reduce(total, self.ctx.pp_group)
         return total.sqrt().float()
+
+    def _overflowed(self) -> bool:
+        """Whether a gradient on any rank is infinite or not a number."""
+        sums = sum(entry.parameter.grad.sum() for entry in self.entries if entry.parameter.grad is not None)
+        overflow = (~torch.isfinite(sums)).float()
+        for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
+            all_reduce(overflow, group)
+        return bool(overflow)
 
     def _update(self, group, weight_decay: float, grad_scale: torch.Tensor | None) -> None:
         # The kernel behind torch.optim.AdamW(fused=True), whose constructor would import torch._dynamo.

@@ -18,6 +18,7 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint import format as checkpoint_format
 from megazoo.errors import UserError
+from megazoo.precision import LossScale
 
 
 def run_steps(layout, config, steps, directory=None, resume=None, dtype=torch.float32):
@@ -27,7 +28,8 @@ def run_steps(layout, config, steps, directory=None, resume=None, dtype=torch.fl
     """
     ctx = context(**layout)
     model = megazoo.from_config(config, ctx, seed=3, dtype=dtype)
-    optimizer = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=CLIP)
+    growing = LossScale(2.0**20, growth_interval=2, hysteresis=1) if dtype == torch.float16 else None
+    optimizer = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=CLIP, loss_scale=growing)
     first = load(Checkpoint(resume), model, optimizer)["step"] if resume else 0
     history = []
     for step in range(first + 1, first + steps + 1):

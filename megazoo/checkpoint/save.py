@@ -43,6 +43,8 @@ def save(directory: str | Path, step: int, model, optimizer: AdamW | None = None
         files = {name: info for part in written for name, info in part["files"].items()}
         tensors = {name: line for part in written for name, line in part["tensors"].items()}
         steps = {"optimizer_steps": int(optimizer.steps.item())} if optimizer else {}
+        if optimizer and optimizer.loss_scale:
+            steps["loss_scale"] = optimizer.loss_scale.state()
         files[TRAINER] = write_json(staging / TRAINER, {**(trainer or {}), **steps, "step": step})
         layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
         manifest = {"format": FORMAT_VERSION, "family": family_of(model.config), "config": asdict(model.config)}
@@ -71,6 +73,8 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
                 name = best_weights(entry, tensor.dtype) if state == MASTER else f"{entry.name}.{state}"
                 checkpoint.read_into(name, tensor, entry.spec, model.ctx)
         optimizer.steps.fill_(checkpoint.trainer["optimizer_steps"])
+        if optimizer.loss_scale and "loss_scale" in checkpoint.trainer:
+            optimizer.loss_scale.load(checkpoint.trainer["loss_scale"])
     return checkpoint.trainer
 
 

@@ -99,11 +99,20 @@ class Batches:
     """This replica's part of the global batches, as the arguments of `train_batch` and `eval_batch`.
 
     Only the stages that use them should be given a dataset: with None the arguments are only the batch's shape.
-    Replica r takes the r-th of dp equal parts of every global batch.
+    Replica r takes the r-th of dp equal parts of every global batch. eod: the token that ends a document, if documents
+    are not to see each other.
     """
 
-    def __init__(self, dataset: PackedDataset | None, order, global_batch: int, seq_length: int, ctx: ParallelContext):
-        self.dataset, self.order, self.device = dataset, order, ctx.device
+    def __init__(
+        self,
+        dataset: PackedDataset | None,
+        order,
+        global_batch: int,
+        seq_length: int,
+        ctx: ParallelContext,
+        eod: int | None = None,
+    ):
+        self.dataset, self.order, self.device, self.eod = dataset, order, ctx.device, eod
         self.global_batch, self.shape = global_batch, (global_batch // ctx.dp_size, seq_length)
         self.first = ctx.dp_rank * self.shape[0]
 
@@ -114,4 +123,7 @@ class Batches:
         indices = range(consumed + self.first, consumed + self.first + self.shape[0])
         samples = np.stack([self.dataset[self.order(i)] for i in indices]).astype(np.int64)
         tokens = torch.from_numpy(samples).to(self.device)
-        return {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "shape": self.shape}
+        batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "shape": self.shape}
+        if self.eod is not None:
+            batch["document_ids"], batch["position_ids"] = documents_of(batch["input_ids"], self.eod)
+        return batch

@@ -20,6 +20,7 @@ from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.schedule import SCHEDULES
 from megazoo.parallel.shard import ParameterSpec, Piece, ShardedModule, initialize, sum_over_copies
+from megazoo.precision import LossScale
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Model(nn.Module):
         self.tied: dict[str, tuple[int, ...]] = {}  # global name -> the pipeline ranks that share the parameter
         self._recompute, self._interval = "none", 1
         self._buckets: GradientBuckets | None = None
+        self.loss_scale: LossScale | None = None  # of float16; its optimizer makes it
         self._calls = 0
 
     # What a family defines.
@@ -246,8 +248,9 @@ class Model(nn.Module):
             self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
         self._buckets.start(num_microbatches)
         with self._sums_later():
-            loss = run_pipeline(self, batches, SCHEDULES[schedule]).loss
-        self._buckets.finish()
+            scale = self.loss_scale.value if self.loss_scale else 1.0
+            loss = run_pipeline(self, batches, SCHEDULES[schedule], loss_scale=scale).loss
+        self._buckets.finish(scale)
         entries = list(self.entries())
         partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
         sum_over_copies(partial, self.ctx)

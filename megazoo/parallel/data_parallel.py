@@ -51,13 +51,17 @@ class GradientBuckets:
             self.missing[index] += backwards
         self.launched = 0
 
-    def finish(self) -> None:
-        """Sum what has not left yet (parameters without a gradient hold their bucket back), and wait for all sums."""
+    def finish(self, loss_scale: float = 1.0) -> None:
+        """Sum what has not left yet (parameters without a gradient hold their bucket back), wait for all sums, and
+        divide by the loss scale."""
         self._launch(len(self.buckets))
         self.missing = []
         for work in self.works:
             work.wait()
         self.works = []
+        if loss_scale != 1.0:
+            for bucket in self.buckets:
+                bucket /= loss_scale
 
     def _received(self, parameter: torch.nn.Parameter) -> None:
         if self.missing:

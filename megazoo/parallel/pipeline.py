@@ -43,14 +43,20 @@ class MicroBatch:
 
 
 def run_pipeline(
-    model, batches: list[MicroBatch], schedule=None, *, global_batch: bool = True, return_logits: bool = False
+    model,
+    batches: list[MicroBatch],
+    schedule=None,
+    *,
+    global_batch: bool = True,
+    return_logits: bool = False,
+    loss_scale: float = 1.0,
 ) -> Output:
     """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of the global batch.
 
     model: has ctx, stages (this rank's), forward_stage(x, batch, stage), token_loss(logits, batch), output_head,
     hidden_size and dtype. schedule: a table of `SCHEDULES`, after which each parameter's gradient holds this
-    replica's part of the gradient of that mean; None runs the forwards only. global_batch False: the mean is over
-    this replica's batch. Every rank of the world (of the replica) calls this together and gets the same
+    replica's part of the gradient of that mean, times loss_scale; None runs the forwards only. global_batch False: the
+    mean is over this replica's batch. Every rank of the world (of the replica) calls this together and gets the same
     0-dimensional fp32 loss (None without targets); with return_logits the last stage also gets the logits.
 
     The mean is over labelled tokens, not over micro-batches' means: with labels spread unevenly the two differ, and
@@ -63,7 +69,7 @@ def run_pipeline(
         labelled += sum((batch.targets != IGNORED).sum() for batch in batches if batch.targets is not None)
         all_reduce(labelled, replicas)
     table = (schedule or forward_only)(ctx.pp_rank, ctx.pp_size, len(batches))
-    run = _Run(model, batches, labelled.clamp(min=1).float(), return_logits)
+    run = _Run(model, batches, labelled.clamp(min=1).float(), return_logits, loss_scale)
     for item in with_exchanges(table, ctx.pp_size, model.stages[-1].count):
         if isinstance(item, Exchange):
             run.exchange(item)
@@ -83,7 +89,10 @@ def run_pipeline(
 class _Run:
     """The state of one pass over a table: tensors that arrived, tensors that will leave, graphs awaiting backward."""
 
-    def __init__(self, model, batches: list[MicroBatch], labelled: torch.Tensor, return_logits: bool):
+    def __init__(
+        self, model, batches: list[MicroBatch], labelled: torch.Tensor, return_logits: bool, loss_scale: float
+    ):
+        self.loss_scale = loss_scale
         self.model, self.ctx, self.batches, self.labelled = model, model.ctx, batches, labelled
         self.stages = {stage.index: stage for stage in model.stages}
         self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
@@ -116,7 +125,7 @@ class _Run:
         gradient = self._take(action)
         # The engine itself: torch.autograd.backward insists on an output that still has its memory.
         torch.autograd.Variable._execution_engine.run_backward(
-            (output,), (torch.ones_like(output) if gradient is None else gradient,),
+            (output,), (torch.full_like(output, self.loss_scale) if gradient is None else gradient,),
             False, False, (), allow_unreachable=True, accumulate_grad=True,
         )  # fmt: skip
         if received is not None:
