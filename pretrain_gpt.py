@@ -30,6 +30,7 @@ from megazoo.launch import (
 from megazoo.metrics import Metrics, Progress, clock
 from megazoo.models import FAMILIES, family_of, parameter_count
 from megazoo.optim import AdamW, learning_rate
+from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import choose_device
 from megazoo.precision import LossScale
 from megazoo.tokenizer import open_tokenizer
@@ -50,7 +51,9 @@ def main(arguments: list[str]) -> None:
     first_step, consumed, consumed_tokens = state["step"], state["consumed_samples"], state["consumed_tokens"]
     dp = data_parallel_size(parallel.tp, parallel.pp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, first_step)
-    choose_device(parallel.device, parallel.tp * parallel.pp if world_size() == 1 else None)
+    device = choose_device(parallel.device, parallel.tp * parallel.pp if world_size() == 1 else None)
+    if training.compile:
+        check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp)
 
     # This rank's part of the model.
@@ -65,6 +68,8 @@ def main(arguments: list[str]) -> None:
     )
     model = megazoo.from_config(config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed)
     model.recompute(training.recompute, training.recompute_interval)
+    if training.compile:
+        model.compile()
     optimizer = AdamW(
         model,
         betas=(options.optimizer.beta1, options.optimizer.beta2),

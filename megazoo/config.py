@@ -105,6 +105,8 @@ class TrainingOptions:
     """Run parts again in backward instead of keeping their activations: attention and the MLPs' activations, or all."""
     recompute_interval: int = 1
     """Layers that are recomputed as one unit under full."""
+    compile: bool = False
+    """Run the layers under torch.compile: slow to start (a minute or so), faster after."""
     seed: int = 1234
     """Of the initial weights, the order of samples and the dropout: the same run in any layout."""
 

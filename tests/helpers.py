@@ -1,5 +1,11 @@
 """What several tests share: tiny models, batches with unevenly masked labels, and a training run in any layout."""
 
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -219,3 +225,38 @@ def worst_relative(a, b) -> float:
     """The largest |x - y| / |y| over two nested lists of numbers."""
     a, b = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     return ((a - b).abs() / b.abs()).max().item()
+
+
+class PeakMemory:
+    """Within this block: `above`, the peak of this process's anonymous memory above the level at its start, bytes."""
+
+    def __enter__(self):
+        self.start = self.peak = self._resident()
+        self._done = False
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done = True
+        self._watcher.join()
+        self.above = max(self.peak, self._resident()) - self.start
+
+    def _watch(self):
+        while not self._done:
+            self.peak = max(self.peak, self._resident())
+            time.sleep(0.001)
+
+    @staticmethod
+    def _resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def run_script(text: str) -> list[int]:
+    """Run a script in a process of its own, beside these helpers; the numbers that it prints."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, check=True, timeout=120, env=environment
+    )
+    return [int(word) for word in done.stdout.split()]

@@ -1,10 +1,10 @@
 """Building: initial weights that don't depend on the layout, and memory for no more than the rank's own shard."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from helpers import run_script
 
 from megazoo.models import FAMILIES, find_config
 from megazoo.models.gpt2 import GPT2, GPT2Config
@@ -46,43 +46,32 @@ def test_initial_weights_follow_their_distribution_and_the_seed():
     assert not torch.equal(weight, other["layers.1.mlp.up.weight"])
 
 
-MEASURE = """
-import threading, time
+BUILD = """
+import torch
 import megazoo
-from megazoo.models.gpt2 import GPT2
+from helpers import PeakMemory
 from megazoo.parallel import ParallelContext
 
-def resident():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-peak, done = 0, False
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, resident())
-        time.sleep(0.001)
-
-ctx = ParallelContext.virtual(tp=2, pp=4, rank={rank})
-before = resident()
-watcher = threading.Thread(target=watch)
-watcher.start()
-try:
-    model = megazoo.from_config("gpt2-xl", ctx)
-finally:
-    done = True
-    watcher.join()
-print(max(peak, resident()) - before, sum(p.numel() * p.element_size() for p in model.parameters()))
+ctx = ParallelContext.virtual(tp={tp}, pp={pp}, rank={rank})
+with PeakMemory() as peak:
+    model = megazoo.from_config("{preset}", ctx, dtype=torch.{dtype})
+print(peak.above, sum(p.numel() * p.element_size() for p in model.parameters()))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
-@pytest.mark.parametrize("rank", [0, 7])
-def test_building_a_rank_of_gpt2_xl_takes_the_memory_of_its_shard(rank):
-    script = [sys.executable, "-c", MEASURE.format(rank=rank)]
-    peak, shard = map(
-        int, subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout.split()
-    )
-    assert shard > 600e6
+@pytest.mark.parametrize(
+    ("preset", "tp", "pp", "rank", "dtype"),
+    [
+        ("gpt2-xl", 2, 4, 0, "float32"),
+        ("gpt2-xl", 2, 4, 7, "float32"),
+        ("llama-7b", 8, 8, 0, "bfloat16"),
+        ("llama-7b", 8, 8, 63, "bfloat16"),
+    ],
+)
+def test_building_a_rank_takes_the_memory_of_its_shard(preset, tp, pp, rank, dtype):
+    peak, shard = run_script(BUILD.format(preset=preset, tp=tp, pp=pp, rank=rank, dtype=dtype))
+    assert shard > 180e6
     assert peak <= 1.1 * shard + 64e6, f"{peak / 1e6:.0f} MB for a shard of {shard / 1e6:.0f} MB"
 
 

@@ -1,6 +1,6 @@
 """Causal self-attention, its heads cut over the tensor-parallel ranks."""
 
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,9 @@ from megazoo.layers.dropout import Dropout
 from megazoo.layers.linear import QKVParallelLinear, RowParallelLinear
 from megazoo.layers.norm import HeadwiseLayerNorm
 from megazoo.layers.rotary import rotate
+from megazoo.parallel import recompute
+from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.recompute import recomputed
 
 
 def segment_mask(segments: torch.Tensor | None) -> torch.Tensor | None:
@@ -90,22 +91,26 @@ class CausalSelfAttention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            drops = self.dropout.active
-            with self.dropout.draw(seed, q.device) if drops else nullcontext():
-                return F.scaled_dot_product_attention(
-                    q,
-                    k,
-                    v,
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    dropout_p=self.dropout.probability if drops else 0.0,
-                    scale=self.scale,
-                    enable_gqa=k.shape[1] < q.shape[1],
-                )
-
-        y = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
+        attend = partial(self._attend_with_dropout if self.dropout.active else self._attend, mask=mask, seed=seed)
+        y = recompute.recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
         return self.output(rearrange(y, "batch heads sequence size -> batch sequence (heads size)"))
+
+    def _attend(self, q, k, v, mask: torch.Tensor | None, seed: int | None, dropout: float = 0.0) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=self.scale,
+            enable_gqa=k.shape[1] < q.shape[1],
+        )
+
+    @untraced
+    def _attend_with_dropout(self, q, k, v, mask: torch.Tensor | None, seed: int | None) -> torch.Tensor:
+        with self.dropout.draw(seed, q.device):
+            return self._attend(q, k, v, mask, seed, self.dropout.probability)
 
     @property
     def heads(self) -> range:

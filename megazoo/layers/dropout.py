@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazoo.errors import UserError
+from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.random import derive_seed, seeded
 
@@ -44,7 +45,9 @@ class Dropout(nn.Module):
         return seeded(derive_seed(seed, self.site, self.ctx.tp_rank if self.parallel else "all"), device)
 
     def forward(self, x: torch.Tensor, seed: int | None = None) -> torch.Tensor:
-        if not self.active:
-            return x
+        return self._dropped(x, seed) if self.active else x
+
+    @untraced
+    def _dropped(self, x: torch.Tensor, seed: int | None) -> torch.Tensor:
         with self.draw(seed, x.device):
             return F.dropout(x, self.probability)

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megazoo.errors import UserError
-from megazoo.parallel import collectives
+from megazoo.parallel import collectives, recompute
 from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.recompute import linear_of_recomputed
 from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
 
 
@@ -22,7 +21,7 @@ def column_parallel_linear(
     if not ctx.sequence_parallel:
         return F.linear(collectives.enter_tensor_parallel(x, ctx), weight, bias)
     # Keep this rank's part of x for backward and gather it again there.
-    y = linear_of_recomputed(partial(collectives.enter_tensor_parallel, ctx=ctx), x, weight)
+    y = recompute.linear_of_recomputed(partial(collectives.enter_tensor_parallel, ctx=ctx), x, weight)
     return y if bias is None else y + bias
 
 
@@ -125,7 +124,7 @@ class RowParallelLinear(ShardedModule):
 
     def of_recomputed(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """self(function(x)), keeping x and not function(x) for backward."""
-        return self._finish(linear_of_recomputed(function, x, self.weight))
+        return self._finish(recompute.linear_of_recomputed(function, x, self.weight))
 
     def _finish(self, part: torch.Tensor) -> torch.Tensor:
         y = collectives.leave_tensor_parallel(part, self.ctx)

@@ -13,6 +13,7 @@ from megazoo.errors import UserError
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, vocab_parallel_cross_entropy
 from megazoo.models.batch import Batch
 from megazoo.parallel.collectives import sum_between_stages
+from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext, Stage, balanced_stages
 from megazoo.parallel.data_parallel import GradientBuckets
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline
@@ -149,6 +150,16 @@ class Model(nn.Module):
         for module in self.modules():
             if isinstance(module, CausalSelfAttention | MLP | GatedMLP):
                 module.recompute = mode == "selective"
+        return self
+
+    def compile(self, **options) -> "Model":
+        """Put every layer under torch.compile, with its options; returns self. UserError without a compiler.
+
+        One layer is compiled for all, with graphs between the collectives.
+        """
+        prepare_to_compile(self.ctx.device)
+        for layer in self.layers.values():
+            layer.compile(**options)
         return self
 
     def run_layers(self, x: torch.Tensor, stage: Stage, *arguments) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 
 # torch 2.13 renamed them.
@@ -142,13 +143,18 @@ class _ScatterToTensorParallel(torch.autograd.Function):
         return all_gather_last_dim(grad, ctx.group, ctx.sizes), None, None
 
 
+@untraced
+def _apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
+    return function.apply(*args)
+
+
 def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     """Enter a tensor-parallel region with x on every rank; its gradient is summed over them.
 
     Under sequence parallelism each rank comes with its part of the sequence (dimension -2) and gets all of it.
     """
     if ctx.sequence_parallel:
-        return _GatherSequence.apply(x, ctx.tp_group)
+        return _apply(_GatherSequence, x, ctx.tp_group)
     return copy_to_tensor_parallel(x, ctx)
 
 
@@ -158,25 +164,25 @@ def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
     Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
     """
     if ctx.sequence_parallel:
-        return _ReduceScatterSequence.apply(x, ctx.tp_group)
+        return _apply(_ReduceScatterSequence, x, ctx.tp_group)
     return reduce_from_tensor_parallel(x, ctx)
 
 
 def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     """The same x on every rank, which goes on differently on each; its gradient is summed over them."""
-    return _CopyToTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
+    return _apply(_CopyToTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
 def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     """The sum of every rank's x, which goes on alike on all; its gradient passes as it is."""
-    return _ReduceFromTensorParallel.apply(x, ctx.tp_group) if ctx.tp_size > 1 else x
+    return _apply(_ReduceFromTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
 def gather_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
     """Concatenate the last dimension over the ranks, which have `sizes` of it; each rank's gradient is its own part."""
-    return _GatherFromTensorParallel.apply(x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
+    return _apply(_GatherFromTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
 
 
 def scatter_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
     """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all parts."""
-    return _ScatterToTensorParallel.apply(x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
+    return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x

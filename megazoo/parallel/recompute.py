@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from megazoo.parallel.compile import untraced
+
 MODES = ("none", "selective", "full")
 
 
@@ -47,11 +49,13 @@ class _LinearOfRecomputed(torch.autograd.Function):
         return None, x_grad, grad.flatten(0, -2).t() @ y.detach().flatten(0, -2)
 
 
+@untraced
 def recomputed(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
     """function(*inputs), keeping only the inputs for backward. At least one input must require a gradient."""
     return _Recompute.apply(function, *inputs)
 
 
+@untraced
 def linear_of_recomputed(function: Callable, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """F.linear(function(x), weight), keeping x and not function(x) for backward."""
     return _LinearOfRecomputed.apply(function, x, weight)

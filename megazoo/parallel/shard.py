@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.random import derive_seed
 
@@ -148,7 +149,7 @@ class ShardedModule(nn.Module):
         parameter = getattr(self, name)
         if name not in self._partial or self.sums_later:
             return parameter
-        return _SumOverCopies.apply(parameter, self.specs[name], self.ctx)
+        return _summed_over_copies(parameter, self.specs[name], self.ctx)
 
     def add_parameter(self, name: str, spec: ParameterSpec) -> None:
         """Register this rank's part of a parameter, with initial values unless it is on the meta device.
@@ -176,6 +177,11 @@ class _SumOverCopies(torch.autograd.Function):
         grad = grad.contiguous().clone()
         sum_over_copies([(grad, ctx.spec)], ctx.parallel)
         return grad, None, None
+
+
+@untraced
+def _summed_over_copies(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext) -> torch.Tensor:
+    return _SumOverCopies.apply(parameter, spec, ctx)
 
 
 def sum_over_copies(

@@ -1,0 +1,44 @@
+"""What torch.compile must not look into: collectives and seeded draws. They run between its graphs."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+import torch
+
+from megazoo.errors import UserError
+
+_untraced: list[Callable] = []
+
+
+def untraced(function: Callable) -> Callable:
+    """Decorator: torch.compile calls the function as it is, if that is called through its module or its class.
+
+    (torch.compiler.disable would import torch._dynamo, 0.7 s, at once; here that waits for `prepare_to_compile`.)
+    """
+    _untraced.append(function)
+    return function
+
+
+def prepare_to_compile(device: torch.device) -> None:
+    """Call before torch.compile. UserError if the machine lacks what it needs for `device`."""
+    check_compiler(device.type)
+    while _untraced:
+        function = _untraced.pop()
+        owner, (*classes, name) = sys.modules[function.__module__], function.__qualname__.split(".")
+        for class_name in classes:
+            owner = getattr(owner, class_name)
+        setattr(owner, name, torch.compiler.disable(function))
+
+
+def check_compiler(device: str) -> None:
+    """Raise UserError if torch.compile can't work: it needs a C++ compiler for the CPU and Triton for CUDA."""
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UserError("--compile needs Triton for CUDA: install triton, or leave --compile out")
+    compiler = os.environ.get("CXX", "g++")
+    if device == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
+        raise UserError(
+            f"--compile needs a C++ compiler, but there is no {compiler}: install one, or leave --compile out"
+        )

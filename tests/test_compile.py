@@ -1,0 +1,61 @@
+"""--compile: the layers under torch.compile train to the same losses."""
+
+import pytest
+import torch
+from helpers import CLIP, MODELS, context, layout_name, make_batch, randomize, replica_rows, world, worst_relative
+
+import megazoo
+import pretrain_gpt
+from megazoo.errors import UserError
+
+
+def losses(config, layout, mode, schedule="1f1b", compiled=True, dtype=torch.float32):
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(config, ctx, seed=3, dtype=dtype)).recompute(*mode)
+    if compiled:
+        model.compile()
+    optimizer = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=CLIP)
+    history = []
+    for step in range(3):
+        ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
+        loss = model.train_batch(ids, targets=targets, num_microbatches=4, schedule=schedule, step=step)
+        history.append((loss.item(), optimizer.step().item()))
+    return history
+
+
+def test_training_under_1f1b_with_full_recomputation(ranks):
+    config = MODELS["llama"]
+    expected = losses(config, {}, ("none",), compiled=False)
+    for history in ranks(losses, 2, config, dict(pp=2), ("full",), timeout=240):
+        assert worst_relative(history, expected) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", [("none",), ("selective",), ("full",)], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("layout", [dict(pp=2), dict(tp=2), dict(tp=2, pp=2, sp=True)], ids=layout_name)
+@pytest.mark.parametrize("model", ["gpt2", "llama", "mpt"])
+def test_every_schedule_and_mode(ranks, model, layout, schedule, mode):
+    expected = losses(MODELS[model], {}, ("none",), compiled=False)
+    history = ranks(losses, world(layout), MODELS[model], layout, mode, schedule, timeout=500)[0]
+    assert worst_relative(history, expected) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_dropout_and_low_precision(ranks):
+    from dataclasses import replace
+
+    config = replace(MODELS["gpt2"], embedding_dropout=0.1, attention_dropout=0.1, residual_dropout=0.1)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
+        expected = ranks(losses, 2, config, dict(tp=2), ("none",), compiled=False, dtype=dtype)[0]
+        history = ranks(losses, 2, config, dict(tp=2), ("selective",), dtype=dtype, timeout=500)[0]
+        assert worst_relative(history, expected) < tolerance
+
+
+def test_a_machine_without_a_compiler_gets_one_line(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "c++-that-is-not-there")
+    with pytest.raises(UserError, match=r"--compile needs a C\+\+ compiler, but there is no c\+\+-that-is-not-there"):
+        pretrain_gpt.main(["--compile", "--device", "cpu", "--steps", "1"])
