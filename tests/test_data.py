@@ -82,3 +82,14 @@ def test_unknown_data_is_refused():
         open_datasets("wikitext", ByteTokenizer(), "95,5", 64)
     with pytest.raises(UserError, match="unknown tokenizer 'bpe': there is byte"):
         open_tokenizer("bpe")
+
+
+def test_batches_number_the_documents_if_they_are_to_be_separate():
+    eod = 99
+    tokens = np.array([1, 2, eod, 3, 4, 5, eod, eod, 6, 7, 8, 9, 1], np.uint16)
+    arguments = PackedDataset(tokens, 6), lambda i: i, 2, 6, ParallelContext()
+    batch = Batches(*arguments, eod=eod)(0)
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 2, 2, 2, 2]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 3]]
+    assert batch["targets"].tolist() == [[2, eod, 3, 4, 5, eod], [eod, 6, 7, 8, 9, 1]]
+    assert "document_ids" not in Batches(*arguments)(0)

@@ -101,6 +101,40 @@ def test_a_longer_run_goes_on_at_the_rate_where_it_stood(tmp_path):
     assert rates[2:] == [5e-4] * 3
 
 
+def test_sequence_parallel_and_separate_documents(ranks, tmp_path):
+    """Two ranks train like one process, and a resumed run keeps the setting."""
+    runs = {"one": [], "two": ["--tp", "2", "--sequence-parallel"]}
+    for name, flags in runs.items():
+        files = ["--metrics", str(tmp_path / name), "--save", str(tmp_path / f"{name}-saved")]
+        arguments = [*SMALL, "--separate-documents", "--steps", "2", *flags, *files]
+        ranks(pretrain_gpt.main, 2 if name == "two" else 1, arguments)
+    assert close(losses(tmp_path / "two"), losses(tmp_path / "one"))
+    assert Checkpoint(tmp_path / "two-saved").trainer["settings"]["separate_documents"] is True
+    again = ["--load", str(tmp_path / "two-saved"), "--metrics", str(tmp_path / "two"), "--device", "cpu"]
+    pretrain_gpt.main([*again, "--steps", "3", "--eval-steps", "0"])
+    straight = [
+        "--steps",
+        "3",
+        "--lr-decay-steps",
+        "2",
+        "--separate-documents",
+        "--metrics",
+        str(tmp_path / "straight"),
+    ]
+    pretrain_gpt.main([*SMALL, *straight])
+    assert close(losses(tmp_path / "two"), losses(tmp_path / "straight"))
+
+
+def test_float16_tells_its_loss_scale_and_the_steps_that_it_skips(tmp_path, capsys):
+    metrics = tmp_path / "metrics"
+    scale = ["--initial-loss-scale", str(2.0**40), "--hysteresis", "1"]
+    pretrain_gpt.main([*SMALL, *scale, "--dtype", "float16", "--steps", "3", "--metrics", str(metrics)])
+    first, *_, last = [record for record in records(metrics) if "loss" in record]
+    assert (first["skipped"], first["grad_norm"], first["loss_scale"]) == (True, None, 2.0**39)
+    assert last["step"] == 3
+    assert "step 1: the gradients overflowed, step skipped; loss scale 5.49756e+11" in capsys.readouterr().out
+
+
 def test_metrics_evaluation_and_summary(tmp_path, capsys):
     metrics = tmp_path / "new" / "metrics.jsonl"
     arguments = ["--steps", "3", "--eval-interval", "2", "--metrics", str(metrics), "--save", str(tmp_path / "run")]
