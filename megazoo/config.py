@@ -121,7 +121,7 @@ class OptimizerOptions:
     """Learning rate at the end of its fall."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
-    warmup_steps: _optional(int, "INT", "a tenth of steps") = None
+    warmup_steps: _optional(int, "INT", "a quarter of steps, 2000 at most") = None
     """Steps over which the learning rate rises from 0."""
     lr_decay_steps: _optional(int, "INT", "steps; after --load, as before") = None
     """Step at which the learning rate has fallen to min-lr."""
@@ -209,7 +209,7 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
     if optimizer.lr_decay_steps is None:
         optimizer.lr_decay_steps = options.training.steps
     if optimizer.warmup_steps is None:
-        optimizer.warmup_steps = optimizer.lr_decay_steps // 10
+        optimizer.warmup_steps = min(optimizer.lr_decay_steps // 4, 2000)
     _check_values(options)
     return options
 

@@ -63,7 +63,7 @@ class Batch:
         tensors = {name: _padded(name, tensor.to(ctx.device), padding) for name, tensor in tensors.items()}
         shape = (batch, sequence + padding)
         if ctx.pp_size > 1:
-            tensors |= _from_first_stage(tensors, shape, ctx)
+            tensors = _from_first_stage(tensors, shape, ctx)
         whole = MicroBatch((batch // count, sequence + padding), **tensors)
         parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
         return [
@@ -104,11 +104,11 @@ def _padded(name: str, tensor: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def _from_first_stage(tensors: dict, shape: tuple[int, int], ctx: ParallelContext) -> dict[str, torch.Tensor]:
-    """Give all stages what the first one knows of positions and segments."""
+    """The tensors, with the positions and segments of the first stage, if it has any."""
     names = ("position_ids", "segments")
     known = torch.tensor([name in tensors for name in names], dtype=torch.int64, device=ctx.device)
     known = broadcast_from_stage(known, 0, ctx).tolist()
-    shared = {}
+    shared = {name: tensor for name, tensor in tensors.items() if name not in names}
     for name, there in zip(names, known, strict=True):
         if there:
             mine = tensors[name] if ctx.pp_rank == 0 else torch.empty(shape, dtype=torch.int64, device=ctx.device)

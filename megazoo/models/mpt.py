@@ -87,6 +87,8 @@ class MPTConfig:
         fields.only("final_logit_softcapping", None)
         epsilon = fields.take("norm_eps", fields.take("layer_norm_epsilon", cls.norm_epsilon))
         logit_scale = fields.take("logit_scale")
+        if isinstance(logit_scale, str) and logit_scale != "inv_sqrt_d_model":
+            raise UserError(f"logit_scale {logit_scale!r} is not supported: it must be a number or 'inv_sqrt_d_model'")
         ffn = fields.nested("ffn_config")
         ffn.only("ffn_type", "mptmlp")
         ffn.only("ffn_act_fn", None, {"name": "gelu"}, {"name": "gelu", "approximate": "none"})
