@@ -56,7 +56,7 @@ def library_gradients(pp):
 
     stage = PipelineStage(StageModule(), ctx.pp_rank, pp, torch.device("cpu"), group=ctx.pp_group)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss, scale_grads=False)
-    arguments = (ids,) if model.stages[0].first else ()
+    arguments = (ids.contiguous(),) if model.stages[0].first else ()
     schedule.step(*arguments, target=targets if model.stages[0].last else None, return_outputs=False)
     return gradients(model)
 
@@ -118,7 +118,7 @@ def reduced_in_small_buckets():
     model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
     model._buckets = GradientBuckets([entry.parameter for entry in model.entries()], ctx, bucket_elements=2000)
     left, finish = [], model._buckets.finish
-    model._buckets.finish = lambda: left.append(model._buckets.launched) or finish()
+    model._buckets.finish = lambda scale: left.append(model._buckets.launched) or finish(scale)
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
     model.train_batch(ids, targets=targets, num_microbatches=2)
     return left[0], len(model._buckets.buckets), gradients(model)

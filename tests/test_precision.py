@@ -145,13 +145,9 @@ def test_training_follows_fp32(tmp_path, dtype):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_default_job_at_tp2_pp2_follows_fp32_over_200_steps(ranks, tmp_path):
-    """Means over ten steps. A single step can differ more: in fp32, too, if beta2 changes in its fourth digit."""
     job = "--tp 2 --pp 2 --steps 200 --lr-decay-steps 400"
     expected, *others = (
         ranks(curve, 4, kind, tmp_path / kind, job, timeout=300)[0] for kind in ("float32", "bfloat16", "float16")
     )
     for ours in others:
-        single = [abs(b / a - 1) for a, b in zip(expected, ours, strict=True)]
-        means = [abs(sum(ours[i : i + 10]) / sum(expected[i : i + 10]) - 1) for i in range(191)]
-        print(f"largest difference: of a step {max(single):.2%}, of a mean over ten {max(means):.2%}")
-        assert max(means) < 0.02
+        assert max(abs(b / a - 1) for a, b in zip(expected, ours, strict=True)) < 0.02
