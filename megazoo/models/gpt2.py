@@ -1,11 +1,16 @@
 """GPT-2 (Radford et al. 2019) and GPT-3's shape: learned positions, pre-norm blocks, GELU, tied embeddings.
 
-    x = dropout(embedding(ids) + position_embedding)          first stage
-    x = x + dropout(attention(norm(x)))                        each layer
-    x = x + dropout(mlp(norm(x)))
-    logits = norm(x) @ embedding.weight^T                      last stage
+    x = dropout(embedding(ids) + position_embedding(positions))    first stage
+    x = x + dropout(attention(attention_norm(x)))                  each layer, the norms before, not after
+    x = x + dropout(down(activation(up(mlp_norm(x)))))
+    logits = norm(x) @ embedding.weight^T                          last stage; head.weight^T if it is not tied
 
-Tensor parallel: the vocabulary, the attention heads and the MLP's inner features are cut over the tp ranks.
+Weights [outputs, inputs] and where tensor parallelism cuts them:
+    embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
+    mlp.up            rows: inner features            attention.output   columns: whole heads
+    mlp.down          columns: inner features         norms, position_embedding, biases of output and down: not cut
+Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter where one stage has
+both, else two copies, on the first stage and the last, that stay equal.
 """
 
 import math
@@ -111,7 +116,7 @@ class GPT2(Model):
     def __init__(self, config: GPT2Config, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
-        if first or (last and c.tie_embeddings):  # a tied head far from the embedding has a copy of it
+        if first or (last and c.tie_embeddings):  # the last stage's copy is its head
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
         if first:
             self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
@@ -129,7 +134,7 @@ class GPT2(Model):
             x = self.embedding(x) + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
         x = self.run_layers(x, stage, batch, segment_mask(batch.segments))  # x: [batch, sequence, hidden]
-        if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
+        if stage.last:  # the head, or the embedding if tied; x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
         return x
 

@@ -1,12 +1,17 @@
 """LLaMA 1, 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): RMSNorm, rotary positions, grouped queries, SwiGLU.
 
-x = embedding(ids)                                         first stage
-x = x + attention(norm(x))                                 each layer; queries and keys turned by rotary positions
-x = x + down(silu(gate(norm(x))) * up(norm(x)))
-logits = norm(x) @ head^T                                  last stage; the head is the embedding if they are tied
+    x = embedding(ids)                                              first stage
+    x = x + attention(attention_norm(x))                            each layer, the norms before, not after; rotary
+    x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))   positions turn queries and keys
+    logits = norm(x) @ head.weight^T                                last stage; embedding.weight^T if it is tied
 
-Tensor parallel: the vocabulary, the attention heads (KV heads with their queries; replicated where tp exceeds them) and
-the MLP's inner features are cut over the tp ranks.
+Weights [outputs, inputs] and where tensor parallelism cuts them:
+    embedding, head   rows: the vocabulary                    attention.qkv      rows: whole heads of each of q, k, v
+    mlp.gate_up       rows: inner features of each of both    attention.output   columns: whole heads
+    mlp.down          columns: inner features                 norms, biases of output and down: not cut
+KV heads go with their queries; where tp exceeds their number, several ranks hold the same one. Biases of qkv and
+gate_up, if any, are cut like their rows. Embedding and head are apart by default; if tied: one parameter where one stage
+has both, else two copies, on the first stage and the last, that stay equal.
 """
 
 import math
@@ -152,7 +157,7 @@ class Llama(Model):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
         self.rotary = Rotary(c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling)
-        if first or (last and c.tie_embeddings):  # a tied head far from the embedding has a copy of it
+        if first or (last and c.tie_embeddings):  # the last stage's copy is its head
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
         if last:
@@ -167,7 +172,7 @@ class Llama(Model):
             x = self.embedding(x)
         rotary = self.rotary(batch.positions(x.device), x.dtype)
         x = self.run_layers(x, stage, batch, rotary, segment_mask(batch.segments))  # x: [batch, sequence, hidden]
-        if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
+        if stage.last:  # the head, or the embedding if tied; x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
         return x
 

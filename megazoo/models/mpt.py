@@ -1,13 +1,20 @@
 """MPT (MosaicML 2023) as llm-foundry means it: ALiBi or learned positions, pre-norm blocks, exact GELU, no biases.
 
-x = dropout(embedding(ids) [+ position_embedding])         first stage; positions only without ALiBi
-x = x + dropout(attention(norm(x)))                         each layer; ALiBi is added to the scores
-x = x + dropout(down(gelu(up(norm(x)))))
-logits = norm(x) @ embedding.weight^T [* logit_scale]       last stage
+    x = dropout(embedding(ids) [+ position_embedding(positions)])   first stage; learned positions only without ALiBi
+    x = x + dropout(attention(attention_norm(x)))                   each layer, the norms before, not after; ALiBi is
+    x = x + dropout(down(gelu(up(mlp_norm(x)))))                    added to the attention scores
+    logits = norm(x) @ embedding.weight^T [* logit_scale]           last stage; head.weight^T if it is not tied
 
-Queries, keys and values can be clipped (clip_qkv) and then queries and keys normalised over all heads (qk_norm).
-Tensor parallel: the vocabulary, the attention heads (with the slopes of the rank's own) and the MLP's inner features
-are cut over the tp ranks.
+Queries, keys and values can be clipped (clip_qkv), and then queries and keys normalised, each over all heads (qk_norm).
+
+Weights [outputs, inputs] and where tensor parallelism cuts them:
+    embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
+    mlp.up            rows: inner features            attention.output   columns: whole heads
+    mlp.down          columns: inner features         attention.q_norm, k_norm: whole heads
+    position_embedding, the other norms, biases of output and down: not cut
+A rank adds the ALiBi slopes of its own heads. KV heads go with their queries; where tp exceeds their number, several
+ranks hold the same one. Biases of qkv and up, if any, are cut like their rows. Embedding and head are tied by default:
+one parameter where one stage has both, else two copies, on the first stage and the last, that stay equal.
 """
 
 import math
@@ -168,7 +175,7 @@ class MPT(Model):
     def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
-        if first or (last and c.tie_embeddings):  # a tied head far from the embedding has a copy of it
+        if first or (last and c.tie_embeddings):  # the last stage's copy is its head
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
         if first:
             if c.learned_positions and not c.alibi:
@@ -192,7 +199,7 @@ class MPT(Model):
         if self.config.alibi and stage.layers:
             mask = self.alibi(batch.shape[1], x, mask)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
-        if stage.last:  # x: [batch, sequence, this rank's part of the vocabulary]
+        if stage.last:  # the head, or the embedding if tied; x: [batch, sequence, this rank's part of the vocabulary]
             x = self.output_head.logits(self.norm(x))
             if self.config.logit_scale is not None:
                 x = x * self.config.logit_scale
