@@ -10,8 +10,8 @@ Weights [outputs, inputs] and where tensor parallelism cuts them:
     mlp.gate_up       rows: inner features of each of both    attention.output   columns: whole heads
     mlp.down          columns: inner features                 norms, biases of output and down: not cut
 KV heads go with their queries; where tp exceeds their number, several ranks hold the same one. Biases of qkv and
-gate_up, if any, are cut like their rows. Embedding and head are apart by default; if tied: one parameter where one stage
-has both, else two copies, on the first stage and the last, that stay equal.
+gate_up, if any, are cut like their rows. Embedding and head are apart by default; if tied: one parameter where one
+stage has both, else two copies, on the first stage and the last, that stay equal.
 """
 
 import math
