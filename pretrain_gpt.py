@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import megazoo
-from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.config import OptimizerOptions, check_run, model_config, parse_options, settings_to_resume
+from megazoo.checkpoint import Checkpoint, load, load_weights, open_source, save
+from megazoo.config import OptimizerOptions, check_run, model_config, parse_options, run_file, settings_to_resume
 from megazoo.data import Batches, SampleOrder, check_data, open_datasets
 from megazoo.launch import (
     data_parallel_size,
@@ -39,12 +39,15 @@ from megazoo.tokenizer import open_tokenizer
 def main(arguments: list[str]) -> None:
     # Settings, checked before anything is built.
     options = parse_options(arguments, __doc__)
-    checkpoint = Checkpoint(options.checkpoint.load) if options.checkpoint.load else None
-    state = resumed_state(checkpoint)
-    if checkpoint:
+    if options.model.import_:
+        run_file(options.model.import_)
+    source = open_source(options.checkpoint.load) if options.checkpoint.load else None
+    goes_on = isinstance(source, Checkpoint) and not options.checkpoint.load_weights_only
+    state = resumed_state(source if goes_on else None)
+    if goes_on:
         options = parse_options(arguments, __doc__, resumed=state["settings"])
     training, parallel, log = options.training, options.parallel, options.logging
-    config = model_config(options.model, checkpoint)
+    config = model_config(options.model, source)
     tokenizer = open_tokenizer(options.data.tokenizer)
     _, valid_share = check_data(options.data.data, options.data.split)
     evaluates = log.eval_steps > 0 and valid_share > 0
@@ -67,6 +70,8 @@ def main(arguments: list[str]) -> None:
         + (", sequence parallel" if ctx.sequence_parallel else "")
     )
     model = megazoo.from_config(config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed)
+    if source and not goes_on:
+        load_weights(source, model)
     model.recompute(training.recompute, training.recompute_interval)
     if training.compile:
         model.compile()
@@ -77,8 +82,8 @@ def main(arguments: list[str]) -> None:
         clip_grad=options.optimizer.clip_grad,
         loss_scale=LossScale(training.initial_loss_scale, training.loss_scale_window, training.hysteresis),
     )
-    if checkpoint:
-        load(checkpoint, model, optimizer)
+    if goes_on:
+        load(source, model, optimizer)
 
     # Data, on the stages that use it.
     train = valid = None
@@ -175,7 +180,8 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
         return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
     missing = {"step", "consumed_samples", "consumed_tokens", "settings"} - set(checkpoint.trainer)
     if missing:
-        raise megazoo.UserError(f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}")
+        what = f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}"
+        raise megazoo.UserError(f"{what}; --load-weights-only starts a new run with its weights")
     return checkpoint.trainer
 
 

@@ -14,6 +14,7 @@ setup(
         "sentencepiece",
         "tiktoken",
         "einops>=0.8",
+        "tqdm",
         "tyro>=0.9",
     ],
     extras_require={

@@ -11,10 +11,11 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import tyro
 
 from megazoo.errors import UserError, nearest
-from megazoo.models import config_from_dict, find_config
+from megazoo.models import find_config
 
 # The fields' docstrings are the flags' help.
 
@@ -30,6 +31,8 @@ Rate = _optional(float, "FLOAT", "the preset's")
 Switch = _optional(bool, "{True,False}", "the preset's")
 Name = _optional(str, "NAME", "")
 File = _optional(Path, "PATH", "none")
+Argument = tyro.conf.Positional[Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]]
+_AS_STORED = tyro.conf.arg(metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)")
 
 
 @dataclass
@@ -158,7 +161,10 @@ class CheckpointOptions:
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
     load: File = None
-    """Go on from a checkpoint: a directory of --save, or one step in it."""
+    """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face directory, start with its
+    weights."""
+    load_weights_only: bool = False
+    """Take only the weights of --load, and start a new run with them."""
 
 
 @dataclass
@@ -173,6 +179,28 @@ class LoggingOptions:
     """Batches of an evaluation; 0: never evaluate."""
     metrics: File = None
     """File that gets one JSON object a step, appended."""
+
+
+@dataclass
+class ImportOption:
+    """What every tool takes."""
+
+    import_: Annotated[File, tyro.conf.arg(name="import")] = None
+    """Python file that registers a model of your own (megazoo.register); it is run."""
+
+
+@dataclass
+class ConversionOptions(ImportOption):
+    """What the tools that write a model take."""
+
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _AS_STORED] = None
+    """Of the weights that are written."""
+    overwrite: bool = False
+    """Replace the output if it is there."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return self.dtype and getattr(torch, self.dtype)
 
 
 @dataclass
@@ -246,6 +274,18 @@ def parse_flags(kind: type, arguments: list[str], description: str):
         raise UserError(" ".join(lines[start:end]) or "bad arguments") from None
 
 
+def required(options: ImportOption, *names: str) -> list:
+    """The values of positional arguments, each of which must be given; runs the --import file first."""
+    if options.import_:
+        run_file(options.import_)
+    for name in names:
+        if getattr(options, name) is None:
+            raise UserError(f"name the {name} (--help says how)")
+    if getattr(options, "tp", 1) < 1 or getattr(options, "pp", 1) < 1:
+        raise UserError(f"tp {options.tp} and pp {options.pp} must each be at least 1")
+    return [getattr(options, name) for name in names]
+
+
 def _settings(kind: type) -> dict:
     """The name and default of every setting of a dataclass, groups opened."""
     settings = {}
@@ -255,20 +295,19 @@ def _settings(kind: type) -> dict:
     return settings
 
 
-def model_config(options: ModelOptions, checkpoint=None):
-    """The family's config that the options describe; with a checkpoint its own, which the options may not contradict.
+def model_config(options: ModelOptions, source=None):
+    """The family's config that the options describe; with a source its own, which the options may not contradict.
 
-    checkpoint: a `Checkpoint`, or None. Only the dropout may differ from it.
+    source: what `open_source` opened, or None. Only the dropout may differ from it.
     """
     given = {f.name: getattr(options, f.name) for f in fields(options)}
-    if file := given.pop("import_"):
-        _run_file(file)
+    given.pop("import_")
     name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
     sizes = {key: value for key, value in given.items() if value is not None}
-    saved = checkpoint and config_from_dict(checkpoint.family, checkpoint.config)
+    saved = source and source.model_config
     base = saved if saved and not preset else find_config(preset or name or "gpt2")
     if name and type(find_config(name)) is not type(base):
-        what = f"preset {preset}" if preset else f"the checkpoint {checkpoint.path}"
+        what = f"preset {preset}" if preset else f"the checkpoint {source.path}"
         raise UserError(f"{what} is not of the family {name}")
     if "heads" in sizes and getattr(base, "kv_heads", None) == base.heads:
         sizes.setdefault("kv_heads", sizes["heads"])
@@ -282,11 +321,11 @@ def model_config(options: ModelOptions, checkpoint=None):
     for f in fields(config) if saved else ():
         if f.name not in rates and getattr(config, f.name) != getattr(saved, f.name):
             ours, theirs = getattr(config, f.name), getattr(saved, f.name)
-            raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {checkpoint.path}")
+            raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {source.path}")
     return config
 
 
-def _run_file(file: Path) -> None:
+def run_file(file: Path) -> None:
     """Run a user's Python file, which registers a model."""
     if not file.is_file():
         raise UserError(f"--import {file}: no such file")

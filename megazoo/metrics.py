@@ -1,6 +1,7 @@
 """What a run tells while it goes on: lines on the terminal and a file with one JSON object a step."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -50,3 +51,10 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def byte_bar(total: int):
+    """A progress bar of bytes on a terminal, with rate and time left: `with byte_bar(n) as bar: bar.update(k)`."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False)

@@ -12,10 +12,14 @@ and a kill at any moment leaves the old checkpoint or the new one.
 """
 
 import json
+import math
 import os
 import shutil
 import zlib
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,14 +35,26 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
+class Lazy(NamedTuple):
+    """A tensor that is made when it is written, so that one at a time is in memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> dict:
     """Stream tensors into a safetensors file, and to the disk; returns its {"size", "crc32"}.
 
     The format is eight bytes of header length (little-endian), a JSON header, and the raw bytes of the tensors.
     """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header, end = {"__metadata__": {"format": "pt", "writer": "megazoo"}}, 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -52,6 +68,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
 
         write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
+            tensor = tensor.load() if isinstance(tensor, Lazy) else tensor
             flat = tensor.detach().contiguous().view(-1)
             for piece in flat.split(PIECE_BYTES // tensor.element_size()):
                 write(piece.cpu().view(torch.uint8).numpy())
@@ -116,6 +133,35 @@ def publish(staging: Path, step: int) -> Path:
     sync_directory(directory)
     remove(replaced)
     return final
+
+
+def check_replaceable(directory: Path, overwrite: bool = False) -> None:
+    """Raise UserError unless a new directory may take this one's place: it is empty, or ours, or to be overwritten."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is not a directory")
+    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
+        raise UserError(f"{directory} is not empty: choose another, or --overwrite")
+
+
+@contextmanager
+def replaced_directory(directory: Path):
+    """A new directory in which to write; when the block ends well, it takes the place of `directory`, else it goes."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging, replaced = (directory.parent / f".{directory.name}.{what}" for what in ("partial", "replaced"))
+    remove(staging)
+    staging.mkdir()
+    try:
+        yield staging
+        sync_directory(staging)
+        remove(replaced)
+        if directory.exists():
+            os.rename(directory, replaced)
+        os.rename(staging, directory)
+        sync_directory(directory.parent)
+        remove(replaced)
+    except BaseException:
+        remove(staging)
+        raise
 
 
 def find_checkpoint(path: str | Path) -> Path:

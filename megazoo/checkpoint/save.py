@@ -1,5 +1,6 @@
 """Saving and loading a run: model, optimizer and the trainer's state, from any layout into any layout."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from megazoo.checkpoint.format import (
     FORMAT_VERSION,
     MANIFEST,
     TRAINER,
+    Lazy,
     publish,
     remove,
     staging_directory,
@@ -34,24 +36,20 @@ def save(directory: str | Path, step: int, model, optimizer: AdamW | None = None
     ctx, directory = model.ctx, Path(directory)
     staging = directory / f".{step_name(step)}.partial"
     if ctx.rank == 0:
-        _together(ctx, directory, lambda: staging_directory(directory, step))
+        together(ctx, directory, lambda: staging_directory(directory, step))
     else:
-        _together(ctx, directory, lambda: None)
-    written = _together(ctx, directory, lambda: _write_tensors(staging, model, optimizer), staging)
+        together(ctx, directory, lambda: None)
+    states = (lambda entry: optimizer.state[entry.name]) if optimizer else None
+    written = together(ctx, directory, lambda: write_rank(staging, model, lambda e: e.parameter, states), staging)
 
     def complete() -> None:
-        files = {name: info for part in written for name, info in part["files"].items()}
-        tensors = {name: line for part in written for name, line in part["tensors"].items()}
         steps = {"optimizer_steps": int(optimizer.steps.item())} if optimizer else {}
         if optimizer and optimizer.loss_scale:
             steps["loss_scale"] = optimizer.loss_scale.state()
-        files[TRAINER] = write_json(staging / TRAINER, {**(trainer or {}), **steps, "step": step})
-        layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
-        manifest = {"format": FORMAT_VERSION, "family": family_of(model.config), "config": asdict(model.config)}
-        write_json(staging / MANIFEST, {**manifest, "layout": layout, "files": files, "tensors": tensors})
+        write_manifest(staging, model.config, ctx, written, {**(trainer or {}), **steps, "step": step})
         publish(staging, step)
 
-    _together(ctx, directory, complete if ctx.rank == 0 else lambda: None, staging)
+    together(ctx, directory, complete if ctx.rank == 0 else lambda: None, staging)
     return directory / step_name(step)
 
 
@@ -78,26 +76,41 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
     return checkpoint.trainer
 
 
-def _write_tensors(staging: Path, model, optimizer: AdamW | None) -> dict:
-    """Write this rank's files; returns their sizes and checksums, and the manifest's lines of its tensors."""
+def write_rank(
+    directory: Path,
+    model,
+    weight_of: Callable[[Entry], torch.Tensor | Lazy],
+    states_of: Callable[[Entry], dict[str, torch.Tensor | Lazy]] | None = None,
+) -> dict:
+    """Write one rank's files; returns their sizes and checksums, and the manifest's lines of its tensors."""
     ctx, files, lines = model.ctx, {}, {}
     owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]  # the same on all tp ranks
     entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
     place = f"tp_{{tp}}_pp_{ctx.pp_rank}"
 
-    def write(pattern: str, tensors: dict[str, tuple[Entry, torch.Tensor]]) -> None:
+    def write(pattern: str, tensors: dict[str, tuple[Entry, torch.Tensor | Lazy]]) -> None:
         name = pattern.format(tp=ctx.tp_rank)
-        files[name] = write_safetensors(staging / name, {n: t for n, (_, t) in tensors.items()})
+        files[name] = write_safetensors(directory / name, {n: t for n, (_, t) in tensors.items()})
         lines.update({n: describe(entry.spec, t.dtype, pattern) for n, (entry, t) in tensors.items()})
 
     if ctx.dp_rank == 0:
-        write(f"model_{place}.safetensors", {entry.name: (entry, entry.parameter) for entry in entries})
-    if optimizer:
+        write(f"model_{place}.safetensors", {entry.name: (entry, weight_of(entry)) for entry in entries})
+    if states_of:
         writers = dict(zip((entry.name for entry in owned), _writers(owned, ctx.dp_size), strict=True))
         mine = [entry for entry in entries if writers[entry.name] == ctx.dp_rank]
-        states = {f"{e.name}.{state}": (e, t) for e in mine for state, t in optimizer.state[e.name].items()}
+        states = {f"{e.name}.{state}": (e, t) for e in mine for state, t in states_of(e).items()}
         write(f"optimizer_{place}_dp_{ctx.dp_rank}.safetensors", states)
     return {"files": files, "tensors": lines}
+
+
+def write_manifest(directory: Path, config, ctx: ParallelContext, written: list[dict], trainer: dict) -> None:
+    """Write trainer.json and, last of all, the manifest of what every rank has written."""
+    files = {name: info for part in written for name, info in part["files"].items()}
+    tensors = {name: line for part in written for name, line in part["tensors"].items()}
+    files[TRAINER] = write_json(directory / TRAINER, trainer)
+    layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
+    manifest = {"format": FORMAT_VERSION, "family": family_of(config), "config": asdict(config), "layout": layout}
+    write_json(directory / MANIFEST, {**manifest, "files": files, "tensors": tensors})
 
 
 def _writers(entries: list[Entry], dp_size: int) -> list[int]:
@@ -110,12 +123,14 @@ def _writers(entries: list[Entry], dp_size: int) -> list[int]:
     return writers
 
 
-def _together(ctx: ParallelContext, directory: Path, work, staging: Path | None = None) -> list:
+def together(ctx: ParallelContext, directory: Path, work, staging: Path | None = None) -> list:
     """Do a part of a save on every rank; if one fails, all raise the same UserError, and what was begun is removed."""
     try:
         value, error = work(), None
     except OSError as problem:
         value, error = None, f"can't save to {directory}: {problem.strerror or problem}"
+    except UserError as problem:
+        value, error = None, str(problem)
     outcomes = all_gather_objects((value, error), ctx)
     errors = [error for _, error in outcomes if error]
     if errors:

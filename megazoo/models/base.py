@@ -110,12 +110,18 @@ class Model(nn.Module):
     @classmethod
     def build(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
         """This rank's stages with initial weights: planned on meta, then filled parameter by parameter."""
+        model = cls.empty(config, ctx, dtype=dtype, seed=seed)
+        for entry in model.entries():
+            initialize(entry.parameter, entry.spec, ctx, derive_seed(seed, entry.name))
+        return model
+
+    @classmethod
+    def empty(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
+        """This rank's stages on its device, to be filled."""
         model = cls.on_meta(config, ctx, seed=seed)
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=ctx.device)))
-        for entry in model.entries():
-            initialize(entry.parameter, entry.spec, ctx, derive_seed(seed, entry.name))
         return model
 
     @classmethod
@@ -199,6 +205,13 @@ class Model(nn.Module):
         return losses.sum()
 
     # What users call.
+
+    def save_parallelized(self, directory, *, merge_checkpoints: bool = False, max_shard_size: int = 5 * 10**9) -> None:
+        """Write the model: see `megazoo.checkpoint.save_parallelized`."""
+        from megazoo.checkpoint import save_parallelized  # checkpoints know models, not the reverse
+
+        sizes = {"merge_checkpoints": merge_checkpoints, "max_shard_size": max_shard_size}
+        save_parallelized(self, directory, **sizes)
 
     def forward(
         self,

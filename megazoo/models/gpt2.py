@@ -5,6 +5,7 @@
     x = x + dropout(down(activation(up(mlp_norm(x)))))
     logits = norm(x) @ embedding.weight^T                          last stage; head.weight^T if it is not tied
 
+Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
 Weights [outputs, inputs] and where tensor parallelism cuts them:
     embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
     mlp.up            rows: inner features            attention.output   columns: whole heads
@@ -32,7 +33,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields
+from megazoo.models.hugging_face import Fields, Theirs
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -48,8 +49,8 @@ class GPT2Config:
     heads: int = 12
     ffn_size: int = 0  # 0: 4 x hidden_size
     embedding_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    residual_dropout: float = 0.1
+    attention_dropout: float = 0.1  # of the attention probabilities
+    residual_dropout: float = 0.1  # of what attention and MLP add
     activation: str = "gelu_new"  # or another of Hugging Face's names: see megazoo.layers.mlp
     scale_attention: bool = True  # divide the scores by the root of the head size
     scale_by_inverse_layer: bool = False  # divide them by the layer's number, from 1, too
@@ -72,6 +73,10 @@ class GPT2Config:
     def from_hugging_face(cls, fields: Fields) -> "GPT2Config":
         fields.only("add_cross_attention", False)
         return cls(**fields.renamed(cls.HUGGING_FACE, cls))
+
+    def to_hugging_face(self) -> dict:
+        values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
+        return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **values}
 
 
 class Block(nn.Module):
@@ -109,9 +114,24 @@ class GPT2(Model):
         "gpt2-355m": GPT2Config(hidden_size=1024, layers=24, heads=16),
         "gpt2-774m": GPT2Config(hidden_size=1280, layers=36, heads=20),
         "gpt2-1.5b": GPT2Config(hidden_size=1600, layers=48, heads=25),
-        "gpt2-xl": GPT2Config(hidden_size=1600, layers=48, heads=25),
+        "gpt2-xl": GPT2Config(hidden_size=1600, layers=48, heads=25),  # the same
         "gpt3-175b": GPT2Config(max_positions=2048, hidden_size=12288, layers=96, heads=96),
     }  # fmt: skip
+
+    HUGGING_FACE_PREFIX = "transformer."
+    HUGGING_FACE_LEGACY = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"  # buffers in older files
+    HUGGING_FACE_NAMES: ClassVar = {
+        "embedding": Theirs("transformer.wte"),
+        "position_embedding": Theirs("transformer.wpe"),
+        "layers.{}.attention_norm": Theirs("transformer.h.{}.ln_1"),
+        "layers.{}.attention.qkv": Theirs("transformer.h.{}.attn.c_attn", transposed=True),
+        "layers.{}.attention.output": Theirs("transformer.h.{}.attn.c_proj", transposed=True),
+        "layers.{}.mlp_norm": Theirs("transformer.h.{}.ln_2"),
+        "layers.{}.mlp.up": Theirs("transformer.h.{}.mlp.c_fc", transposed=True),
+        "layers.{}.mlp.down": Theirs("transformer.h.{}.mlp.c_proj", transposed=True),
+        "norm": Theirs("transformer.ln_f"),
+        "head": Theirs("lm_head"),
+    }
 
     def __init__(self, config: GPT2Config, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
@@ -126,7 +146,7 @@ class GPT2(Model):
             self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
             if not c.tie_embeddings:
                 self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if c.tie_embeddings and ctx.pp_size > 1:
+        if c.tie_embeddings and ctx.pp_size > 1:  # the stages whose gradients are summed
             self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Reading Hugging Face's config.json: a field is used, or refused by name, or known not to change the mathematics."""
+"""What models say of Hugging Face: the names of their tensors, and the fields of config.json.
+
+A field is used, or refused by name, or known not to change the mathematics.
+"""
 
 from typing import Any
 
@@ -15,6 +18,16 @@ HARMLESS = set(
     "pretraining_tp max_sequence_length "
     "init_device init_config verbose attn_impl fc_type fused_qkv use_pad_tok_in_ffn flash_attn_padded name".split()
 )
+
+
+class Theirs:
+    """Hugging Face's names of what is one tensor of ours: parts that follow one another along its rows.
+
+    transposed: theirs is [inputs, outputs], as GPT-2's Conv1D has it.
+    """
+
+    def __init__(self, *names: str, transposed: bool = False):
+        self.names, self.transposed = names, transposed
 
 
 class Fields:

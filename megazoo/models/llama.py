@@ -5,6 +5,7 @@
     x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))   positions turn queries and keys
     logits = norm(x) @ head.weight^T                                last stage; embedding.weight^T if it is tied
 
+Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
 Weights [outputs, inputs] and where tensor parallelism cuts them:
     embedding, head   rows: the vocabulary                    attention.qkv      rows: whole heads of each of q, k, v
     mlp.gate_up       rows: inner features of each of both    attention.output   columns: whole heads
@@ -32,7 +33,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields
+from megazoo.models.hugging_face import Fields, Theirs
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -53,9 +54,9 @@ class LlamaConfig:
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    attention_dropout: float = 0.0
+    attention_bias: bool = False  # on qkv and output
+    mlp_bias: bool = False  # on gate_up and down
+    attention_dropout: float = 0.0  # of the attention probabilities
     tie_embeddings: bool = False
 
     def __post_init__(self):
@@ -84,6 +85,13 @@ class LlamaConfig:
         if values["head_size"] * values["heads"] == values["hidden_size"]:
             values["head_size"] = 0
         return cls(**values, rope_theta=theta, rope_scaling=scaling)
+
+    def to_hugging_face(self) -> dict:
+        values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
+        values["head_dim"] = self.head_size or self.hidden_size // self.heads
+        values["rms_norm_eps"] = float(self.norm_epsilon)
+        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **values, "rope_parameters": rope}
 
 
 LLAMA3_SCALING = {
@@ -153,6 +161,22 @@ class Llama(Model):
         ),
     }  # fmt: skip
 
+    HUGGING_FACE_PREFIX = "model."
+    HUGGING_FACE_LEGACY = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # a buffer in older files
+    HUGGING_FACE_NAMES: ClassVar = {
+        "embedding": Theirs("model.embed_tokens"),
+        "layers.{}.attention_norm": Theirs("model.layers.{}.input_layernorm"),
+        "layers.{}.attention.qkv": Theirs(
+            "model.layers.{}.self_attn.q_proj", "model.layers.{}.self_attn.k_proj", "model.layers.{}.self_attn.v_proj"
+        ),
+        "layers.{}.attention.output": Theirs("model.layers.{}.self_attn.o_proj"),
+        "layers.{}.mlp_norm": Theirs("model.layers.{}.post_attention_layernorm"),
+        "layers.{}.mlp.gate_up": Theirs("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
+        "layers.{}.mlp.down": Theirs("model.layers.{}.mlp.down_proj"),
+        "norm": Theirs("model.norm"),
+        "head": Theirs("lm_head"),
+    }
+
     def __init__(self, config: LlamaConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
@@ -164,7 +188,7 @@ class Llama(Model):
             self.norm = RMSNorm(c.hidden_size, c.norm_epsilon)
             if not c.tie_embeddings:
                 self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if c.tie_embeddings and ctx.pp_size > 1:
+        if c.tie_embeddings and ctx.pp_size > 1:  # the stages whose gradients are summed
             self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023) as llm-foundry means it: ALiBi or learned positions, pre-norm blocks, exact GELU, no biases.
+"""MPT (MosaicML 2023) as llm-foundry means it: ALiBi or learned positions, pre-norm blocks, exact GELU.
 
     x = dropout(embedding(ids) [+ position_embedding(positions)])   first stage; learned positions only without ALiBi
     x = x + dropout(attention(attention_norm(x)))                   each layer, the norms before, not after; ALiBi is
@@ -7,6 +7,7 @@
 
 Queries, keys and values can be clipped (clip_qkv), and then queries and keys normalised, each over all heads (qk_norm).
 
+Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
 Weights [outputs, inputs] and where tensor parallelism cuts them:
     embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
     mlp.up            rows: inner features            attention.output   columns: whole heads
@@ -39,7 +40,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields
+from megazoo.models.hugging_face import Fields, Theirs
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -65,8 +66,8 @@ class MPTConfig:
     bias: bool = False  # on every norm and linear layer
     norm_epsilon: float = 1e-5
     embedding_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
+    attention_dropout: float = 0.0  # of the attention probabilities
+    residual_dropout: float = 0.0  # of what attention and MLP add
     tie_embeddings: bool = True
 
     def __post_init__(self):
@@ -132,6 +133,22 @@ class MPTConfig:
         attention.finish()
         return cls(**values)
 
+    def to_hugging_face(self) -> dict:
+        """UserError for what Hugging Face's port does not compute, whatever its config may say."""
+        fixed = {
+            "alibi": True, "alibi_bias_max": 8.0, "qk_norm": False, "bias": False, "kv_heads": self.heads,
+            "ffn_size": 4 * self.hidden_size, "logit_scale": None,
+        }  # fmt: skip
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                what = f"{name} {getattr(self, name)!r}: transformers' MPT has {value!r} only"
+                raise UserError(f"can't be a Hugging Face model with {what}")
+        values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
+        scale = None if self.softmax_scale is None else float(self.softmax_scale)
+        attention = {"alibi": True, "clip_qkv": self.clip_qkv and float(self.clip_qkv), "softmax_scale": scale}
+        values |= {"layer_norm_epsilon": float(self.norm_epsilon), "expansion_ratio": 4, "no_bias": True}
+        return {"architectures": ["MptForCausalLM"], "model_type": "mpt", **values, "attn_config": attention}
+
 
 class Block(nn.Module):
     """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth."""
@@ -172,6 +189,23 @@ class MPT(Model):
         "mpt-30b": MPTConfig(max_positions=8192, hidden_size=7168, layers=48, heads=64),
     }
 
+    HUGGING_FACE_PREFIX = "transformer."
+    HUGGING_FACE_LEGACY = ""
+    HUGGING_FACE_NAMES: ClassVar = {  # llm-foundry's, of which Hugging Face's port has a part
+        "embedding": Theirs("transformer.wte"),
+        "position_embedding": Theirs("transformer.wpe"),
+        "layers.{}.attention_norm": Theirs("transformer.blocks.{}.norm_1"),
+        "layers.{}.attention.qkv": Theirs("transformer.blocks.{}.attn.Wqkv"),
+        "layers.{}.attention.q_norm": Theirs("transformer.blocks.{}.attn.q_ln"),
+        "layers.{}.attention.k_norm": Theirs("transformer.blocks.{}.attn.k_ln"),
+        "layers.{}.attention.output": Theirs("transformer.blocks.{}.attn.out_proj"),
+        "layers.{}.mlp_norm": Theirs("transformer.blocks.{}.norm_2"),
+        "layers.{}.mlp.up": Theirs("transformer.blocks.{}.ffn.up_proj"),
+        "layers.{}.mlp.down": Theirs("transformer.blocks.{}.ffn.down_proj"),
+        "norm": Theirs("transformer.norm_f"),
+        "head": Theirs("lm_head"),
+    }
+
     def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
@@ -186,7 +220,7 @@ class MPT(Model):
             self.norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
             if not c.tie_embeddings:
                 self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if c.tie_embeddings and ctx.pp_size > 1:
+        if c.tie_embeddings and ctx.pp_size > 1:  # the stages whose gradients are summed
             self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:

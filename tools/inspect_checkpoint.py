@@ -1,0 +1,54 @@
+"""Tell what a checkpoint, or a Hugging Face directory, holds; with --verify, read and check every byte.
+
+$ python tools/inspect_checkpoint.py runs/a --verify
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from megazoo.checkpoint import Checkpoint, open_source
+from megazoo.config import Argument, ImportOption, parse_flags, required
+from megazoo.launch import run_program
+from megazoo.metrics import byte_bar
+from megazoo.models import family_of
+from megazoo.parallel import ParallelContext
+
+
+@dataclass
+class Options(ImportOption):
+    """What a checkpoint holds."""
+
+    source: Argument = None
+    """Checkpoint of any layout, or a Hugging Face directory."""
+    verify: bool = False
+    """Read every file and check its size and, of ours, its checksum."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    (path,) = required(options, "source")
+    source = open_source(path)
+    entries = list(source.model.on_meta(source.model_config, ParallelContext()).entries())
+    print(f"{source.path}")
+    print(
+        f"  model       {family_of(source.model_config)}, {sum(math.prod(e.spec.shape) for e in entries):,} parameters"
+    )
+    settings = ((field.name, getattr(source.model_config, field.name)) for field in fields(source.model_config))
+    print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
+    print(f"  dtypes      {', '.join(sorted({str(source.dtype_of(e.name)).removeprefix('torch.') for e in entries}))}")
+    if isinstance(source, Checkpoint):
+        print(f"  layout      {' x '.join(f'{axis} {size}' for axis, size in source.layout.items())}; loads in any")
+        print(f"  optimizer   {'its state is here' if source.has_states else 'none'}")
+        known = {key: value for key, value in source.trainer.items() if key != "settings"}
+        print(f"  trainer     {', '.join(f'{key} {value}' for key, value in known.items()) or 'nothing'}")
+    sizes = source.file_sizes()
+    for name, size in sizes.items():
+        print(f"  {size:>15,}  {name}")
+    if options.verify:
+        with byte_bar(sum(sizes.values())) as told:
+            source.verify(told.update)
+        print("every byte is as it was written" if isinstance(source, Checkpoint) else "every tensor can be read")
+
+
+if __name__ == "__main__":
+    run_program(main)
