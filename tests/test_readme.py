@@ -6,7 +6,8 @@ from pathlib import Path
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_the_python_blocks_run_one_after_the_other(capsys):
+def test_the_python_blocks_run_one_after_the_other(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     names = {}
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         exec(compile(block, "README.md", "exec"), names)
