@@ -107,7 +107,7 @@ def test_safetensors_bytes_written_by_hand(tmp_path):
     tensors = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([5.0], dtype=torch.bfloat16)}
     info = checkpoint_format.write_safetensors(tmp_path / "x", tensors)
     header = {
-        "__metadata__": {"format": "pt"},
+        "__metadata__": {"format": "pt", "writer": "megazoo"},
         "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
         "b": {"dtype": "BF16", "shape": [1], "data_offsets": [16, 18]},
     }
