@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import megazoo
-from megazoo.checkpoint import Checkpoint, load, load_weights, open_source, save
-from megazoo.config import OptimizerOptions, check_run, model_config, parse_options, run_file, settings_to_resume
+from megazoo.checkpoint import Checkpoint, Saver, load, load_weights, open_source
+from megazoo.command_line import parse_options, run_file
+from megazoo.config import OptimizerOptions, check_run, model_config, settings_to_resume
 from megazoo.data import Batches, SampleOrder, check_data, open_datasets
 from megazoo.launch import (
     data_parallel_size,
@@ -103,59 +104,56 @@ def main(arguments: list[str]) -> None:
         say(f"step {step:>{len(str(training.steps))}}/{training.steps}  validation loss {loss:.4f}")
         return loss
 
-    def save_checkpoint(step: int):
-        stand = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
-        trainer = {**stand, "settings": settings_to_resume(options)}
-        path = save(options.checkpoint.save, step, model, optimizer, trainer)
-        say(f"saved {path}")
-        return path
-
     # The training loop.
     tokens = training.global_batch_size * training.seq_length
     metrics = Metrics(log.metrics if is_rank_zero() else None)
     progress = Progress(first_step, training.steps, tokens, log.log_interval)
-    saved = eval_loss = None
-    for step in range(first_step + 1, training.steps + 1):
-        began = time.perf_counter()
-        batch = train_batches(consumed)
-        loss = model.train_batch(**batch, num_microbatches=microbatches, schedule=parallel.schedule, step=step)
-        optimizer.lr = learning_rate(step, **rate_schedule(options.optimizer))
-        norm = optimizer.step().item()
-        consumed, consumed_tokens = consumed + training.global_batch_size, consumed_tokens + tokens
-        seconds, loss = time.perf_counter() - began, loss.item()
-        hopeless = not math.isfinite(norm) and not (optimizer.skipped and optimizer.loss_scale.value > 1)
-        if hopeless or not math.isfinite(loss):
-            what = f"the loss is {loss} and its gradient norm {norm} at step {step}"
-            raise megazoo.UserError(f"{what}: try a smaller --lr; checkpoints of earlier steps are whole", exit_code=1)
+    keep, eval_loss = options.checkpoint, None
+    saver = Saver(keep.save, model, optimizer, background=keep.async_save, keep_last=keep.keep_last, say=say)
+    with saver:
+        for step in range(first_step + 1, training.steps + 1):
+            began = time.perf_counter()
+            batch = train_batches(consumed)
+            loss = model.train_batch(**batch, num_microbatches=microbatches, schedule=parallel.schedule, step=step)
+            optimizer.lr = learning_rate(step, **rate_schedule(options.optimizer))
+            scale = optimizer.loss_scale and optimizer.loss_scale.value
+            norm = optimizer.step().item()
+            consumed, consumed_tokens = consumed + training.global_batch_size, consumed_tokens + tokens
+            seconds, loss = time.perf_counter() - began, loss.item()
+            hopeless = not math.isfinite(norm) and not (optimizer.skipped and scale > 1)
+            if hopeless or not math.isfinite(loss):
+                what = f"the loss is {loss} and its gradient norm {norm} at step {step}: try a smaller --lr"
+                raise megazoo.UserError(f"{what}; checkpoints of earlier steps are whole", exit_code=1)
 
-        metrics.write(
-            step=step,
-            loss=loss,
-            grad_norm=None if optimizer.skipped else norm,
-            lr=optimizer.lr,
-            tokens_per_second=tokens / seconds,
-            step_time=seconds,
-            consumed_samples=consumed,
-            consumed_tokens=consumed_tokens,
-            peak_memory=peak_memory(ctx),
-            **float16_metrics(optimizer),
-        )
-        if optimizer.skipped:
-            say(f"step {step}: the gradients overflowed, step skipped; loss scale {optimizer.loss_scale.value:g}")
-        if line := progress.line(step, loss, norm, optimizer.lr):
-            say(line)
-        last = step == training.steps
-        if evaluates and (last or (log.eval_interval and step % log.eval_interval == 0)):
-            eval_loss = evaluate(step)
-        interval = options.checkpoint.save_interval
-        if options.checkpoint.save and (last or (interval and step % interval == 0)):
-            saved = save_checkpoint(step)
+            metrics.write(
+                step=step,
+                loss=loss,
+                grad_norm=None if optimizer.skipped else norm,
+                lr=optimizer.lr,
+                tokens_per_second=tokens / seconds,
+                step_time=seconds,
+                consumed_samples=consumed,
+                consumed_tokens=consumed_tokens,
+                peak_memory=peak_memory(ctx),
+                **float16_metrics(optimizer),
+            )
+            if optimizer.skipped:
+                say(f"step {step}: the gradients overflowed, step skipped; loss scale {optimizer.loss_scale.value:g}")
+            if line := progress.line(step, loss, norm, optimizer.lr):
+                say(line)
+            last = step == training.steps
+            if evaluates and (last or (log.eval_interval and step % log.eval_interval == 0)):
+                eval_loss = evaluate(step)
+            if keep.save and (last or (keep.save_interval and step % keep.save_interval == 0)):
+                trainer = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
+                trainer["settings"] = settings_to_resume(options)
+                saver.save(step, trainer, may_fail=keep.on_save_error == "continue" and not last)
 
     # What came of it, and what to do next.
     say(f"\ntrained steps {first_step + 1} to {training.steps} in {clock(time.perf_counter() - progress.start)}")
     say(f"  training loss {loss:.4f}" + (f", validation loss {eval_loss:.4f} nats a token" if eval_loss else ""))
-    if saved:
-        say(f"  checkpoint    {saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
+    if saver.saved:
+        say(f"  checkpoint    {saver.saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
         again = [*arguments, "--load", str(options.checkpoint.save), "--steps", str(2 * training.steps)]
         say(f"  go on         {python_line(again) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, again)}")
     else:

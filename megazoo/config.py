@@ -1,20 +1,15 @@
 """The settings of the training program: one set of dataclasses makes the flags, their help and the TOML keys."""
 
-import contextlib
-import importlib.util
-import io
 import math
 import os
-import sys
-import tomllib
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
 
-from megazoo.errors import UserError, nearest
+from megazoo.errors import UserError
 from megazoo.models import find_config
 
 # The fields' docstrings are the flags' help.
@@ -160,6 +155,12 @@ class CheckpointOptions:
     """Directory for checkpoints; one is written at the end, too."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in memory, while training goes on."""
+    keep_last: int = 0
+    """Checkpoints that remain in the directory, the last written; 0: all."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What to do when a checkpoint can't be written (a full disk, say): end, or tell it and train on."""
     load: File = None
     """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face directory, start with its
     weights."""
@@ -193,6 +194,10 @@ class ImportOption:
 class ConversionOptions(ImportOption):
     """What the tools that write a model take."""
 
+    source: Argument = None
+    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging Face directory."""
+    output: Argument = None
+    """Directory to write."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _AS_STORED] = None
     """Of the weights that are written."""
     overwrite: bool = False
@@ -201,6 +206,16 @@ class ConversionOptions(ImportOption):
     @property
     def torch_dtype(self) -> torch.dtype | None:
         return self.dtype and getattr(torch, self.dtype)
+
+
+@dataclass
+class ShardingOptions(ConversionOptions):
+    """What the tools that write shards take."""
+
+    tp: int = 1
+    """Tensor-parallel size."""
+    pp: int = 1
+    """Pipeline-parallel size."""
 
 
 @dataclass
@@ -223,76 +238,10 @@ def groups_of(options: Options) -> list:
     return [getattr(options, f.name) for f in fields(options) if f.name != "config"]
 
 
-def parse_options(arguments: list[str], description: str, resumed: dict | None = None) -> Options:
-    """The options of a command line, over those of the TOML file that its --config names. See `parse_flags`.
-
-    resumed: `settings_to_resume` of the run that goes on, below both.
-    """
-    file = _value_of("--config", arguments)
-    lower = _as_flags(resumed or {}) + (_toml_arguments(file) if file else [])
-    options = parse_flags(Options, lower + arguments, description)
-    optimizer = options.optimizer
-    if optimizer.min_lr is None:
-        optimizer.min_lr = optimizer.lr / 10
-    if optimizer.lr_decay_steps is None:
-        optimizer.lr_decay_steps = options.training.steps
-    if optimizer.warmup_steps is None:
-        optimizer.warmup_steps = min(optimizer.lr_decay_steps // 4, 2000)
-    _check_values(options)
-    return options
-
-
 def settings_to_resume(options: Options) -> dict:
     """What a checkpoint keeps, so that a run goes on as it was: everything but the layout and what is told or saved."""
     groups = (options.training, options.optimizer, options.data)
     return {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
-
-
-def parse_flags(kind: type, arguments: list[str], description: str):
-    """A dataclass filled from a command line by tyro; `kind` has a default for every flag.
-
-    Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag, naming the nearest known
-    one, or a value of the wrong type.
-    """
-    flags = {"--" + name.replace("_", "-") for name in _settings(kind)} | {"--help"}
-    for argument in arguments:
-        flag = argument.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag not in flags and flag.replace("--no-", "--", 1) not in flags:
-            raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
-    told = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(told):
-            return tyro.cli(kind, args=arguments, description=description)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        # A box: a title, rules of dashes, the message, a rule, and hints.
-        lines = [line.strip("│| ") for line in told.getvalue().splitlines()[1:]]
-        is_rule = [not line.strip("╭╮╰╯─-+") for line in lines]
-        start = is_rule.index(False) if False in is_rule else 0
-        end = is_rule.index(True, start) if True in is_rule[start:] else len(lines)
-        raise UserError(" ".join(lines[start:end]) or "bad arguments") from None
-
-
-def required(options: ImportOption, *names: str) -> list:
-    """The values of positional arguments, each of which must be given; runs the --import file first."""
-    if options.import_:
-        run_file(options.import_)
-    for name in names:
-        if getattr(options, name) is None:
-            raise UserError(f"name the {name} (--help says how)")
-    if getattr(options, "tp", 1) < 1 or getattr(options, "pp", 1) < 1:
-        raise UserError(f"tp {options.tp} and pp {options.pp} must each be at least 1")
-    return [getattr(options, name) for name in names]
-
-
-def _settings(kind: type) -> dict:
-    """The name and default of every setting of a dataclass, groups opened."""
-    settings = {}
-    for f in fields(kind):
-        default = f.default_factory() if f.default_factory is not MISSING else f.default
-        settings |= _settings(type(default)) if is_dataclass(default) else {f.name.rstrip("_"): default}
-    return settings
 
 
 def model_config(options: ModelOptions, source=None):
@@ -304,7 +253,7 @@ def model_config(options: ModelOptions, source=None):
     given.pop("import_")
     name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
     sizes = {key: value for key, value in given.items() if value is not None}
-    saved = source and source.model_config
+    saved = source and source.config
     base = saved if saved and not preset else find_config(preset or name or "gpt2")
     if name and type(find_config(name)) is not type(base):
         what = f"preset {preset}" if preset else f"the checkpoint {source.path}"
@@ -323,15 +272,6 @@ def model_config(options: ModelOptions, source=None):
             ours, theirs = getattr(config, f.name), getattr(saved, f.name)
             raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {source.path}")
     return config
-
-
-def run_file(file: Path) -> None:
-    """Run a user's Python file, which registers a model."""
-    if not file.is_file():
-        raise UserError(f"--import {file}: no such file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
 
 def check_run(options: Options, model, config, tokenizer, dp: int, first_step: int = 0) -> None:
@@ -378,7 +318,8 @@ def _check_writable(flag: str, directory: Path) -> None:
         raise UserError(f"{flag}: no permission to write in {existing}")
 
 
-def _check_values(options: Options) -> None:
+def check_values(options: Options) -> None:
+    """Raise UserError for a number that is out of its range."""
     positive = ("tp", "pp", "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
     positive += ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "max_positions")
     positive += ("recompute_interval", "initial_loss_scale", "loss_scale_window", "hysteresis")
@@ -400,41 +341,3 @@ def _check_values(options: Options) -> None:
     if optimizer.warmup_steps > optimizer.lr_decay_steps:
         what = f"warmup-steps {optimizer.warmup_steps} exceeds the {optimizer.lr_decay_steps} steps of the schedule"
         raise UserError(f"{what}: use less")
-
-
-def _value_of(flag: str, arguments: list[str]) -> str | None:
-    for index, argument in enumerate(arguments):
-        if argument == flag and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith(flag + "="):
-            return argument.partition("=")[2]
-    return None
-
-
-def _toml_arguments(file: str) -> list[str]:
-    """A TOML file's settings as flags, so that one parser checks both."""
-    known = _settings(Options)
-    known.pop("config")
-    try:
-        settings = tomllib.loads(Path(file).read_text())
-    except OSError as error:
-        raise UserError(f"--config {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {file} is not TOML: {error}") from error
-    for key, value in settings.items():
-        if key not in known:
-            raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
-        if isinstance(value, list | dict):
-            raise UserError(f"{file}: {key} must be a single value")
-    return _as_flags(settings)
-
-
-def _as_flags(settings: dict) -> list[str]:
-    flags, defaults = [], _settings(Options)
-    for key, value in settings.items():
-        name = key.replace("_", "-")
-        if isinstance(value, bool) and isinstance(defaults.get(key), bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            flags += [f"--{name}", str(value)]
-    return flags

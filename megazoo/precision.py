@@ -32,7 +32,7 @@ class LossScale:
                 self.value = max(1.0, self.value / 2)
             return
         self.good_steps += 1
-        if self.good_steps == self.growth_interval:
+        if self.good_steps >= self.growth_interval:
             self.good_steps, self.patience = 0, self.hysteresis
             self.value *= 2
 

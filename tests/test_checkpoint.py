@@ -2,10 +2,13 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import signal
 import struct
+import sys
+import threading
 import time
 import zlib
 
@@ -15,10 +18,15 @@ from helpers import CLIP, context, make_batch, replica_rows, tiny_config, worst_
 from safetensors.torch import load_file
 
 import megazoo
-from megazoo.checkpoint import Checkpoint, load, save
+import pretrain_gpt
+from megazoo.checkpoint import Checkpoint, Saver, load, save
 from megazoo.checkpoint import format as checkpoint_format
+from megazoo.checkpoint.format import step_name
 from megazoo.errors import UserError
+from megazoo.parallel import ParallelContext
 from megazoo.precision import LossScale
+
+SAVE = sys.modules[save.__module__]
 
 
 def run_steps(layout, config, steps, directory=None, resume=None, dtype=torch.float32):
@@ -57,22 +65,21 @@ def test_stop_and_resume_is_bit_for_bit_with_dropout(ranks, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "afters"),
     [
-        ({"tp": 2, "pp": 2}, {"pp": 4}),
-        ({"tp": 2, "pp": 2, "dp": 2}, {"pp": 2}),
-        ({"pp": 2}, {"tp": 2, "dp": 2}),
-        ({"tp": 4}, {}),
-        ({}, {"tp": 2, "pp": 2}),
+        ({"tp": 2, "pp": 2, "dp": 2}, [{"pp": 4}, {"tp": 4, "dp": 2}, {}]),
+        ({"pp": 2}, [{"tp": 2, "dp": 2}]),
+        ({}, [{"tp": 2, "pp": 2}]),
     ],
     ids=str,
 )
-def test_resume_in_another_layout(ranks, tmp_path, before, after, tied):
+def test_resume_in_another_layout(ranks, tmp_path, before, afters, tied):
     config = tiny_config(tied)
-    expected, _ = run_steps({}, config, 10)
-    ranks(run_steps, world(before), before, config, 5, tmp_path)
-    history = ranks(run_steps, world(after), after, config, 5, None, tmp_path)[0][0]
-    assert worst_relative(history, expected[5:]) < 1e-5
+    expected, _ = run_steps({}, config, 8)
+    ranks(run_steps, world(before), before, config, 4, tmp_path)
+    for after in afters:
+        history = ranks(run_steps, world(after), after, config, 4, None, tmp_path)[0][0]
+        assert worst_relative(history, expected[4:]) < 1e-5, after
 
 
 def test_files_and_manifest_are_as_documented(ranks, tmp_path):
@@ -191,8 +198,8 @@ def test_a_directory_without_its_manifest_is_never_chosen(tmp_path):
 
 
 def test_kill_minus_nine_while_saving(tmp_path):
-    """A process that does nothing but save is killed at ten moments; each time a checkpoint loads, whole."""
-    delays = torch.rand(10, generator=torch.Generator().manual_seed(0)) * 0.3
+    """A process that does nothing but save is killed at twenty moments; each time a checkpoint loads, whole."""
+    delays = torch.rand(20, generator=torch.Generator().manual_seed(0)) * 0.3
     model = megazoo.from_config(tiny_config(), seed=3)
     optimizer = megazoo.optim.AdamW(model)
     save(tmp_path, 1, model, optimizer)
@@ -200,9 +207,10 @@ def test_kill_minus_nine_while_saving(tmp_path):
     for round_number, delay in enumerate(delays.tolist(), 1):
         child = os.fork()
         if child == 0:
-            for step in range(1, 1000):
-                model.embedding.weight.data.fill_(1000 * round_number + step)
-                save(tmp_path, 1 + step % 3, model, optimizer)
+            with Saver(tmp_path, model, optimizer, background=round_number % 2 == 0, keep_last=2) as saver:
+                for step in range(1, 1000):
+                    model.embedding.weight.data.fill_(1000 * round_number + step)
+                    saver.save(1 + step % 3, {})
             os._exit(0)
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
@@ -251,6 +259,146 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_costs_nothing(ranks, tmp_pat
     ranks(run_steps, 2, {"tp": 2}, tiny_config(), 1, None, tmp_path)
 
 
+def save_in_the_background(directory):
+    """Train on while two steps are written; returns what was saved, and what the weights were when they were."""
+    model = megazoo.from_config(tiny_config(), context(tp=2), seed=3)
+    optimizer = megazoo.optim.AdamW(model)
+    held, begun = threading.Event(), threading.Event()
+    original = SAVE.write_rank
+
+    def slow(*arguments):
+        begun.set()
+        held.wait(60)
+        return original(*arguments)
+
+    weights = []
+    ids, targets = make_batch(0)
+    said = []
+    SAVE.write_rank = slow
+    try:
+        with Saver(directory, model, optimizer, background=True, say=said.append) as saver:
+            for step in (1, 2):
+                held.clear()
+                begun.clear()
+                model.train_batch(ids, targets=targets)
+                optimizer.step()
+                weights.append(model.embedding.weight.detach().clone())
+                saver.save(step, {})
+                begun.wait(60)
+                for _ in range(2):  # while the thread is held, collectives and all
+                    model.train_batch(ids, targets=targets)
+                    optimizer.step()
+                assert len(said) == step - 1
+                held.set()
+    finally:
+        SAVE.write_rank = original
+    return weights, said
+
+
+def test_training_goes_on_while_a_step_is_written(ranks, tmp_path):
+    results = ranks(save_in_the_background, 2, tmp_path)
+    for step in (1, 2):
+        model = megazoo.from_config(tiny_config(), seed=4)
+        load(Checkpoint(tmp_path / f"step_0000000{step}"), model, megazoo.optim.AdamW(model))
+        assert torch.equal(model.embedding.weight, torch.cat([weights[step - 1] for weights, _ in results]))
+    assert [len(said) for _, said in results] == [2, 2]
+    assert results[0][1][1] == f"saved {tmp_path}/step_00000002"
+
+
+def fail_in_the_background(directory, may_fail):
+    """Rank 1's disk is full at step 2; returns what the following save, or the end, raises."""
+    model = megazoo.from_config(tiny_config(), context(tp=2), seed=3)
+    optimizer = megazoo.optim.AdamW(model)
+    original = checkpoint_format.sync
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told), Saver(directory, model, optimizer, background=True) as saver:
+            saver.save(1, {}, may_fail=may_fail)
+            saver.wait()
+            if model.ctx.rank == 1:
+                checkpoint_format.sync = full
+            saver.save(2, {}, may_fail=may_fail)
+            while saver._thread.is_alive():
+                time.sleep(0.01)
+            checkpoint_format.sync = original
+            saver.save(3, {}, may_fail=may_fail)
+    except UserError as error:
+        return str(error), told.getvalue()
+    finally:
+        checkpoint_format.sync = original
+    return None, told.getvalue()
+
+
+@pytest.mark.parametrize("may_fail", [False, True])
+def test_a_failure_in_the_background_is_reported_by_the_next_save(ranks, tmp_path, may_fail):
+    message = f"can't save to {tmp_path}: No space left on device; earlier checkpoints are untouched"
+    answers = ranks(fail_in_the_background, 2, tmp_path, may_fail)
+    if may_fail:
+        assert answers == [(None, f"warning: {message}\n"), (None, "")]
+        steps = ["latest", "step_00000001", "step_00000003"]
+    else:
+        assert answers == [(message, "")] * 2
+        steps = ["latest", "step_00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == steps
+
+
+def test_what_fails_first_is_raised_after_the_last_step_is_written(tmp_path):
+    model = megazoo.from_config(tiny_config(), seed=3)
+
+    def fail():
+        with Saver(tmp_path, model, megazoo.optim.AdamW(model), background=True) as saver:
+            saver.save(1, {})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    Checkpoint(tmp_path).verify()
+
+
+def test_the_last_steps_are_kept(tmp_path):
+    model = megazoo.from_config(tiny_config(), seed=3)
+    (tmp_path / "step_notes").mkdir()
+    for step in (1, 9, 2, 3):  # 9: of an earlier run; what counts is when it was written
+        save(tmp_path, step, model, keep_last=3)
+    left = {"step_notes", "latest", *(step_name(step) for step in (9, 2, 3))}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    save(tmp_path, 3, model, keep_last=2)
+    assert {path.name for path in tmp_path.iterdir()} == left - {step_name(9)}
+    assert Checkpoint(tmp_path).path.name == step_name(3)
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_training_stops_or_goes_on_as_on_save_error_says(tmp_path, monkeypatch, capsys, policy):
+    arguments = "--steps 4 --save-interval 1 --eval-steps 0 --device cpu --seq-length 32 --keep-last 2".split()
+    arguments += "--hidden-size 32 --heads 2 --global-batch-size 2 --micro-batch-size 2 --async-save".split()
+    original, calls = os.mkdir, []
+
+    def refused(path, *rest, **options):
+        if "step_" in str(path):
+            calls.append(path)
+            if len(calls) == 2:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return original(path, *rest, **options)
+
+    monkeypatch.setattr(os, "mkdir", refused)
+    run = [*arguments, "--save", str(tmp_path / "run"), "--on-save-error", policy]
+    message = f"can't save to {tmp_path}/run: Permission denied; earlier checkpoints are untouched"
+    if policy == "stop":
+        with pytest.raises(UserError, match=message):
+            pretrain_gpt.main(run)
+        assert capsys.readouterr().err == ""
+        assert Checkpoint(tmp_path / "run").path.name == step_name(1)
+    else:
+        pretrain_gpt.main(run)
+        assert capsys.readouterr().err == f"warning: {message}\n"
+        assert sorted(path.name for path in (tmp_path / "run").glob("step*")) == [step_name(3), step_name(4)]
+    Checkpoint(tmp_path / "run").verify()
+
+
 def test_what_is_not_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not a checkpoint: no such directory"):
         Checkpoint(tmp_path / "none")
@@ -269,32 +417,10 @@ def test_a_newer_format_is_refused(tmp_path):
         Checkpoint(tmp_path)
 
 
-def test_loading_reads_only_the_ranks_own_bytes(ranks, tmp_path, monkeypatch):
+def test_loading_reads_only_the_ranks_own_bytes(ranks, tmp_path):
     ranks(run_steps, 2, {"tp": 2}, tiny_config(tied=False), 1, tmp_path)
-    from megazoo.checkpoint import reader
-    from megazoo.parallel import ParallelContext
-
-    read = []
-
-    class Counted:
-        def __init__(self, path, framework):
-            self.file = reader_open(path, framework=framework)
-
-        def get_slice(self, name):
-            piece = self.file.get_slice(name)
-
-            class Slice:
-                def __getitem__(self, index):
-                    tensor = piece[index]
-                    read.append(tensor.numel())
-                    return tensor
-
-            return Slice()
-
-    reader_open = reader.safe_open
-    monkeypatch.setattr(reader, "safe_open", Counted)
     for rank in range(4):
-        read.clear()
         model = megazoo.from_config(tiny_config(tied=False), ParallelContext.virtual(tp=2, pp=2, rank=rank))
-        load(Checkpoint(tmp_path), model)
-        assert sum(read) == sum(parameter.numel() for parameter in model.parameters())
+        checkpoint = Checkpoint(tmp_path)
+        load(checkpoint, model)
+        assert checkpoint.bytes_read == sum(parameter.nbytes for parameter in model.parameters())

@@ -13,7 +13,8 @@ import torch
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
-from megazoo.config import Options, _settings
+from megazoo.command_line import _settings
+from megazoo.config import Options
 from megazoo.launch import run_program
 from megazoo.models.gpt2 import GPT2
 from megazoo.tokenizer import ByteTokenizer

@@ -49,8 +49,8 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(tmp_p
     common = ["--import", str(file), "--device", "cpu", "--eval-steps", "0", "--save", str(saved)]
     batch = ["--seq-length", "32", "--global-batch-size", "4", "--micro-batch-size", "2"]
     pretrain_gpt.main([*common, *batch, "--model", "louder", "--steps", "2"])
-    assert Checkpoint(saved).family == "louder"
-    assert Checkpoint(saved).config["loudness"] == 2.0
+    assert Checkpoint(saved).manifest["family"] == "louder"
+    assert Checkpoint(saved).config.loudness == 2.0
     FAMILIES.pop("louder")
     pretrain_gpt.main([*common, "--load", str(saved), "--steps", "3"])
     assert Checkpoint(saved).trainer["step"] == 3

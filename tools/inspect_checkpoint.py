@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass, fields
 
 from megazoo.checkpoint import Checkpoint, open_source
-from megazoo.config import Argument, ImportOption, parse_flags, required
+from megazoo.command_line import parse_flags, required
+from megazoo.config import Argument, ImportOption
 from megazoo.launch import run_program
 from megazoo.metrics import byte_bar
 from megazoo.models import family_of
-from megazoo.parallel import ParallelContext
 
 
 @dataclass
@@ -28,14 +28,13 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     (path,) = required(options, "source")
     source = open_source(path)
-    entries = list(source.model.on_meta(source.model_config, ParallelContext()).entries())
+    count = sum(math.prod(spec.shape) for spec in source.specs.values())
+    settings = ((field.name, getattr(source.config, field.name)) for field in fields(source.config))
+    dtypes = {str(source.dtype_of(name)).removeprefix("torch.") for name in source.specs}
     print(f"{source.path}")
-    print(
-        f"  model       {family_of(source.model_config)}, {sum(math.prod(e.spec.shape) for e in entries):,} parameters"
-    )
-    settings = ((field.name, getattr(source.model_config, field.name)) for field in fields(source.model_config))
+    print(f"  model       {family_of(source.config)}, {count:,} parameters")
     print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
-    print(f"  dtypes      {', '.join(sorted({str(source.dtype_of(e.name)).removeprefix('torch.') for e in entries}))}")
+    print(f"  dtypes      {', '.join(sorted(dtypes))}")
     if isinstance(source, Checkpoint):
         print(f"  layout      {' x '.join(f'{axis} {size}' for axis, size in source.layout.items())}; loads in any")
         print(f"  optimizer   {'its state is here' if source.has_states else 'none'}")
@@ -45,9 +44,10 @@ def main(arguments: list[str]) -> None:
     for name, size in sizes.items():
         print(f"  {size:>15,}  {name}")
     if options.verify:
-        with byte_bar(sum(sizes.values())) as told:
-            source.verify(told.update)
-        print("every byte is as it was written" if isinstance(source, Checkpoint) else "every tensor can be read")
+        with byte_bar(sum(sizes.values())) as bar:
+            source.verify(bar.update)
+        no_sums = "every file can be read; a Hugging Face directory has no checksums to compare"
+        print("every byte is as it was written" if isinstance(source, Checkpoint) else no_sums)
 
 
 if __name__ == "__main__":

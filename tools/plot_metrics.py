@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from megazoo.config import parse_flags
+from megazoo.command_line import parse_flags
 from megazoo.errors import UserError
 from megazoo.launch import run_program
 

@@ -4,11 +4,12 @@ from megazoo.checkpoint.convert import open_source
 from megazoo.checkpoint.hugging_face import HuggingFaceDirectory
 from megazoo.checkpoint.pretrained import from_pretrained, load_weights, save_parallelized
 from megazoo.checkpoint.reader import Checkpoint
-from megazoo.checkpoint.save import load, save
+from megazoo.checkpoint.save import Saver, load, save
 
 __all__ = [
     "Checkpoint",
     "HuggingFaceDirectory",
+    "Saver",
     "from_pretrained",
     "load",
     "load_weights",

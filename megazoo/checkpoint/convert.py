@@ -1,52 +1,49 @@
 """From any source of named tensors to shards of any layout, or to a Hugging Face directory, one tensor at a time."""
 
+import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from megazoo.checkpoint.format import (
+    GENERATION,
     MANIFEST,
     Lazy,
+    NoCheckpoint,
     check_replaceable,
     find_checkpoint,
     replaced_directory,
+    write_at_once,
     write_json,
     write_safetensors,
 )
-from megazoo.checkpoint.hugging_face import CONFIG, HuggingFaceDirectory, their_names
+from megazoo.checkpoint.hugging_face import CONFIG, TOKEN_IDS, HuggingFaceDirectory, their_names
 from megazoo.checkpoint.reader import Checkpoint
-from megazoo.checkpoint.save import write_manifest, write_rank
+from megazoo.checkpoint.save import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.source import Source
 from megazoo.errors import UserError
+from megazoo.models.base import Entry
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Piece
 
-# Files that travel along with the weights, so that what is written runs as it is.
-COMPANIONS = (
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
 Progress = Callable[[int], None]  # told of bytes written
 
 
-def open_source(path: str | Path) -> Checkpoint | HuggingFaceDirectory:
+def open_source(path: str | Path) -> Source:
     """A checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError if it is neither."""
     path = Path(path)
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         return HuggingFaceDirectory(path)
-    if not path.is_dir():
-        raise UserError(f"{path} is not a directory")
     try:
-        find_checkpoint(path)
-    except UserError as error:
-        raise UserError(f"{error}, nor {CONFIG}") from None
-    return Checkpoint(path)
+        return Checkpoint(find_checkpoint(path))
+    except NoCheckpoint as error:
+        raise UserError(f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory") from None
 
 
 def write_shards(
-    source: Checkpoint | HuggingFaceDirectory,
+    source: Source,
     directory: Path,
     tp: int,
     pp: int,
@@ -56,80 +53,93 @@ def write_shards(
     progress: Progress = lambda _: None,
 ) -> None:
     """Write all that `source` holds, optimizer state too, as shards for tp x pp. dtype: of the weights; as stored."""
-    config, family = source.model_config, source.model
+    config, family = source.config, source.model
     family.check(config, tp, pp)
     check_replaceable(directory, overwrite)
 
     def lazy(name: str, spec: ParameterSpec, ctx: ParallelContext, dtype: torch.dtype) -> Lazy:
         shape = spec.local_shape(ctx.tp_size, ctx.tp_rank)
+        mine = spec.pieces(ctx.tp_size, ctx.tp_rank)
 
-        def load() -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=dtype)
-            source.read_into(name, tensor, spec, ctx)
+        def rows(start: int, stop: int) -> torch.Tensor:
+            tensor = torch.empty(stop - start, *shape[1:], dtype=dtype)
+            pieces = [part for piece in mine if (part := piece.in_rows(start, stop))]
+            source.read_pieces(name, tensor, spec, pieces)
             progress(tensor.nbytes)
             return tensor
 
-        return Lazy(shape, dtype, load)
+        return Lazy(shape, dtype, rows)
 
     with replaced_directory(directory) as staging:
         written = []
         for rank in range(tp * pp):
             ctx = ParallelContext.virtual(tp, pp, rank=rank)
-            model = family.on_meta(config, ctx)
 
-            def weight(entry, ctx=ctx) -> Lazy:
+            def weight(entry: Entry, ctx=ctx) -> Lazy:
                 return lazy(entry.name, entry.spec, ctx, dtype or source.dtype_of(entry.name))
 
-            def states(entry, ctx=ctx) -> dict[str, Lazy]:
+            def states(entry: Entry, ctx=ctx) -> dict[str, Lazy]:
                 names = {state: f"{entry.name}.{state}" for state in source.states_of(entry.name)}
                 return {state: lazy(name, entry.spec, ctx, source.dtype_of(name)) for state, name in names.items()}
 
-            written.append(write_rank(staging, model, weight, states if source.has_states else None))
-        _copy_companions(source.path, staging)
-        write_manifest(staging, config, ParallelContext.virtual(tp, pp), written, source.trainer)
+            files = files_of_rank(family.on_meta(config, ctx), weight, states if source.has_states else None)
+            written.append(write_rank(staging, files, ctx))
+        layout = ParallelContext.virtual(tp, pp)
+        write_manifest(staging, config, layout, written, source.trainer, source.companions)
 
 
 def write_hugging_face(
-    source: Checkpoint | HuggingFaceDirectory,
+    source: Source,
     directory: Path,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_size: int = 5 * 10**9,
+    max_shard_size: int | str = "5GB",
+    save_config: bool = True,
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> None:
-    """Write a complete Hugging Face model directory. dtype: as stored, by default. max_shard_size: bytes of a file.
+    """Write a complete Hugging Face model directory.
 
+    dtype: as stored, by default. max_shard_size: the largest file, in bytes or as "5GB". save_config: config.json, too.
     UserError if transformers' model can't represent the config, with the field that it lacks.
     """
-    config, family = source.model_config, source.model
-    if not hasattr(family.Config, "to_hugging_face"):
-        raise UserError(f"{family.__name__} has no table of Hugging Face's names: it can't be written as such")
-    values = config.to_hugging_face()
+    family, limit, values = source.model, parse_size(max_shard_size), hugging_face_config(source.config)
     check_replaceable(directory, overwrite)
-    whole = ParallelContext()
+
+    def part(name: str, spec: ParameterSpec, first: int, count: int, transposed: bool) -> Lazy:
+        """Rows of one of our tensors, `count` from `first` on, as one of theirs."""
+        kind = dtype or source.dtype_of(name)
+        shape = (count, *spec.shape[1:])[:: -1 if transposed else 1]
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            tensor = torch.empty(stop - start, *shape[1:], dtype=kind)
+            ours = tensor.T if transposed else tensor
+            begin = (first, start) if transposed else (first + start, *(0 for _ in shape[1:]))
+            box = tuple((low, low + size) for low, size in zip(begin, ours.shape, strict=True))
+            source.read_pieces(name, ours, spec, [Piece(box, (0,) * len(box))])
+            progress(tensor.nbytes)
+            return tensor
+
+        return Lazy(shape, kind, rows)
+
     tensors: dict[str, Lazy] = {}
-    for entry in family.on_meta(config, whole).entries():
-        theirs, spec = their_names(family, entry.name), entry.spec
-        kind = dtype or source.dtype_of(entry.name)
-        parts = spec.shard.parts if len(theirs.names) > 1 else (spec.shape[0],)
-        for index, (name, rows) in enumerate(zip(theirs.names, parts, strict=True)):
-            first = sum(parts[:index])
-            shape = (rows, *spec.shape[1:])
-
-            def load(name=entry.name, spec=spec, first=first, rows=rows, kind=kind, turn=theirs.transposed):
-                tensor = torch.empty(rows, *spec.shape[1:], dtype=kind)
-                box = ((first, first + rows), *((0, size) for size in spec.shape[1:]))
-                source.read_pieces(name, tensor, spec, [Piece(box, (0,) * len(box))])
-                progress(tensor.nbytes)
-                return tensor.T if turn else tensor
-
-            tensors[name] = Lazy(shape[::-1] if theirs.transposed else shape, kind, load)
-    files = _cut(tensors, max_shard_size)
+    for name, spec in source.specs.items():
+        theirs, first = their_names(family, name), 0
+        for their_name, count in zip(
+            theirs.names, spec.shard.parts if len(theirs.names) > 1 else spec.shape[:1], strict=True
+        ):
+            tensors[their_name] = part(name, spec, first, count, theirs.transposed)
+            first += count
+    files = _cut(tensors, limit)
+    # Without these, transformers assumes the ids of its own models.
+    generation = json.loads(source.companions.get(GENERATION, b"{}"))
+    values |= {name: generation.get(name) for name in TOKEN_IDS}
     values["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     with replaced_directory(directory) as staging:
-        write_json(staging / CONFIG, values)
-        _copy_companions(source.path, staging)
+        if save_config:
+            write_json(staging / CONFIG, values)
+        for name, data in source.companions.items():
+            write_at_once(staging / name, data)
         where = {}
         for number, group in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -138,7 +148,7 @@ def write_hugging_face(
         if len(files) > 1:
             totals = {
                 "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
-                "total_size": sum(tensor.bytes for tensor in tensors.values()),
+                "total_size": sum(tensor.nbytes for tensor in tensors.values()),
             }
             write_json(
                 staging / "model.safetensors.index.json",
@@ -146,21 +156,16 @@ def write_hugging_face(
             )
 
 
-def weight_bytes(source: Checkpoint | HuggingFaceDirectory, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the weights, in dtype or as stored."""
-    entries = source.model.on_meta(source.model_config, ParallelContext()).entries()
-    return sum(math.prod(e.spec.shape) * (dtype or source.dtype_of(e.name)).itemsize for e in entries)
+def hugging_face_config(config) -> dict:
+    """What config.json says of a config of ours. UserError if transformers' model can't represent it."""
+    if not hasattr(config, "to_hugging_face"):
+        raise UserError(f"{type(config).__name__} has no table of Hugging Face's names: it can't be written as such")
+    return config.to_hugging_face()
 
 
-def total_bytes(source: Checkpoint | HuggingFaceDirectory, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the weights, and of the optimizer state if there is one."""
-    names = [(e.name, e.spec) for e in source.model.on_meta(source.model_config, ParallelContext()).entries()]
-    states = [(f"{name}.{state}", spec) for name, spec in names for state in source.states_of(name)]
-    return weight_bytes(source, dtype) + sum(math.prod(s.shape) * source.dtype_of(n).itemsize for n, s in states)
-
-
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """Bytes of "5GB", "200MB", "1GiB" or a number."""
+    text = str(text)
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
     number = text.strip().rstrip("KMGTIBkmgtib ")
@@ -178,15 +183,9 @@ def _cut(tensors: dict[str, Lazy], limit: int) -> list[dict[str, Lazy]]:
     """The tensors in files of at most `limit` bytes, or of one tensor."""
     files, size = [{}], 0
     for name, tensor in tensors.items():
-        if files[-1] and size + tensor.bytes > limit:
+        if files[-1] and size + tensor.nbytes > limit:
             files.append({})
             size = 0
         files[-1][name] = tensor
-        size += tensor.bytes
+        size += tensor.nbytes
     return files
-
-
-def _copy_companions(source: Path, directory: Path) -> None:
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copy(source / name, directory / name)

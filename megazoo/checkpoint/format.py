@@ -14,9 +14,10 @@ and a kill at any moment leaves the old checkpoint or the new one.
 import json
 import math
 import os
+import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,13 @@ from megazoo.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-PIECE_BYTES = 64 << 20  # what is held of a tensor while it is written
+PIECE_BYTES = 32 << 20  # what is held of a tensor while it is written
+GENERATION = "generation_config.json"
+# Files that travel along with the weights, so that what is written runs as it is.
+COMPANIONS = (
+    GENERATION, "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 def step_name(step: int) -> str:
@@ -36,15 +43,24 @@ def step_name(step: int) -> str:
 
 
 class Lazy(NamedTuple):
-    """A tensor that is made when it is written, so that one at a time is in memory."""
+    """A tensor that is made while it is written, some rows at a time. rows: gives those from a first one to a last."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    load: Callable[[], torch.Tensor]
+    rows: Callable[[int, int], torch.Tensor]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _pieces(tensor: torch.Tensor | Lazy) -> Iterator[torch.Tensor]:
+    """A tensor's rows, as many at a time as PIECE_BYTES allows."""
+    count = tensor.shape[0]
+    step = max(1, PIECE_BYTES * count // max(1, tensor.nbytes))
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        yield tensor.rows(start, stop) if isinstance(tensor, Lazy) else tensor.detach()[start:stop]
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> dict:
@@ -54,7 +70,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> di
     """
     header, end = {"__metadata__": {"format": "pt", "writer": "megazoo"}}, 0
     for name, tensor in tensors.items():
-        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        start, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -68,17 +84,25 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> di
 
         write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            tensor = tensor.load() if isinstance(tensor, Lazy) else tensor
-            flat = tensor.detach().contiguous().view(-1)
-            for piece in flat.split(PIECE_BYTES // tensor.element_size()):
-                write(piece.cpu().view(torch.uint8).numpy())
+            for piece in _pieces(tensor):
+                write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy())
         sync(file)
         return {"size": file.tell(), "crc32": crc}
 
 
 def write_json(path: Path, value) -> dict:
     """Write JSON to the disk; returns its {"size", "crc32"}."""
-    return write_at_once(path, (json.dumps(value, indent=1) + "\n").encode())
+    return write_at_once(path, json_bytes(value))
+
+
+def json_bytes(value) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def manifest_checksum(manifest: dict) -> int:
+    """The crc32 of a manifest: of its compact JSON, keys sorted, without its own key crc32."""
+    rest = {key: value for key, value in manifest.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def write_at_once(path: Path, data: bytes) -> dict:
@@ -91,11 +115,11 @@ def write_at_once(path: Path, data: bytes) -> dict:
     return {"size": len(data), "crc32": zlib.crc32(data)}
 
 
-def remove(directory: Path) -> None:
+def remove(directory: Path, ignore_errors: bool = False) -> None:
     """Remove a step's directory, if it is there; its manifest goes first, so that what is left never looks whole."""
     if directory.exists():
         (directory / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors)
 
 
 def sync(file) -> None:
@@ -120,19 +144,34 @@ def staging_directory(directory: Path, step: int) -> Path:
     return staging
 
 
-def publish(staging: Path, step: int) -> Path:
-    """Give a whole step its name, in place of an older one of that name, and point `latest` at it."""
+def publish(staging: Path, step: int, keep_last: int = 0) -> Path:
+    """Give a whole step its name, in place of an older one of that name, and point `latest` at it.
+
+    keep_last: how many steps, the last written ones, remain; 0: all.
+    """
     directory, final = staging.parent, staging.parent / step_name(step)
-    replaced = directory / f".{step_name(step)}.replaced"
+    with taking_the_place(staging, final):
+        write_at_once(directory / LATEST, f"{final.name}\n".encode())
+        sync_directory(directory)
+    if keep_last:
+        older = {manifest.parent: manifest.stat().st_mtime_ns for manifest in directory.glob(f"step_*/{MANIFEST}")}
+        older.pop(final)
+        for old in sorted(older, key=lambda path: (older[path], path))[: max(0, len(older) + 1 - keep_last)]:
+            remove(old)
+    return final
+
+
+@contextmanager
+def taking_the_place(staging: Path, final: Path):
+    """Rename a whole directory over an older one, which is kept aside until the block ends."""
+    replaced = final.parent / f".{final.name}.replaced"
     remove(replaced)
     sync_directory(staging)
     if final.exists():
         os.rename(final, replaced)
     os.rename(staging, final)
-    write_at_once(directory / LATEST, f"{final.name}\n".encode())
-    sync_directory(directory)
+    yield
     remove(replaced)
-    return final
 
 
 def check_replaceable(directory: Path, overwrite: bool = False) -> None:
@@ -146,38 +185,43 @@ def check_replaceable(directory: Path, overwrite: bool = False) -> None:
 @contextmanager
 def replaced_directory(directory: Path):
     """A new directory in which to write; when the block ends well, it takes the place of `directory`, else it goes."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging, replaced = (directory.parent / f".{directory.name}.{what}" for what in ("partial", "replaced"))
-    remove(staging)
-    staging.mkdir()
+    staging = directory.parent / f".{directory.name}.partial"
     try:
-        yield staging
-        sync_directory(staging)
-        remove(replaced)
-        if directory.exists():
-            os.rename(directory, replaced)
-        os.rename(staging, directory)
-        sync_directory(directory.parent)
-        remove(replaced)
-    except BaseException:
+        directory.parent.mkdir(parents=True, exist_ok=True)
         remove(staging)
+        staging.mkdir()
+        yield staging
+        with taking_the_place(staging, directory):
+            sync_directory(directory.parent)
+    except OSError as error:
+        remove(staging, ignore_errors=True)
+        raise UserError(f"can't write {directory}: {error.strerror or error}", exit_code=1) from error
+    except BaseException:
+        remove(staging, ignore_errors=True)
         raise
+
+
+class NoCheckpoint(UserError):
+    """There is no checkpoint where one was looked for."""
 
 
 def find_checkpoint(path: str | Path) -> Path:
     """The directory of one step: `path` itself, what its `latest` names, or else its newest whole step.
 
-    Raises UserError if there is none.
+    Raises NoCheckpoint if there is none.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
         return path
     if (path / LATEST).is_file():
-        named = path / (path / LATEST).read_text().strip()
-        if named.parent == path and (named / MANIFEST).is_file():
-            return named
+        name = (path / LATEST).read_text(errors="replace").strip()
+        if re.fullmatch(r"step_\d+", name) and (path / name / MANIFEST).is_file():
+            return path / name
     whole = [manifest.parent for manifest in [*path.glob("step_*/" + MANIFEST), *path.glob(".step_*/" + MANIFEST)]]
+    if not path.exists():  # killed while a new one took its place
+        asides = (path.parent / f".{path.name}.{kind}" for kind in ("partial", "replaced"))
+        whole = [aside for aside in asides if (aside / MANIFEST).is_file()][:1]
     if not whole:
         why = "no such directory" if not path.is_dir() else f"it has neither {LATEST} nor {MANIFEST}"
-        raise UserError(f"{path} is not a checkpoint: {why}")
+        raise NoCheckpoint(f"{path} is not a checkpoint: {why}")
     return max(whole, key=lambda step: step.name.strip("."))

@@ -1,14 +1,14 @@
 """Models from checkpoints and Hugging Face directories, and back: what users call."""
 
-import shutil
 from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.convert import open_source, write_hugging_face
-from megazoo.checkpoint.format import MANIFEST, replaced_directory
+from megazoo.checkpoint.convert import hugging_face_config, open_source, parse_size, write_hugging_face
+from megazoo.checkpoint.format import MANIFEST, remove, taking_the_place
 from megazoo.checkpoint.reader import Checkpoint
-from megazoo.checkpoint.save import together, write_manifest, write_rank
+from megazoo.checkpoint.save import files_of_rank, saving, write_manifest, write_rank
+from megazoo.checkpoint.source import Source
 from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, current_context
@@ -23,27 +23,38 @@ def from_pretrained(
     is stored, by default. seed: of the dropout. Raises UserError, with what is wrong, if it can't be read or cut.
     """
     source = open_source(path)
-    names = source.model.on_meta(source.model_config, ParallelContext()).entries()
-    dtype = dtype or source.dtype_of(next(names).name)
-    model = source.model.empty(source.model_config, ctx or current_context(), dtype=dtype, seed=seed)
+    dtype = dtype or source.dtype_of(next(iter(source.specs)))
+    model = source.model.empty(source.config, ctx or current_context(), dtype=dtype, seed=seed)
     load_weights(source, model)
     return model
 
 
-@torch.no_grad()
-def load_weights(source, model: Model) -> None:
-    """Fill this rank's parameters from an open source, whose config must be the model's."""
-    for entry in model.entries():
+def load_weights(source: Source, model: Model) -> None:
+    """Fill this rank's parameters from an open source; its companions travel on. UserError for another model's."""
+    entries = list(model.entries())
+    other = [entry.name for entry in entries if source.specs.get(entry.name, entry.spec).shape != entry.spec.shape]
+    other += [entry.name for entry in entries if entry.name not in source.specs]
+    if type(model) is not source.model or other:
+        what = f"its {other[0]} is another" if other else f"it is a {source.model.__name__}"
+        raise UserError(f"{source.path} is not of this {type(model).__name__}: {what}")
+    for entry in entries:
         source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
+    model.companions = source.companions if model.ctx.rank == 0 else {}
 
 
 def save_parallelized(
-    model: Model, directory: str | Path, *, merge_checkpoints: bool = False, max_shard_size: int = 5 * 10**9
+    model: Model,
+    directory: str | Path,
+    *,
+    merge_checkpoints: bool = False,
+    max_shard_size: int | str = "5GB",
+    save_config: bool = True,
 ) -> None:
     """Write a model from all ranks together, in place of what megazoo wrote there before.
 
     As shards, one file for each (tp, pp) rank; or with merge_checkpoints as a Hugging Face directory, in files of
-    max_shard_size bytes at most. Raises UserError on every rank if one fails.
+    max_shard_size at most (bytes, or as "5GB"), without its config.json if not save_config. Raises UserError on every
+    rank if one fails.
     """
     ctx, directory = model.ctx, Path(directory)
     ctx.require_ranks()
@@ -51,22 +62,26 @@ def save_parallelized(
     staging = shards.parent / f".{shards.name}.writing"
 
     def begin() -> None:
+        if merge_checkpoints:
+            hugging_face_config(model.config), parse_size(max_shard_size)
         _check_ours(directory)
-        shutil.rmtree(staging, ignore_errors=True)
+        remove(staging)
         staging.mkdir(parents=True)
 
     def complete() -> None:
-        write_manifest(staging, model.config, ctx, written, {})
-        with replaced_directory(shards) as new:
-            new.rmdir()
-            staging.rename(new)
+        write_manifest(staging, model.config, ctx, written, {}, model.companions)
+        with taking_the_place(staging, shards):
+            pass
         if merge_checkpoints:
-            write_hugging_face(Checkpoint(shards), directory, max_shard_size=max_shard_size, overwrite=True)
-            shutil.rmtree(shards)
+            sizes = {"max_shard_size": max_shard_size, "save_config": save_config}
+            write_hugging_face(Checkpoint(shards), directory, **sizes, overwrite=True)
+            remove(shards)
 
-    together(ctx, directory, begin if ctx.rank == 0 else lambda: None)
-    written = together(ctx, directory, lambda: write_rank(staging, model, lambda e: e.parameter), staging)
-    together(ctx, directory, complete if ctx.rank == 0 else lambda: None, staging)
+    with saving(directory, staging, ctx) as together:
+        together(begin, only_rank_zero=True)
+        files = files_of_rank(model, lambda entry: entry.parameter, None)
+        written = together(lambda: write_rank(staging, files, ctx))
+        together(complete, only_rank_zero=True)
 
 
 def _check_ours(directory: Path) -> None:

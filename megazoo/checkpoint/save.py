@@ -1,8 +1,12 @@
 """Saving and loading a run: model, optimizer and the trainer's state, from any layout into any layout."""
 
+import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
 
 import torch
 
@@ -11,49 +15,115 @@ from megazoo.checkpoint.format import (
     MANIFEST,
     TRAINER,
     Lazy,
+    manifest_checksum,
     publish,
     remove,
     staging_directory,
     step_name,
+    write_at_once,
     write_json,
     write_safetensors,
 )
 from megazoo.checkpoint.reader import Checkpoint, describe
 from megazoo.errors import UserError
 from megazoo.models import family_of
-from megazoo.models.base import Entry
+from megazoo.models.base import Entry, Model
 from megazoo.optim import MASTER, AdamW
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import ParameterSpec
 
 
-def save(directory: str | Path, step: int, model, optimizer: AdamW | None = None, trainer: dict | None = None) -> Path:
+def save(
+    directory: str | Path,
+    step: int,
+    model: Model,
+    optimizer: AdamW | None = None,
+    trainer: dict | None = None,
+    *,
+    keep_last: int = 0,
+) -> Path:
     """Write `directory/step_...` from all ranks together; returns its path.
 
     Every (tp, pp) rank writes its parameters once; its dp replicas share the writing of the optimizer's state.
-    trainer: JSON for trainer.json. Raises UserError on every rank if one fails; earlier checkpoints stay as they were.
+    trainer: JSON for trainer.json. keep_last: how many steps remain in the directory, this one included; 0: all.
+    Raises UserError on every rank if one fails; earlier checkpoints stay as they were.
     """
-    ctx, directory = model.ctx, Path(directory)
-    staging = directory / f".{step_name(step)}.partial"
-    if ctx.rank == 0:
-        together(ctx, directory, lambda: staging_directory(directory, step))
-    else:
-        together(ctx, directory, lambda: None)
-    states = (lambda entry: optimizer.state[entry.name]) if optimizer else None
-    written = together(ctx, directory, lambda: write_rank(staging, model, lambda e: e.parameter, states), staging)
-
-    def complete() -> None:
-        steps = {"optimizer_steps": int(optimizer.steps.item())} if optimizer else {}
-        if optimizer and optimizer.loss_scale:
-            steps["loss_scale"] = optimizer.loss_scale.state()
-        write_manifest(staging, model.config, ctx, written, {**(trainer or {}), **steps, "step": step})
-        publish(staging, step)
-
-    together(ctx, directory, complete if ctx.rank == 0 else lambda: None, staging)
-    return directory / step_name(step)
+    contents = _contents(step, model, optimizer, trainer)
+    return _write_step(Path(directory), step, contents, keep_last)
 
 
-def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
+class Saver:
+    """Saves the steps of a run, each at once or, in the background, while training goes on.
+
+    background: `save` only copies this rank's share in memory; a thread writes it. keep_last: as in `save`. say: is
+    told of every step that was saved. Use it as a context: at its end the last step is on disk, or UserError is raised.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Model,
+        optimizer: AdamW,
+        *,
+        background: bool = False,
+        keep_last: int = 0,
+        say: Callable[[str], None] = lambda _: None,
+    ):
+        self.directory, self.model, self.optimizer = directory, model, optimizer
+        self.background, self.keep_last, self.say = background, keep_last, say
+        self.saved: Path | None = None  # the last step that is on disk
+        self._thread: Thread | None = None
+        self._error: UserError | None = None
+        self._may_fail = False
+        self._group = model.ctx.new_cpu_group() if background else None  # the thread's own
+
+    def save(self, step: int, trainer: dict, *, may_fail: bool = False) -> None:
+        """Save a step; an earlier one that is still being written is waited for first.
+
+        may_fail: should it fail, that is told on stderr; else UserError is raised, on every rank.
+        """
+        self.wait()
+        contents, self._may_fail = _contents(step, self.model, self.optimizer, trainer), may_fail
+        if self.background:
+            self._thread = Thread(target=self._write, args=(step, contents.copied()))
+            self._thread.start()
+        else:
+            self._write(step, contents)
+            self._report()
+
+    def wait(self) -> None:
+        """Wait until the last step is written; raises or tells what failed."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+            self._report()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._may_fail = kind is not None  # what failed first is what is raised
+        self.wait()
+
+    def _write(self, step: int, contents: "_Contents") -> None:
+        try:
+            self.saved = _write_step(self.directory, step, contents, self.keep_last, self._group)
+            self.say(f"saved {self.saved}")
+        except UserError as error:
+            self._error = error
+        except RuntimeError as error:  # of the process group, when another rank is gone
+            self._error = UserError(f"step {step} was not saved: {error}; earlier checkpoints are untouched", 1)
+
+    def _report(self) -> None:
+        error, self._error = self._error, None
+        if error and not self._may_fail:
+            raise error
+        if error and self.model.ctx.rank == 0:
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+
+
+def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -> dict:
     """Fill this rank's parameters and optimizer state from a checkpoint of any layout; returns the trainer's state."""
 
     def best_weights(entry: Entry, dtype: torch.dtype) -> str:
@@ -62,9 +132,8 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
         return master if dtype == torch.float32 and master in checkpoint.tensors else entry.name
 
     for entry in model.entries():
-        with torch.no_grad():
-            name = best_weights(entry, entry.parameter.dtype)
-            checkpoint.read_into(name, entry.parameter, entry.spec, model.ctx)
+        name = best_weights(entry, entry.parameter.dtype)
+        checkpoint.read_into(name, entry.parameter, entry.spec, model.ctx)
     if optimizer:
         for entry in optimizer.entries:
             for state, tensor in optimizer.state[entry.name].items():
@@ -73,44 +142,124 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
         optimizer.steps.fill_(checkpoint.trainer["optimizer_steps"])
         if optimizer.loss_scale and "loss_scale" in checkpoint.trainer:
             optimizer.loss_scale.load(checkpoint.trainer["loss_scale"])
+    model.companions = checkpoint.companions if model.ctx.rank == 0 else {}
     return checkpoint.trainer
 
 
-def write_rank(
-    directory: Path,
-    model,
-    weight_of: Callable[[Entry], torch.Tensor | Lazy],
-    states_of: Callable[[Entry], dict[str, torch.Tensor | Lazy]] | None = None,
-) -> dict:
-    """Write one rank's files; returns their sizes and checksums, and the manifest's lines of its tensors."""
-    ctx, files, lines = model.ctx, {}, {}
+# What a rank writes.
+
+Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | Lazy]]]
+FilesOf = Callable[[Entry], dict[str, torch.Tensor | Lazy]]
+
+
+def files_of_rank(model: Model, weight_of: Callable[[Entry], torch.Tensor | Lazy], states_of: FilesOf | None) -> Files:
+    """A rank's files and their tensors, by their global names. A file's name has {tp} where the tp rank stands."""
+    ctx = model.ctx
     owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]  # the same on all tp ranks
     entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
-    place = f"tp_{{tp}}_pp_{ctx.pp_rank}"
-
-    def write(pattern: str, tensors: dict[str, tuple[Entry, torch.Tensor | Lazy]]) -> None:
-        name = pattern.format(tp=ctx.tp_rank)
-        files[name] = write_safetensors(directory / name, {n: t for n, (_, t) in tensors.items()})
-        lines.update({n: describe(entry.spec, t.dtype, pattern) for n, (entry, t) in tensors.items()})
-
+    place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}
     if ctx.dp_rank == 0:
-        write(f"model_{place}.safetensors", {entry.name: (entry, weight_of(entry)) for entry in entries})
+        files[f"model_{place}.safetensors"] = {e.name: (e.spec, weight_of(e)) for e in entries}
     if states_of:
         writers = dict(zip((entry.name for entry in owned), _writers(owned, ctx.dp_size), strict=True))
         mine = [entry for entry in entries if writers[entry.name] == ctx.dp_rank]
-        states = {f"{e.name}.{state}": (e, t) for e in mine for state, t in states_of(e).items()}
-        write(f"optimizer_{place}_dp_{ctx.dp_rank}.safetensors", states)
-    return {"files": files, "tensors": lines}
+        states = {f"{e.name}.{state}": (e.spec, t) for e in mine for state, t in states_of(e).items()}
+        files[f"optimizer_{place}_dp_{ctx.dp_rank}.safetensors"] = states
+    return files
 
 
-def write_manifest(directory: Path, config, ctx: ParallelContext, written: list[dict], trainer: dict) -> None:
-    """Write trainer.json and, last of all, the manifest of what every rank has written."""
+def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
+    """Write one rank's files; returns their sizes and checksums, and the manifest's lines of its tensors."""
+    infos, lines = {}, {}
+    for pattern, tensors in files.items():
+        name = pattern.format(tp=ctx.tp_rank)
+        infos[name] = write_safetensors(directory / name, {n: tensor for n, (_, tensor) in tensors.items()})
+        lines |= {n: describe(spec, tensor.dtype, pattern) for n, (spec, tensor) in tensors.items()}
+    return {"files": infos, "tensors": lines}
+
+
+def write_manifest(
+    directory: Path, config, ctx: ParallelContext, written: list[dict], trainer: dict, companions: dict[str, bytes]
+) -> None:
+    """Write trainer.json, the companions and, last of all, the manifest of what every rank has written."""
     files = {name: info for part in written for name, info in part["files"].items()}
     tensors = {name: line for part in written for name, line in part["tensors"].items()}
     files[TRAINER] = write_json(directory / TRAINER, trainer)
+    files |= {name: write_at_once(directory / name, data) for name, data in companions.items()}
     layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
     manifest = {"format": FORMAT_VERSION, "family": family_of(config), "config": asdict(config), "layout": layout}
-    write_json(directory / MANIFEST, {**manifest, "files": files, "tensors": tensors})
+    manifest |= {"files": files, "tensors": tensors}
+    write_json(directory / MANIFEST, {**manifest, "crc32": manifest_checksum(manifest)})
+
+
+class _Contents(NamedTuple):
+    """What this rank writes of a step."""
+
+    ctx: ParallelContext
+    config: object
+    files: Files
+    trainer: dict
+    companions: dict[str, bytes]
+
+    def copied(self) -> "_Contents":
+        """The same, in memory of its own on the CPU."""
+        files = {
+            file: {name: (spec, tensor.detach().to("cpu", copy=True)) for name, (spec, tensor) in tensors.items()}
+            for file, tensors in self.files.items()
+        }
+        return self._replace(files=files)
+
+
+def _contents(step: int, model: Model, optimizer: AdamW | None, trainer: dict | None) -> _Contents:
+    states = (lambda entry: optimizer.state[entry.name]) if optimizer else None
+    files = files_of_rank(model, lambda entry: entry.parameter, states)
+    steps = {"optimizer_steps": int(optimizer.steps.item())} if optimizer else {}
+    if optimizer and optimizer.loss_scale:
+        steps["loss_scale"] = optimizer.loss_scale.state()
+    return _Contents(model.ctx, model.config, files, {**(trainer or {}), **steps, "step": step}, model.companions)
+
+
+def _write_step(directory: Path, step: int, contents: _Contents, keep_last: int, group=None) -> Path:
+    ctx, staging = contents.ctx, directory / f".{step_name(step)}.partial"
+
+    def complete() -> None:
+        write_manifest(staging, contents.config, ctx, written, contents.trainer, contents.companions)
+        publish(staging, step, keep_last)
+
+    with saving(directory, staging, ctx, group) as together:
+        together(lambda: staging_directory(directory, step), only_rank_zero=True)
+        written = together(lambda: write_rank(staging, contents.files, ctx))
+        together(complete, only_rank_zero=True)
+    return directory / step_name(step)
+
+
+@contextmanager
+def saving(directory: Path, staging: Path, ctx: ParallelContext, group=None):
+    """Gives a function that does a part of a save on every rank, or on one, and returns what each rank's work returned.
+
+    If one rank fails, all raise the same UserError, and what was begun is removed. group: to talk over; the world's.
+    """
+
+    def together(work: Callable, only_rank_zero: bool = False) -> list:
+        value = error = None
+        try:
+            value = work() if ctx.rank == 0 or not only_rank_zero else None
+        except OSError as problem:
+            error = f"can't save to {directory}: {problem.strerror or problem}"
+        except UserError as problem:
+            error = str(problem)
+        outcomes = all_gather_objects((value, error), ctx, group)
+        errors = [error for _, error in outcomes if error]
+        if errors:
+            raise UserError(f"{errors[0]}; earlier checkpoints are untouched", exit_code=1)
+        return [value for value, _ in outcomes]
+
+    try:
+        yield together
+    except UserError:
+        if ctx.rank == 0:
+            remove(staging, ignore_errors=True)
+        raise
 
 
 def _writers(entries: list[Entry], dp_size: int) -> list[int]:
@@ -121,20 +270,3 @@ def _writers(entries: list[Entry], dp_size: int) -> list[int]:
         writers.append((2 * before + size) * dp_size // (2 * total))
         before += size
     return writers
-
-
-def together(ctx: ParallelContext, directory: Path, work, staging: Path | None = None) -> list:
-    """Do a part of a save on every rank; if one fails, all raise the same UserError, and what was begun is removed."""
-    try:
-        value, error = work(), None
-    except OSError as problem:
-        value, error = None, f"can't save to {directory}: {problem.strerror or problem}"
-    except UserError as problem:
-        value, error = None, str(problem)
-    outcomes = all_gather_objects((value, error), ctx)
-    errors = [error for _, error in outcomes if error]
-    if errors:
-        if staging and ctx.rank == 0:
-            remove(staging)
-        raise UserError(f"{errors[0]}; earlier checkpoints are untouched", exit_code=1)
-    return [value for value, _ in outcomes]

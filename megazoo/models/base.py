@@ -59,6 +59,7 @@ class Model(nn.Module):
         self._recompute, self._interval = "none", 1
         self._buckets: GradientBuckets | None = None
         self.loss_scale: LossScale | None = None  # of float16; its optimizer makes it
+        self.companions: dict[str, bytes] = {}  # tokenizer files and the like that came with the weights, on rank 0
         self._calls = 0
 
     # What a family defines.
@@ -180,6 +181,7 @@ class Model(nn.Module):
             return run(x, stage.layers)
         for first in stage.layers[:: self._interval]:
             layers = range(first, min(first + self._interval, stage.layers.stop))
+            x = x if x.requires_grad else x.detach().requires_grad_()  # of a frozen embedding
             x = recomputed(partial(run, layers=layers), x)
         return x
 
@@ -206,12 +208,21 @@ class Model(nn.Module):
 
     # What users call.
 
-    def save_parallelized(self, directory, *, merge_checkpoints: bool = False, max_shard_size: int = 5 * 10**9) -> None:
+    def save_parallelized(self, directory, **options) -> None:
         """Write the model: see `megazoo.checkpoint.save_parallelized`."""
         from megazoo.checkpoint import save_parallelized  # checkpoints know models, not the reverse
 
-        sizes = {"merge_checkpoints": merge_checkpoints, "max_shard_size": max_shard_size}
-        save_parallelized(self, directory, **sizes)
+        save_parallelized(self, directory, **options)
+
+    def from_parallelized(self, directory) -> "Model":
+        """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns self.
+
+        UserError if they are of another model.
+        """
+        from megazoo.checkpoint import load_weights, open_source
+
+        load_weights(open_source(directory), self)
+        return self
 
     def forward(
         self,

@@ -50,11 +50,11 @@ def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContex
     return tensor
 
 
-def all_gather_objects(value, ctx: ParallelContext) -> list:
-    """Every rank's small Python value, in the order of the world's ranks."""
+def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
+    """Every rank's small Python value, in the order of the world's ranks. group: of all ranks; the world's."""
     values = [value] * ctx.world_size
     if ctx.world_size > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -25,6 +25,8 @@ def untraced(function: Callable) -> Callable:
 def prepare_to_compile(device: torch.device) -> None:
     """Call before torch.compile. UserError if the machine lacks what it needs for `device`."""
     check_compiler(device.type)
+    # A layer is compiled anew for training, evaluation, masks, and each scale that depends on its index.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
     while _untraced:
         function = _untraced.pop()
         owner, (*classes, name) = sys.modules[function.__module__], function.__qualname__.split(".")

@@ -100,6 +100,10 @@ class ParallelContext:
     def dp_group(self) -> dist.ProcessGroup | None:
         return self.mesh and self.mesh.get_group("dp")
 
+    def new_cpu_group(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup | None:
+        """A group of all ranks for CPU tensors, for a thread of its own; every rank calls it. None for one rank."""
+        return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+
     def require_ranks(self) -> None:
         """Raise UserError in a virtual context: without its other ranks a model would give wrong numbers."""
         if self.world_size > 1 and self.mesh is None:

@@ -17,15 +17,18 @@ MODES = ("none", "selective", "full")
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, *inputs):
-        ctx.function = function
+        ctx.function, ctx.generator = function, torch.get_rng_state()
         ctx.save_for_backward(*inputs)
         return function(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        now = torch.get_rng_state()
+        torch.set_rng_state(ctx.generator)  # for a Dropout without a seed
         with torch.enable_grad():
             output = ctx.function(*inputs)
+        torch.set_rng_state(now)
         torch.autograd.backward(output, grad)  # parameters inside the function get their gradients here
         return None, *(x.grad for x in inputs)
 

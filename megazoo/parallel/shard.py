@@ -85,6 +85,13 @@ class Piece:
         pairs = zip(box or self.box, self.box, self.offset, strict=True)
         return tuple(slice(start - own + offset, stop - own + offset) for (start, stop), (own, _), offset in pairs)
 
+    def in_rows(self, start: int, stop: int) -> "Piece | None":
+        """What of it lies in rows start to stop of the holder's tensor, as a piece of those rows alone."""
+        (begin, end), first = self.box[0], self.offset[0]
+        low, high = max(start, first), min(stop, first + end - begin)
+        rows = (begin + low - first, begin + high - first)
+        return Piece((rows, *self.box[1:]), (low - start, *self.offset[1:]), self.owned) if low < high else None
+
 
 def overlap(a: Box, b: Box) -> Box | None:
     """What two boxes of one tensor share, or None."""

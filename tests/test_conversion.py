@@ -1,0 +1,252 @@
+"""Hugging Face to shards to other shards and back, bit for bit; what transformers makes of it; and the memory it takes."""
+
+import functools
+import logging
+import random
+import warnings
+from itertools import product
+from pathlib import Path
+
+import pytest
+import test_gpt2
+import test_llama
+import torch
+from helpers import randomized_, run_script
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, MptForCausalLM, PreTrainedTokenizerFast
+from transformers import MptConfig as HFMptConfig
+
+from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory
+from megazoo.checkpoint.convert import write_hugging_face, write_shards
+from megazoo.models.llama import LlamaConfig
+
+SIZES = {"vocab_size": 61, "max_positions": 32, "layers": 5, "hidden_size": 32, "heads": 8, "ffn_size": 48}
+
+
+def gpt2(**fields):
+    return test_gpt2.hugging_face_model(n_layer=5, n_head=8, **fields)
+
+
+def llama(**fields):
+    return test_llama.hugging_face_model(LlamaConfig(**{**SIZES, **fields}))
+
+
+def mpt(**fields):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "max_seq_len": 32, "d_model": 32, "n_layers": 5, "n_heads": 8}
+    return randomized_(MptForCausalLM(HFMptConfig(**sizes, **fields)))
+
+
+# Every configuration that has tensors of its own, or other shapes.
+MODELS = {
+    "gpt2": gpt2,
+    "gpt2, untied, n_inner": lambda: gpt2(tie_word_embeddings=False, n_inner=48),
+    "llama": lambda: llama(kv_heads=8),
+    "llama, tied, biases, two KV heads": lambda: llama(
+        kv_heads=2, tie_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama, one KV head, wide heads": lambda: llama(kv_heads=1, head_size=12),
+    "mpt": mpt,
+    "mpt, untied": lambda: mpt(tie_word_embeddings=False),
+}
+LAYOUTS = list(product((1, 2, 4, 8), (1, 2, 4)))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASES = list(product(MODELS, LAYOUTS, LAYOUTS, DTYPES))
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """Hugging Face directories, and their tensors, by model and dtype."""
+
+    @functools.cache
+    def make(name: str, dtype: torch.dtype) -> tuple[Path, dict]:
+        directory = tmp_path_factory.mktemp("hf")
+        MODELS[name]().to(dtype).save_pretrained(directory, max_shard_size="30KB")
+        return directory, tensors_of(directory)
+
+    return make
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def check_round_trip(original: Path, tensors: dict, first, second, directory: Path) -> None:
+    write_shards(HuggingFaceDirectory(original), directory / "a", *first)
+    write_shards(Checkpoint(directory / "a"), directory / "b", *second)
+    write_hugging_face(Checkpoint(directory / "b"), directory / "hf")
+    again = tensors_of(directory / "hf")
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert again[name].dtype == tensor.dtype
+        assert torch.equal(again[name], tensor), name
+    Checkpoint(directory / "b").verify()
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "dtype"), random.Random(4).sample(CASES, 40), ids=lambda value: str(value)
+)
+def test_there_and_back_is_bit_for_bit(originals, tmp_path, name, first, second, dtype):
+    check_round_trip(*originals(name, dtype), first, second, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_through_every_pair_of_layouts(originals, tmp_path, name, dtype):
+    for number, pair in enumerate(product(LAYOUTS, LAYOUTS)):
+        check_round_trip(*originals(name, dtype), *pair, tmp_path / str(number))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A byte-level BPE tokenizer of 300 tokens, trained on this file."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train([__file__], trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def generated(directory: Path) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    inputs = tokenizer("def tensors_of(", return_tensors="pt")
+    ids = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12)
+    return tokenizer.decode(ids[0]), model.config.to_dict(), model.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("with_generation_config", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mpt"])
+def test_transformers_takes_a_merged_directory_as_the_original(
+    family, tokenizer, tmp_path, caplog, with_generation_config
+):
+    vocabulary = {"vocab_size": len(tokenizer)}
+    scaling = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+    scaling["original_max_position_embeddings"] = 16
+    hf = {
+        "gpt2": lambda: gpt2(**vocabulary),
+        "llama": lambda: llama(**vocabulary, kv_heads=2, rope_scaling=scaling),
+        "mpt": lambda: mpt(**vocabulary),
+    }[family]()
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    for name, value in ids.items():
+        setattr(hf.config, name, value)
+        setattr(hf.generation_config, name, value)
+    hf.save_pretrained(tmp_path / "hf")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    if not with_generation_config:
+        (tmp_path / "hf" / "generation_config.json").unlink()
+    expected, config, generation = generated(tmp_path / "hf")
+    write_shards(HuggingFaceDirectory(tmp_path / "hf"), tmp_path / "a", 2, 2)
+    write_hugging_face(Checkpoint(tmp_path / "a"), tmp_path / "merged", max_shard_size="40KB")
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with warnings.catch_warnings(record=True) as told, caplog.at_level(logging.WARNING):
+            warnings.simplefilter("always")
+            text, merged_config, merged_generation = generated(tmp_path / "merged")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [str(warning.message) for warning in told] == []
+    assert caplog.messages == []
+    assert text == expected
+    assert {name: merged_config[name] for name in ids} == ids
+    differing = {name for name in config.keys() | merged_config.keys() if config.get(name) != merged_config.get(name)}
+    assert differing <= {"_name_or_path", "attn_config", "architectures"}
+    assert generation.keys() == merged_generation.keys()
+
+
+# Memory. The sizes that users have are in the slow tests.
+
+
+def hugging_face_directory(directory: Path, hidden: int, layers: int, vocabulary: int) -> int:
+    """A LLaMA of random weights, written without being held; returns its bytes."""
+    from megazoo.checkpoint.format import Lazy, write_safetensors
+    from megazoo.checkpoint.hugging_face import their_names
+    from megazoo.models.llama import Llama
+    from megazoo.parallel import ParallelContext
+
+    config = LlamaConfig(vocabulary, 64, hidden, layers, 16, 8, ffn_size=4 * hidden)
+    directory.mkdir()
+    from megazoo.checkpoint.format import write_json
+
+    write_json(directory / "config.json", config.to_hugging_face())
+    tensors = {}
+    for entry in Llama.on_meta(config, ParallelContext()).entries():
+        names = their_names(Llama, entry.name).names
+        parts = entry.spec.shard.parts if len(names) > 1 else entry.spec.shape[:1]
+        for name, rows in zip(names, parts, strict=True):
+            shape = (rows, *entry.spec.shape[1:])
+            tensors[name] = Lazy(shape, torch.float32, lambda a, b, rest=shape[1:]: torch.randn(b - a, *rest))
+    return write_safetensors(directory / "model.safetensors", tensors)["size"]
+
+
+CONVERTING = """
+from pathlib import Path
+from helpers import PeakMemory
+from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory
+from megazoo.checkpoint.convert import write_hugging_face, write_shards
+directory = Path({directory!r})
+with PeakMemory() as memory:
+    write_shards(HuggingFaceDirectory(directory / "hf"), directory / "a", 4, 2)
+print(memory.above)
+with PeakMemory() as memory:
+    write_shards(Checkpoint(directory / "a"), directory / "b", 2, 1)
+print(memory.above)
+with PeakMemory() as memory:
+    write_hugging_face(Checkpoint(directory / "b"), directory / "c")
+print(memory.above)
+"""
+LOADING = """
+import torch
+import megazoo
+from megazoo.checkpoint import load_weights, open_source
+from megazoo.parallel import ParallelContext
+from pathlib import Path
+from helpers import PeakMemory
+for name in ("hf", "b"):
+    with PeakMemory() as memory:
+        source = open_source(Path({directory!r}) / name)
+        model = source.model.empty(source.config, ParallelContext.virtual(4, 2, rank=5), dtype=torch.{dtype})
+        load_weights(source, model)
+    print(memory.above)
+    print(sum(parameter.nbytes for parameter in model.parameters()))
+    print(source.bytes_read)
+    del model, source
+"""
+
+
+def peaks_of_converting(directory: Path, hidden: int, layers: int, vocabulary: int) -> list[int]:
+    """Peaks of RssAnon above the start: of converting, resharding and merging."""
+    hugging_face_directory(directory / "hf", hidden, layers, vocabulary)
+    return run_script(CONVERTING.format(directory=str(directory)))
+
+
+def check_loading(directory: Path) -> None:
+    for dtype, wide in (("float32", 1), ("bfloat16", 2)):
+        numbers = run_script(LOADING.format(directory=str(directory), dtype=dtype))
+        for peak, own, read in (numbers[:3], numbers[3:]):
+            assert peak < 1.1 * own + (64 << 20)
+            assert read < 1.05 * own * wide
+
+
+def test_pieces_move_one_at_a_time(tmp_path):
+    """One tensor of this model takes 96 MB, all of them 270."""
+    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 80 << 20
+    check_loading(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_memory_of_converting_does_not_grow_with_the_model(tmp_path):
+    two = peaks_of_converting(tmp_path / "two", 2048, 6, 32768)
+    check_loading(tmp_path / "two")
+    four = peaks_of_converting(tmp_path / "four", 2048, 13, 32768)
+    print(two, four)
+    assert max(two) < 300 * 10**6
+    assert all(b < 1.1 * a + (1 << 20) for a, b in zip(two, four, strict=True))
