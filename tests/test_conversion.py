@@ -1,4 +1,4 @@
-"""Hugging Face to shards to other shards and back, bit for bit; what transformers makes of it; and the memory it takes."""
+"""Hugging Face to shards to other shards and back: bit for bit, as transformers takes it, and in little memory."""
 
 import functools
 import logging
@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 import test_gpt2
+import test_hugging_face
 import test_llama
 import torch
-from helpers import randomized_, run_script
+from helpers import run_script
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, MptForCausalLM, PreTrainedTokenizerFast
-from transformers import MptConfig as HFMptConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory
 from megazoo.checkpoint.convert import write_hugging_face, write_shards
-from megazoo.models.llama import LlamaConfig
+from megazoo.checkpoint.format import Lazy, write_json, write_safetensors
+from megazoo.checkpoint.hugging_face import their_names
+from megazoo.models.llama import Llama, LlamaConfig
+from megazoo.parallel import ParallelContext
 
 SIZES = {"vocab_size": 61, "max_positions": 32, "layers": 5, "hidden_size": 32, "heads": 8, "ffn_size": 48}
 
@@ -33,9 +36,7 @@ def llama(**fields):
 
 
 def mpt(**fields):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "max_seq_len": 32, "d_model": 32, "n_layers": 5, "n_heads": 8}
-    return randomized_(MptForCausalLM(HFMptConfig(**sizes, **fields)))
+    return test_hugging_face.mpt(n_layers=5, n_heads=8, **fields)
 
 
 # Every configuration that has tensors of its own, or other shapes.
@@ -129,7 +130,7 @@ def test_transformers_takes_a_merged_directory_as_the_original(
     scaling = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
     scaling["original_max_position_embeddings"] = 16
     hf = {
-        "gpt2": lambda: gpt2(**vocabulary),
+        "gpt2": lambda: gpt2(**vocabulary, n_inner=128),
         "llama": lambda: llama(**vocabulary, kv_heads=2, rope_scaling=scaling),
         "mpt": lambda: mpt(**vocabulary),
     }[family]()
@@ -144,6 +145,7 @@ def test_transformers_takes_a_merged_directory_as_the_original(
     expected, config, generation = generated(tmp_path / "hf")
     write_shards(HuggingFaceDirectory(tmp_path / "hf"), tmp_path / "a", 2, 2)
     write_hugging_face(Checkpoint(tmp_path / "a"), tmp_path / "merged", max_shard_size="40KB")
+    caplog.clear()
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
@@ -157,24 +159,17 @@ def test_transformers_takes_a_merged_directory_as_the_original(
     assert text == expected
     assert {name: merged_config[name] for name in ids} == ids
     differing = {name for name in config.keys() | merged_config.keys() if config.get(name) != merged_config.get(name)}
-    assert differing <= {"_name_or_path", "attn_config", "architectures"}
+    assert differing <= {"_name_or_path"}
     assert generation.keys() == merged_generation.keys()
 
 
 # Memory. The sizes that users have are in the slow tests.
 
 
-def hugging_face_directory(directory: Path, hidden: int, layers: int, vocabulary: int) -> int:
-    """A LLaMA of random weights, written without being held; returns its bytes."""
-    from megazoo.checkpoint.format import Lazy, write_safetensors
-    from megazoo.checkpoint.hugging_face import their_names
-    from megazoo.models.llama import Llama
-    from megazoo.parallel import ParallelContext
-
+def hugging_face_directory(directory: Path, hidden: int, layers: int, vocabulary: int) -> None:
+    """A LLaMA of random weights, written without being held."""
     config = LlamaConfig(vocabulary, 64, hidden, layers, 16, 8, ffn_size=4 * hidden)
-    directory.mkdir()
-    from megazoo.checkpoint.format import write_json
-
+    directory.mkdir(parents=True)
     write_json(directory / "config.json", config.to_hugging_face())
     tensors = {}
     for entry in Llama.on_meta(config, ParallelContext()).entries():
@@ -182,8 +177,8 @@ def hugging_face_directory(directory: Path, hidden: int, layers: int, vocabulary
         parts = entry.spec.shard.parts if len(names) > 1 else entry.spec.shape[:1]
         for name, rows in zip(names, parts, strict=True):
             shape = (rows, *entry.spec.shape[1:])
-            tensors[name] = Lazy(shape, torch.float32, lambda a, b, rest=shape[1:]: torch.randn(b - a, *rest))
-    return write_safetensors(directory / "model.safetensors", tensors)["size"]
+            tensors[name] = Lazy(shape, torch.float32, lambda rows, _: rows.normal_())
+    write_safetensors(directory / "model.safetensors", tensors)
 
 
 CONVERTING = """
@@ -237,7 +232,7 @@ def check_loading(directory: Path) -> None:
 
 def test_pieces_move_one_at_a_time(tmp_path):
     """One tensor of this model takes 96 MB, all of them 270."""
-    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 80 << 20
+    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 32 << 20
     check_loading(tmp_path)
 
 
@@ -249,4 +244,4 @@ def test_the_memory_of_converting_does_not_grow_with_the_model(tmp_path):
     four = peaks_of_converting(tmp_path / "four", 2048, 13, 32768)
     print(two, four)
     assert max(two) < 300 * 10**6
-    assert all(b < 1.1 * a + (1 << 20) for a, b in zip(two, four, strict=True))
+    assert max(four) < 1.1 * max(two)

@@ -18,7 +18,7 @@ SIZES = {"vocab_size": 61, "max_positions": 24, "hidden_size": 32, "layers": 3, 
 def hugging_face_model(**fields):
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4}
-    return randomized_(GPT2LMHeadModel(HFConfig(**sizes, **fields)))
+    return randomized_(GPT2LMHeadModel(HFConfig(**sizes | fields)))
 
 
 def global_tensors(hf):

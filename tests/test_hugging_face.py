@@ -38,7 +38,7 @@ def mpt(**fields):
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "max_seq_len": 32, "d_model": 32, "n_layers": 3, "n_heads": 4}
     return randomized_(
-        MptForCausalLM(HFMptConfig(**sizes, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3}, **fields))
+        MptForCausalLM(HFMptConfig(attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3}, **sizes | fields))
     )
 
 

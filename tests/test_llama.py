@@ -48,8 +48,10 @@ VARIANTS = {
 def hugging_face_model(config: LlamaConfig):
     torch.manual_seed(0)
     hf_config = HFConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=config.kv_heads, head_dim=config.head_size or 8, max_position_embeddings=32,
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.ffn_size,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        head_dim=config.head_size or config.hidden_size // config.heads,
+        max_position_embeddings=config.max_positions,
         rms_norm_eps=config.norm_epsilon, hidden_act=config.activation,
         attention_bias=config.attention_bias, mlp_bias=config.mlp_bias,
         tie_word_embeddings=config.tie_embeddings,

@@ -58,17 +58,14 @@ def write_shards(
     check_replaceable(directory, overwrite)
 
     def lazy(name: str, spec: ParameterSpec, ctx: ParallelContext, dtype: torch.dtype) -> Lazy:
-        shape = spec.local_shape(ctx.tp_size, ctx.tp_rank)
         mine = spec.pieces(ctx.tp_size, ctx.tp_rank)
 
-        def rows(start: int, stop: int) -> torch.Tensor:
-            tensor = torch.empty(stop - start, *shape[1:], dtype=dtype)
-            pieces = [part for piece in mine if (part := piece.in_rows(start, stop))]
-            source.read_pieces(name, tensor, spec, pieces)
-            progress(tensor.nbytes)
-            return tensor
+        def fill(rows: torch.Tensor, start: int) -> None:
+            pieces = [part for piece in mine if (part := piece.in_rows(start, start + len(rows)))]
+            source.read_pieces(name, rows, spec, pieces)
+            progress(rows.nbytes)
 
-        return Lazy(shape, dtype, rows)
+        return Lazy(spec.local_shape(ctx.tp_size, ctx.tp_rank), dtype, fill)
 
     with replaced_directory(directory) as staging:
         written = []
@@ -111,16 +108,14 @@ def write_hugging_face(
         kind = dtype or source.dtype_of(name)
         shape = (count, *spec.shape[1:])[:: -1 if transposed else 1]
 
-        def rows(start: int, stop: int) -> torch.Tensor:
-            tensor = torch.empty(stop - start, *shape[1:], dtype=kind)
-            ours = tensor.T if transposed else tensor
+        def fill(rows: torch.Tensor, start: int) -> None:
+            ours = rows.T if transposed else rows
             begin = (first, start) if transposed else (first + start, *(0 for _ in shape[1:]))
             box = tuple((low, low + size) for low, size in zip(begin, ours.shape, strict=True))
             source.read_pieces(name, ours, spec, [Piece(box, (0,) * len(box))])
-            progress(tensor.nbytes)
-            return tensor
+            progress(rows.nbytes)
 
-        return Lazy(shape, kind, rows)
+        return Lazy(shape, kind, fill)
 
     tensors: dict[str, Lazy] = {}
     for name, spec in source.specs.items():

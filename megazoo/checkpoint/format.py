@@ -13,6 +13,7 @@ and a kill at any moment leaves the old checkpoint or the new one.
 
 import json
 import math
+import mmap
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from megazoo.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-PIECE_BYTES = 32 << 20  # what is held of a tensor while it is written
+PIECE_BYTES = 16 << 20  # what is held of a tensor while it is written
 GENERATION = "generation_config.json"
 # Files that travel along with the weights, so that what is written runs as it is.
 COMPANIONS = (
@@ -43,24 +44,18 @@ def step_name(step: int) -> str:
 
 
 class Lazy(NamedTuple):
-    """A tensor that is made while it is written, some rows at a time. rows: gives those from a first one to a last."""
+    """A tensor that is made while it is written, some rows at a time.
+
+    fill: fill(rows, start) puts into the tensor `rows` those from number `start` on.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: Callable[[int, int], torch.Tensor]
+    fill: Callable[[torch.Tensor, int], None]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def _pieces(tensor: torch.Tensor | Lazy) -> Iterator[torch.Tensor]:
-    """A tensor's rows, as many at a time as PIECE_BYTES allows."""
-    count = tensor.shape[0]
-    step = max(1, PIECE_BYTES * count // max(1, tensor.nbytes))
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        yield tensor.rows(start, stop) if isinstance(tensor, Lazy) else tensor.detach()[start:stop]
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> dict:
@@ -83,11 +78,29 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> di
             file.write(data)
 
         write(len(text).to_bytes(8, "little") + text)
+        rows = (tensor.nbytes // max(1, tensor.shape[0]) for tensor in tensors.values())
+        # Not from the heap, which would fall to pieces.
+        pages = mmap.mmap(-1, max(PIECE_BYTES, *rows), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
         for tensor in tensors.values():
-            for piece in _pieces(tensor):
-                write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            for piece in _pieces(tensor, buffer):
+                write(piece.view(-1).view(torch.uint8).numpy())
         sync(file)
         return {"size": file.tell(), "crc32": crc}
+
+
+def _pieces(tensor: torch.Tensor | Lazy, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's rows, contiguous on the CPU, as many at a time as the buffer of bytes holds."""
+    count, row = tensor.shape[0], math.prod(tensor.shape[1:])
+    step = max(1, min(count, len(buffer) // tensor.dtype.itemsize // max(1, row)))
+    for start in range(0, count, step):
+        rows = min(step, count - start)
+        if isinstance(tensor, Lazy):
+            piece = buffer[: rows * row * tensor.dtype.itemsize].view(tensor.dtype).view(rows, *tensor.shape[1:])
+            tensor.fill(piece, start)
+            yield piece
+        else:
+            yield tensor.detach()[start : start + rows].cpu().contiguous()
 
 
 def write_json(path: Path, value) -> dict:

@@ -100,7 +100,8 @@ def config_from_hugging_face(values: dict):
     fields = Fields(values)
     config = FAMILIES[family].Config.from_hugging_face(fields)
     fields.finish()
-    FAMILIES[family].on_meta(config, ParallelContext())  # refuses what its layers don't know
+    one_layer = dataclasses.replace(config, layers=min(config.layers, 1))
+    FAMILIES[family].on_meta(one_layer, ParallelContext())  # refuses what the layers don't know
     return config
 
 
