@@ -232,7 +232,7 @@ def check_loading(directory: Path) -> None:
 
 def test_pieces_move_one_at_a_time(tmp_path):
     """One tensor of this model takes 96 MB, all of them 270."""
-    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 32 << 20
+    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 80 << 20  # four threads with two buffers each
     check_loading(tmp_path)
 
 

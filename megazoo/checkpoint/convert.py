@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,20 +69,21 @@ def write_shards(
 
         return Lazy(spec.local_shape(ctx.tp_size, ctx.tp_rank), dtype, fill)
 
+    def write(rank: int) -> dict:
+        ctx = ParallelContext.virtual(tp, pp, rank=rank)
+
+        def weight(entry: Entry) -> Lazy:
+            return lazy(entry.name, entry.spec, ctx, dtype or source.dtype_of(entry.name))
+
+        def states(entry: Entry) -> dict[str, Lazy]:
+            names = {state: f"{entry.name}.{state}" for state in source.states_of(entry.name)}
+            return {state: lazy(name, entry.spec, ctx, source.dtype_of(name)) for state, name in names.items()}
+
+        files = files_of_rank(family.on_meta(config, ctx), weight, states if source.has_states else None)
+        return write_rank(staging, files, ctx)
+
     with replaced_directory(directory) as staging:
-        written = []
-        for rank in range(tp * pp):
-            ctx = ParallelContext.virtual(tp, pp, rank=rank)
-
-            def weight(entry: Entry, ctx=ctx) -> Lazy:
-                return lazy(entry.name, entry.spec, ctx, dtype or source.dtype_of(entry.name))
-
-            def states(entry: Entry, ctx=ctx) -> dict[str, Lazy]:
-                names = {state: f"{entry.name}.{state}" for state in source.states_of(entry.name)}
-                return {state: lazy(name, entry.spec, ctx, source.dtype_of(name)) for state, name in names.items()}
-
-            files = files_of_rank(family.on_meta(config, ctx), weight, states if source.has_states else None)
-            written.append(write_rank(staging, files, ctx))
+        written = _some_at_once(write, range(tp * pp))
         layout = ParallelContext.virtual(tp, pp)
         write_manifest(staging, config, layout, written, source.trainer, source.companions)
 
@@ -135,20 +138,18 @@ def write_hugging_face(
             write_json(staging / CONFIG, values)
         for name, data in source.companions.items():
             write_at_once(staging / name, data)
-        where = {}
-        for number, group in enumerate(files, 1):
-            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            write_safetensors(staging / file, group)
-            where |= dict.fromkeys(group, file)
+        count = len(files)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        names = names if count > 1 else ["model.safetensors"]
+        _some_at_once(lambda index: write_safetensors(staging / names[index], files[index]), range(count))
         if len(files) > 1:
             totals = {
                 "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
                 "total_size": sum(tensor.nbytes for tensor in tensors.values()),
             }
-            write_json(
-                staging / "model.safetensors.index.json",
-                {"metadata": totals, "weight_map": dict(sorted(where.items()))},
-            )
+            where = {name: file for file, group in zip(names, files, strict=True) for name in group}
+            index = {"metadata": totals, "weight_map": dict(sorted(where.items()))}
+            write_json(staging / "model.safetensors.index.json", index)
 
 
 def hugging_face_config(config) -> dict:
@@ -172,6 +173,12 @@ def parse_size(text: str | int) -> int:
     if size < 1:
         raise UserError(f"{text!r} is not a size such as 5GB or 200MB")
     return size
+
+
+def _some_at_once(work: Callable[[int], Any], items: Iterable[int]) -> list:
+    """What `work` gives for each item, four files at a time: some are filled while others go to the disk."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(work, items))
 
 
 def _cut(tensors: dict[str, Lazy], limit: int) -> list[dict[str, Lazy]]:
