@@ -283,16 +283,17 @@ def test_a_run_that_diverges_stops_before_it_saves(tmp_path, capsys, monkeypatch
 
 def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypatch):
     path = save(tmp_path, 1, megazoo.from_config("gpt2-tiny"))
-    for text, message in {
-        (path / "trainer.json").read_text(): "is not of a training run: trainer.json has no consumed_samples",
-        "{": "trainer.json can't be read:",
-    }.items():
+    whole = (path / "trainer.json").read_text()
+    for text, message, code in [
+        (whole, "is not of a training run: trainer.json has no consumed_samples", 2),
+        ("{", f"trainer.json has 1 bytes, the manifest says {len(whole)}", 1),
+    ]:
         (path / "trainer.json").write_text(text)
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--load", str(tmp_path)])
         with pytest.raises(SystemExit) as stop:
             run_program(pretrain_gpt.main)
         error = capsys.readouterr().err
-        assert (stop.value.code, error.count("\n"), message in error) == (2, 1, True), error
+        assert (stop.value.code, error.count("\n"), message in error) == (code, 1, True), error
 
 
 def corpus_reads(arguments):
