@@ -30,7 +30,7 @@ def plain_autograd_gradients():
     labelled = (targets != -100).sum().float()
     for x, y in zip(ids.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
         batch = MicroBatch(tuple(x.shape), x, y)
-        (model.token_loss(model.forward_stage(x, batch, model.stages[0]), batch) / labelled).backward()
+        (model.loss_sum(model.forward_stage(x, batch, model.stages[0]), batch) / labelled).backward()
     return gradients(model)
 
 
@@ -52,7 +52,7 @@ def library_gradients(pp):
             return self.model.forward_stage(x, MicroBatch(tuple(x.shape[:2])), self.model.stages[0])
 
     def loss(logits, y):
-        return model.token_loss(logits, MicroBatch(tuple(y.shape), None, y)) / labelled
+        return model.loss_sum(logits, MicroBatch(tuple(y.shape), None, y)) / labelled
 
     stage = PipelineStage(StageModule(), ctx.pp_rank, pp, torch.device("cpu"), group=ctx.pp_group)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss, scale_grads=False)

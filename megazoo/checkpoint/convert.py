@@ -1,6 +1,5 @@
 """From any source of named tensors to shards of any layout, or to a Hugging Face directory, one tensor at a time."""
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from megazoo.checkpoint.format import (
-    GENERATION,
     MANIFEST,
     Lazy,
     NoCheckpoint,
@@ -130,8 +128,7 @@ def write_hugging_face(
             first += count
     files = _cut(tensors, limit)
     # Without these, transformers assumes the ids of its own models.
-    generation = json.loads(source.companions.get(GENERATION, b"{}"))
-    values |= {name: generation.get(name) for name in TOKEN_IDS}
+    values = {name: source.generation.get(name) for name in TOKEN_IDS} | values
     values["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     with replaced_directory(directory) as staging:
         if save_config:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megazoo.checkpoint.format import COMPANIONS, GENERATION, json_bytes
-from megazoo.checkpoint.source import Source, pieces_of_file
+from megazoo.checkpoint.source import Source, json_object, pieces_of_file
 from megazoo.errors import UserError
 from megazoo.models import config_from_file
 from megazoo.models.hugging_face import Theirs
@@ -45,11 +45,15 @@ class HuggingFaceDirectory(Source):
     @cached_property
     def companions(self) -> dict[str, bytes]:
         found = {name: (self.path / name).read_bytes() for name in COMPANIONS if (self.path / name).is_file()}
-        if GENERATION not in found:  # its ids may stand in the config instead
-            config = json.loads((self.path / CONFIG).read_text())
-            ids = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
-            found |= {GENERATION: json_bytes(ids)} if ids else {}
-        return found
+        return ({GENERATION: json_bytes(self.generation)} if self.generation else {}) | found
+
+    @cached_property
+    def generation(self) -> dict:
+        file = self.path / GENERATION
+        if file.is_file():
+            return json_object(file, file.read_bytes())
+        config = json.loads((self.path / CONFIG).read_text())  # its ids may stand there instead
+        return {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self.files.dtype([(self._file_of[part], part) for part in self._sources[name].names])

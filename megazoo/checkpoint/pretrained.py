@@ -1,5 +1,6 @@
 """Models from checkpoints and Hugging Face directories, and back: what users call."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,26 +13,51 @@ from megazoo.checkpoint.source import Source
 from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.random import derive_seed
+from megazoo.parallel.shard import initialize
+
+HEAD = "score.weight"  # of a classifier
 
 
 def from_pretrained(
-    path: str | Path, ctx: ParallelContext | None = None, *, dtype: torch.dtype | None = None, seed: int = 0
+    path: str | Path,
+    ctx: ParallelContext | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    num_labels: int | None = None,
 ) -> Model:
     """This rank's part of a model that is on disk; each rank reads only what it owns, straight into its parameters.
 
     path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by default. dtype: as it
-    is stored, by default. seed: of the dropout. Raises UserError, with what is wrong, if it can't be read or cut.
+    is stored, by default. seed: of the dropout. num_labels: make a classifier of sequences of it; the head of a
+    language model gives way to one that is drawn from the seed. Raises UserError, with what is wrong, if it can't be
+    read or cut.
     """
     source = open_source(path)
     dtype = dtype or source.dtype_of(next(iter(source.specs)))
-    model = source.model.empty(source.config, ctx or current_context(), dtype=dtype, seed=seed)
+    config = source.config
+    if num_labels is not None and num_labels != config.num_labels:
+        if config.num_labels:
+            raise UserError(f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}")
+        pad = config.pad_token_id if config.pad_token_id is not None else source.generation.get("pad_token_id")
+        config = replace(config, num_labels=num_labels, pad_token_id=pad)
+    model = source.model.empty(config, ctx or current_context(), dtype=dtype, seed=seed)
     load_weights(source, model)
     return model
 
 
 def load_weights(source: Source, model: Model) -> None:
-    """Fill this rank's parameters from an open source; its companions travel on. UserError for another model's."""
+    """Fill this rank's parameters from an open source; its companions travel on. UserError for another model's.
+
+    A classifier takes a language model's weights, too; its head is then drawn from the model's seed.
+    """
     entries = list(model.entries())
+    if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
+        new = next((entry for entry in entries if entry.name == HEAD), None)
+        if new:
+            initialize(new.parameter, new.spec, model.ctx, derive_seed(model.seed, new.name))
+            entries.remove(new)
     other = [entry.name for entry in entries if source.specs.get(entry.name, entry.spec).shape != entry.spec.shape]
     other += [entry.name for entry in entries if entry.name not in source.specs]
     if type(model) is not source.model or other:
@@ -40,6 +66,7 @@ def load_weights(source: Source, model: Model) -> None:
     for entry in entries:
         source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
     model.companions = source.companions if model.ctx.rank == 0 else {}
+    model.generation = source.generation
 
 
 def save_parallelized(

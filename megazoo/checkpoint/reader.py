@@ -13,12 +13,13 @@ from megazoo.checkpoint.format import (
     COMPANIONS,
     DTYPES,
     FORMAT_VERSION,
+    GENERATION,
     MANIFEST,
     TRAINER,
     find_checkpoint,
     manifest_checksum,
 )
-from megazoo.checkpoint.source import Source, pieces_of_file
+from megazoo.checkpoint.source import Source, json_object, pieces_of_file
 from megazoo.errors import UserError
 from megazoo.models import config_from_dict
 from megazoo.optim import MASTER, MOMENTS
@@ -63,6 +64,11 @@ class Checkpoint(Source):
     @cached_property
     def companions(self) -> dict[str, bytes]:
         return {name: self._checked(name) for name in COMPANIONS if name in self._file_infos}
+
+    @cached_property
+    def generation(self) -> dict:
+        there = GENERATION in self._file_infos
+        return json_object(self.path / GENERATION, self._checked(GENERATION)) if there else {}
 
     def states_of(self, name: str) -> list[str]:
         """The optimizer's states of a parameter."""

@@ -143,6 +143,7 @@ def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -
         if optimizer.loss_scale and "loss_scale" in checkpoint.trainer:
             optimizer.loss_scale.load(checkpoint.trainer["loss_scale"])
     model.companions = checkpoint.companions if model.ctx.rank == 0 else {}
+    model.generation = checkpoint.generation
     return checkpoint.trainer
 
 

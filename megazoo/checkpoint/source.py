@@ -1,5 +1,6 @@
 """What all places that a model is read from have in common: named global tensors, of which any box can be had."""
 
+import json
 import math
 from collections.abc import Iterator
 from functools import cached_property, reduce
@@ -20,14 +21,16 @@ class Source:
     """A model on disk, opened: its config, and its tensors by our global names.
 
     config: the family's. trainer: what the training program saved beside it. companions: the tokenizer's and the
-    generation's files, which travel along. What is opened is consistent: every tensor is there in the shape that the
-    config says, in files that are large enough for it. bytes_read: what was asked of the files so far.
+    generation's files, which travel along. generation: what generation_config.json says. What is opened is consistent:
+    every tensor is there in the shape that the config says, in files that are large enough for it. bytes_read: what
+    was asked of the files so far.
     """
 
     path: Path
     config: object
     trainer: dict
     companions: dict[str, bytes]
+    generation: dict
 
     def __init__(self, path: Path):
         self.path, self.files = path, TensorFiles(path)
@@ -166,6 +169,17 @@ class _PickledSlice:
 
     def __getitem__(self, index) -> torch.Tensor:
         return self.tensor[index]
+
+
+def json_object(path: Path, data: bytes) -> dict:
+    """The object that a JSON file holds; UserError, naming it, if there is none."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} can't be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return value
 
 
 def pieces_of_file(path: Path, size: int = 1 << 24) -> Iterator[bytes]:

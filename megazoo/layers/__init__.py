@@ -5,6 +5,8 @@ Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it
 
 from megazoo.layers.alibi import alibi_bias, alibi_slopes
 from megazoo.layers.attention import CausalSelfAttention, segment_mask
+from megazoo.layers.cache import KVCache
+from megazoo.layers.classification import ClassificationHead
 from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
@@ -16,10 +18,12 @@ from megazoo.layers.rotary import Rotary
 __all__ = [
     "MLP",
     "CausalSelfAttention",
+    "ClassificationHead",
     "ColumnParallelLinear",
     "Dropout",
     "GatedMLP",
     "HeadwiseLayerNorm",
+    "KVCache",
     "LayerNorm",
     "PositionEmbedding",
     "QKVParallelLinear",

@@ -14,14 +14,20 @@ def alibi_slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:
 
 
 def alibi_bias(
-    slopes: torch.Tensor, sequence: int, dtype: torch.dtype, device: torch.device, mask: torch.Tensor | None = None
+    slopes: torch.Tensor,
+    queries: int,
+    keys: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[heads, sequence, sequence]: slope x (key - query), and -inf for keys that come after the query.
+    """[heads, queries, keys]: slope x (key - query), and -inf for keys that come after the query.
 
-    slopes: fp32, those of the heads wanted. mask: where a query may look, bool [batch, 1, sequence, sequence], if that
-    is less; the bias then has a batch dimension, too. Computed in fp32: bf16 can't count above 256.
+    slopes: fp32, those of the heads wanted. queries: the last of the tokens, `keys` in all. mask: where a query may
+    look, bool [batch, 1, queries, keys], if that is less; the bias then has a batch dimension, too. Computed in fp32:
+    bf16 can't count above 256.
     """
-    positions = torch.arange(sequence, device=device)
-    distance = positions[None, :] - positions[:, None]  # key - query, 0 or less where it may look
+    positions = torch.arange(keys, device=device)
+    distance = positions[None, :] - positions[keys - queries :, None]  # key - query, 0 or less where it may look
     bias = slopes.to(device)[:, None, None] * distance
     return bias.masked_fill(distance > 0 if mask is None else ~mask, -torch.inf).to(dtype)

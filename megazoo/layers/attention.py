@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
+from megazoo.layers.cache import KVCache
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.linear import QKVParallelLinear, RowParallelLinear
 from megazoo.layers.norm import HeadwiseLayerNorm
@@ -16,15 +17,17 @@ from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 
 
-def segment_mask(segments: torch.Tensor | None) -> torch.Tensor | None:
-    """Where a query may look: at itself and backwards, within its segment. bool [batch, 1, sequence, sequence].
+def segment_mask(segments: torch.Tensor | None, queries: int | None = None) -> torch.Tensor | None:
+    """Where a query may look: at itself and backwards, within its segment. bool [batch, 1, queries, sequence].
 
-    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives None.
+    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives None. queries: how
+    many of the last tokens look, the others being in a KVCache; all by default.
     """
     if segments is None:
         return None
-    same = segments[:, :, None] == segments[:, None, :]
-    return same.tril()[:, None]
+    earlier = segments.shape[1] - (queries or segments.shape[1])
+    same = segments[:, earlier:, None] == segments[:, None, :]
+    return same.tril(earlier)[:, None]
 
 
 class CausalSelfAttention(nn.Module):
@@ -43,7 +46,8 @@ class CausalSelfAttention(nn.Module):
     Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in Dropout. rotary: cos
     and sin of Rotary, which turn the queries and keys. mask: of a shape that expands to [batch, this rank's heads,
     sequence, sequence]; boolean, where a query may look (see segment_mask), or added to the scores, -inf where it may
-    not (see alibi_bias). Without, a query looks at itself and backwards.
+    not (see alibi_bias). Without, a query looks at itself and backwards. cache: of the tokens before x, which x's are
+    appended to; x is then the whole prompt or, later, one token.
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et al. 2019.
     """
 
@@ -81,6 +85,7 @@ class CausalSelfAttention(nn.Module):
         seed: int | None = None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         mask: torch.Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> torch.Tensor:
         q, k, v = self.qkv.project(x)
         if self.clip_qkv:
@@ -90,6 +95,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = map(self.qkv.split_heads, (q, k, v))  # each [batch, this rank's heads, sequence, head size]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cache is not None:
+            k, v = cache.extend(self, k, v)
 
         attend = partial(self._attend_with_dropout if self.dropout.active else self._attend, mask=mask, seed=seed)
         y = recompute.recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
@@ -101,7 +108,7 @@ class CausalSelfAttention(nn.Module):
             k,
             v,
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and q.shape[2] == k.shape[2],  # one query may look at all in the cache
             dropout_p=dropout,
             scale=self.scale,
             enable_gqa=k.shape[1] < q.shape[1],

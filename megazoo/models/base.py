@@ -1,16 +1,17 @@
 """What the stages of every model share: building, ties, the loss, and the calls that users make. Never a forward of a
 model: that stands, whole, in the model's own file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
 from torch import nn
 
-from megazoo.errors import UserError
+from megazoo.errors import UserError, nearest
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, vocab_parallel_cross_entropy
+from megazoo.models import classification
 from megazoo.models.batch import Batch
 from megazoo.parallel.collectives import sum_between_stages
 from megazoo.parallel.compile import prepare_to_compile
@@ -60,6 +61,7 @@ class Model(nn.Module):
         self._buckets: GradientBuckets | None = None
         self.loss_scale: LossScale | None = None  # of float16; its optimizer makes it
         self.companions: dict[str, bytes] = {}  # tokenizer files and the like that came with the weights, on rank 0
+        self.generation: dict = {}  # what its generation_config.json says
         self._calls = 0
 
     # What a family defines.
@@ -73,6 +75,11 @@ class Model(nn.Module):
     def longest_sequence(cls, config) -> int:
         """Tokens of the longest sequence that the model takes."""
         return config.max_positions
+
+    @classmethod
+    def can_cache(cls, config, length: int) -> bool:
+        """Whether the keys and values of a sequence's tokens stay as they are while it grows to `length` tokens."""
+        return True
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         """One stage: token ids (first stage) or activations in; activations or this rank's logits (last) out."""
@@ -193,18 +200,49 @@ class Model(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    # Head and loss, on the last stage.
+    # Outputs and loss, on the last stage.
 
     @property
     def output_head(self):
         """The vocabulary-parallel matrix that makes the logits: the head, or the embedding if they are tied."""
         return self.head if hasattr(self, "head") else self.embedding
 
-    def token_loss(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """The sum of the micro-batch's token losses, in nats."""
-        start = self.output_head.start
-        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), start, ctx=self.ctx)
-        return losses.sum()
+    @property
+    def num_labels(self) -> int:
+        """Of a classifier of sequences; 0 for a language model."""
+        return getattr(self.config, "num_labels", 0)
+
+    def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """What the last stage returns of its normalised x [batch, sequence, hidden].
+
+        This rank's logits [batch, sequence, part of the vocabulary] (while generating, those of the last position), by
+        the head, or by the embedding if they are tied; of a classifier [batch, labels].
+        """
+        if self.num_labels:
+            return self.score(x, batch.scored)
+        return self.output_head.logits(x[:, -1:] if batch.last_only else x)
+
+    def whole_logits(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The last stage's outputs with the whole vocabulary, the same on every tp rank."""
+        return outputs if self.num_labels else self.output_head.gather_logits(outputs)[:, : batch.length]
+
+    def token_losses(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The loss of every token, in nats, 0 where it has no target: fp32 [batch, sequence]."""
+        start, shape = self.output_head.start, batch.targets.shape
+        losses = vocab_parallel_cross_entropy(outputs.flatten(0, 1), batch.targets.flatten(), start, ctx=self.ctx)
+        return losses.view(shape)
+
+    def loss_sum(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The sum over the micro-batch of what the loss is the mean of."""
+        if self.num_labels:
+            return classification.loss_sum(outputs, batch.targets, self.config.problem_type)
+        return self.token_losses(outputs, batch).sum()
+
+    def label_count(self, batch: MicroBatch) -> torch.Tensor | int:
+        """How many labels the loss is the mean over."""
+        if batch.targets is not None:
+            return (batch.targets != IGNORED).sum()
+        return 0 if batch.labels is None else len(batch.labels)
 
     # What users call.
 
@@ -237,23 +275,24 @@ class Model(nn.Module):
         """Run one batch; call it with the same inputs on every rank of a (pp, tp) group.
 
         Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every rank. Without, or
-        with return_logits: logits [batch, sequence, vocabulary] on every rank of the last stage. The loss can be
-        differentiated when pp is 1; `train_batch` trains in every layout.
+        with return_logits: logits [batch, sequence, vocabulary] ([batch, labels] of a classifier) on every rank of the
+        last stage. The loss can be differentiated when pp is 1; `train_batch` trains in every layout.
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self._micro_batches(batch, 1)
-        want_logits = return_logits or labels is None
+        collect = self.whole_logits if return_logits or labels is None else None
         if self.ctx.pp_size > 1:
-            output = run_pipeline(self, [micro_batch], global_batch=False, return_logits=want_logits)
+            result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
+            loss, logits = result.loss, result.collected
         else:
-            output = Output()
-            logits = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
+            outputs = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
+            loss = logits = None
             if labels is not None:
-                output.loss = self.token_loss(logits, micro_batch) / (micro_batch.targets != IGNORED).sum().clamp(min=1)
-            if want_logits:
-                output.logits = self.output_head.gather_logits(logits)
-        logits = None if output.logits is None else output.logits[:, : input_ids.shape[1]]
-        return Output(output.loss if labels is not None else None, logits)
+                count = torch.as_tensor(self.label_count(micro_batch)).clamp(min=1)
+                loss = self.loss_sum(outputs, micro_batch) / count
+            if collect:
+                logits = collect(outputs, micro_batch)
+        return Output(None if labels is None else loss, logits)
 
     def train_batch(
         self,
@@ -268,23 +307,27 @@ class Model(nn.Module):
         shape: tuple[int, int] | None = None,
         schedule: str = "1f1b",
         step: int | None = None,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Forward and backward of this replica's batch; returns the mean loss over the global batch's labelled tokens.
 
         Inputs and shape: see `Batch`. num_microbatches must divide the batch. step: numbers the draw of the dropout
-        masks; by default it counts the calls.
+        masks; by default it counts the calls. loss_fn(logits [rows, sequence, vocabulary], labels as they were given):
+        a loss of your own, on the last stage: the mean of a micro-batch. What is returned, and differentiated, is the
+        mean over the global batch: micro-batches weigh as many labelled tokens as they have (rows, if the labels are
+        not of tokens). A module's own parameters are yours to step.
         Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
         """
         if schedule not in SCHEDULES:
             raise UserError(f"unknown schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
         batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids, shape)
-        batches = self._with_targets(self._micro_batches(batch, num_microbatches, step))
+        batches = self._with_targets(self._micro_batches(batch, num_microbatches, step, loss_fn is not None))
         if self._buckets is None:
             self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
         self._buckets.start(num_microbatches)
         with self._sums_later():
             scale = self.loss_scale.value if self.loss_scale else 1.0
-            loss = run_pipeline(self, batches, SCHEDULES[schedule], loss_scale=scale).loss
+            loss = run_pipeline(self, batches, SCHEDULES[schedule], loss_fn=loss_fn, loss_scale=scale).loss
         self._buckets.finish(scale)
         entries = list(self.entries())
         partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
@@ -316,12 +359,43 @@ class Model(nn.Module):
         finally:
             self.train(training)
 
-    def _micro_batches(self, batch: Batch, count: int, step: int | None = None) -> list[MicroBatch]:
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        use_cache: bool = True,
+        streamer=None,
+        **settings,
+    ) -> torch.Tensor:
+        """Go on from prompts; returns int64 [batch, prompt + new tokens], the same on every rank.
+
+        input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Call it with the same inputs on
+        every rank: replicas share the rows, and stages work on groups of them in turn. settings: those of
+        `megazoo.decoding.Settings`, such as max_new_tokens, do_sample, num_beams, stop, seed; eos_token_id and
+        pad_token_id are the checkpoint's by default. Rows that ended are padded. use_cache False runs all tokens again
+        for each new one. streamer: for one row; its put(token ids) is called with each new token, its end() at the end.
+        UserError for a prompt or a setting that can't be.
+        """
+        from megazoo.decoding import Settings
+        from megazoo.generation import generate  # it runs models
+
+        names = [f.name for f in fields(Settings)]
+        for name in settings:
+            if name not in names:
+                raise UserError(f"generate has no {name}{nearest(name, names)}; there are {', '.join(names)}")
+        ids = {name: self.generation[name] for name in ("eos_token_id", "pad_token_id") if name in self.generation}
+        settings = Settings(**{**ids, **settings})
+        return generate(self, input_ids, attention_mask, settings, use_cache=use_cache, streamer=streamer)
+
+    def _micro_batches(
+        self, batch: Batch, count: int, step: int | None = None, keep_labels: bool = False
+    ) -> list[MicroBatch]:
         self.ctx.require_ranks()
         self._calls += self.training
-        limits = {"vocab_size": self.config.vocab_size, "longest": self.longest_sequence(self.config)}
-        step = self._calls if step is None else step
-        return batch.micro_batches(count, self.ctx, **limits, seed=self.seed, step=step)
+        step, longest = self._calls if step is None else step, self.longest_sequence(self.config)
+        more = {"longest": longest, "keep_labels": keep_labels, "seed": self.seed, "step": step}
+        return batch.micro_batches(count, self.ctx, self.config, **more)
 
     @contextmanager
     def _sums_later(self):
@@ -336,7 +410,7 @@ class Model(nn.Module):
                 module.sums_later = False
 
     def _with_targets(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        if self.stages[-1].last and batches[0].targets is None:
+        if self.stages[-1].last and batches[0].targets is None and batches[0].labels is None:
             raise UserError("the last stage needs labels or targets")
         return batches
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.errors import UserError
+from megazoo.models.classification import check_labels, last_tokens
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.pipeline import IGNORED, MicroBatch
@@ -17,10 +18,12 @@ class Batch:
     """A replica's batch as users give it. Every tensor is int64 [batch, sequence], and may be None.
 
     input_ids: needed on the first stage. labels: aligned with input_ids, to be shifted; or targets: shifted already;
-    -100 carries no loss; needed on the last stage. attention_mask: 1 for tokens, 0 for padding on either side.
-    position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions are distances, have no use for them.
-    document_ids: tokens see those of the same number only, for packed documents. The first stage's masks and positions
-    go to all others. shape: (batch, sequence), for stages that are given no tensor.
+    -100 carries no loss; needed on the last stage. A classifier's labels are int64 [batch], or floats [batch(, labels)]
+    for its other problems; those of a loss of one's own have any shape that begins with the batch. attention_mask: 1
+    for tokens, 0 for padding on either side. position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions
+    are distances, have no use for them. document_ids: tokens see those of the same number only, for packed documents.
+    The first stage's masks and positions go to all others. shape: (batch, sequence), for stages that are given no
+    tensor.
     """
 
     input_ids: torch.Tensor | None = None
@@ -32,28 +35,39 @@ class Batch:
     shape: tuple[int, int] | None = None
 
     def micro_batches(
-        self, count: int, ctx: ParallelContext, *, vocab_size: int, longest: int, seed: int, step: int
+        self, count: int, ctx: ParallelContext, config, *, longest: int, keep_labels: bool, seed: int, step: int
     ) -> list[MicroBatch]:
-        """`count` micro-batches on the device. longest: the model's longest sequence. seed, step: of the dropout.
+        """`count` micro-batches on the device. config: the model's. longest: its longest sequence. keep_labels: for a
+        loss of one's own. seed, step: of the dropout.
 
         Under sequence parallelism a sequence that tp doesn't divide gets padding on the right, which no token sees.
         """
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shape"}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        batch, sequence = self._shape(tensors)
+        num_labels, vocab_size = getattr(config, "num_labels", 0), config.vocab_size
+        labels = tensors.pop("labels", None) if num_labels or keep_labels else None  # of any shape
+        shape = batch, sequence = self._shape(tensors or ({} if labels is None else {"labels": labels}))
         if batch % count:
             raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
         if sequence > longest:
             raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {longest}")
         if ctx.pp_rank == 0 and "input_ids" not in tensors:
             raise UserError("the first stage needs input_ids")
-        if "labels" in tensors:
-            labels = tensors.pop("labels")
-            tensors["targets"] = torch.full_like(labels, IGNORED)
-            tensors["targets"][:, :-1] = labels[:, 1:]
         _check_range("token id", tensors.get("input_ids"), vocab_size, f"the vocabulary of {vocab_size}")
-        _check_range("label", tensors.get("targets"), vocab_size, f"the vocabulary of {vocab_size}", but=IGNORED)
         _check_range("position", tensors.get("position_ids"), longest, f"the model's {longest} positions")
+        if num_labels:
+            apart = _of_classifier(tensors, labels, batch, config, ctx)
+        else:
+            labels = tensors.pop("labels", labels)
+            if labels is not None and tuple(labels.shape) == shape and not labels.is_floating_point():
+                tensors["targets"] = torch.full_like(labels, IGNORED)
+                tensors["targets"][:, :-1] = labels[:, 1:]
+            _check_range("label", tensors.get("targets"), vocab_size, f"the vocabulary of {vocab_size}", but=IGNORED)
+            apart = {}
+        if keep_labels and (labels is not None or "targets" in tensors):
+            apart["labels"] = tensors["targets"] if labels is None else labels
+        if labels is not None and len(labels) != batch:
+            raise UserError(f"labels are of shape {list(labels.shape)}, in a batch of {batch}")
         segments = _segments(tensors.pop("attention_mask", None), tensors.pop("document_ids", None))
         if segments is not None:
             tensors["segments"] = segments
@@ -61,10 +75,10 @@ class Batch:
         if padding and "position_ids" not in tensors and ctx.pp_rank == 0:
             tensors["position_ids"] = torch.arange(sequence).expand(batch, -1)
         tensors = {name: _padded(name, tensor.to(ctx.device), padding) for name, tensor in tensors.items()}
-        shape = (batch, sequence + padding)
+        tensors |= {name: tensor.to(ctx.device) for name, tensor in apart.items()}
         if ctx.pp_size > 1:
-            tensors = _from_first_stage(tensors, shape, ctx)
-        whole = MicroBatch((batch // count, sequence + padding), **tensors)
+            tensors = _from_first_stage(tensors, (batch, sequence + padding), ctx)
+        whole = MicroBatch((batch // count, sequence + padding), **tensors, length=sequence)
         parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
         return [
             replace(
@@ -83,6 +97,21 @@ class Batch:
             if tuple(tensor.shape) != shape or len(shape) != 2:
                 raise UserError(f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}")
         return shape
+
+
+def _of_classifier(
+    tensors: dict, labels: torch.Tensor | None, batch: int, config, ctx: ParallelContext
+) -> dict[str, torch.Tensor]:
+    """What a classifier needs that is not of tokens: its labels, and the position of each row that it judges."""
+    if "targets" in tensors:
+        raise UserError("a classifier takes labels, not targets")
+    apart = {}
+    if labels is not None:
+        check_labels(labels, batch, config.num_labels, config.problem_type)
+        apart["targets"] = labels
+    if ctx.pp_rank == 0:
+        apart["scored"] = last_tokens(tensors["input_ids"], config.pad_token_id)
+    return apart
 
 
 def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
@@ -104,14 +133,15 @@ def _padded(name: str, tensor: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def _from_first_stage(tensors: dict, shape: tuple[int, int], ctx: ParallelContext) -> dict[str, torch.Tensor]:
-    """The tensors, with the positions and segments of the first stage, if it has any."""
-    names = ("position_ids", "segments")
+    """The tensors, with what the first stage alone knows, if it has any."""
+    names = ("position_ids", "segments", "scored")
     known = torch.tensor([name in tensors for name in names], dtype=torch.int64, device=ctx.device)
     known = broadcast_from_stage(known, 0, ctx).tolist()
     shared = {name: tensor for name, tensor in tensors.items() if name not in names}
     for name, there in zip(names, known, strict=True):
         if there:
-            mine = tensors[name] if ctx.pp_rank == 0 else torch.empty(shape, dtype=torch.int64, device=ctx.device)
+            size = shape[:1] if name == "scored" else shape
+            mine = tensors[name] if ctx.pp_rank == 0 else torch.empty(size, dtype=torch.int64, device=ctx.device)
             shared[name] = broadcast_from_stage(mine.long().contiguous(), 0, ctx)
     return shared
 

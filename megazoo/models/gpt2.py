@@ -24,6 +24,7 @@ from torch import nn
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
+    ClassificationHead,
     Dropout,
     LayerNorm,
     PositionEmbedding,
@@ -33,7 +34,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields, Theirs
+from megazoo.models.hugging_face import Fields, Theirs, head_to_hugging_face
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -56,6 +57,9 @@ class GPT2Config:
     scale_by_inverse_layer: bool = False  # divide them by the layer's number, from 1, too
     layer_norm_epsilon: float = 1e-5
     tie_embeddings: bool = True
+    num_labels: int = 0  # above 0: a classifier of sequences; with the next two as transformers has them
+    problem_type: str | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self):
         if not self.ffn_size:
@@ -72,11 +76,11 @@ class GPT2Config:
     @classmethod
     def from_hugging_face(cls, fields: Fields) -> "GPT2Config":
         fields.only("add_cross_attention", False)
-        return cls(**fields.renamed(cls.HUGGING_FACE, cls))
+        return cls(**fields.renamed(cls.HUGGING_FACE, cls), **fields.head())
 
     def to_hugging_face(self) -> dict:
         values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
-        return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **values}
+        return {**head_to_hugging_face(self, "GPT2LMHeadModel"), "model_type": "gpt2", **values}
 
 
 class Block(nn.Module):
@@ -99,7 +103,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None) -> torch.Tensor:
         seed = batch.dropout_seed
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seed, mask=mask), seed)
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache), seed)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
@@ -131,12 +135,14 @@ class GPT2(Model):
         "layers.{}.mlp.down": Theirs("transformer.h.{}.mlp.c_proj", transposed=True),
         "norm": Theirs("transformer.ln_f"),
         "head": Theirs("lm_head"),
+        "score": Theirs("score"),
     }
 
     def __init__(self, config: GPT2Config, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
-        if first or (last and c.tie_embeddings):  # the last stage's copy is its head
+        tied = c.tie_embeddings and not c.num_labels
+        if first or (last and tied):  # the last stage's copy is its head
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
         if first:
             self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
@@ -144,22 +150,25 @@ class GPT2(Model):
         self.layers = nn.ModuleDict({str(i): Block(c, i) for stage in self.stages for i in stage.layers})
         if last:
             self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
-            if not c.tie_embeddings:
+            if c.num_labels:
+                self.score = ClassificationHead(c.hidden_size, c.num_labels)
+            elif not tied:
                 self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if c.tie_embeddings and ctx.pp_size > 1:  # the stages whose gradients are summed
+        if tied and ctx.pp_size > 1:  # the stages whose gradients are summed
             self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x) + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
-        x = self.run_layers(x, stage, batch, segment_mask(batch.segments))  # x: [batch, sequence, hidden]
-        if stage.last:  # the head, or the embedding if tied; x: [batch, sequence, this rank's part of the vocabulary]
-            x = self.output_head.logits(self.norm(x))
+        mask = segment_mask(batch.segments, batch.shape[1])
+        x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
+        if stage.last:  # [batch, sequence, this rank's part of the vocabulary], or [batch, labels]
+            x = self.outputs(self.norm(x), batch)
         return x
 
     @classmethod
     def stage_costs(cls, config: GPT2Config) -> tuple[float, float, float]:
         c = config
         layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size + c.max_positions * c.hidden_size
-        return layer, 2 * c.hidden_size, c.vocab_size * c.hidden_size
+        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

@@ -20,6 +20,9 @@ HARMLESS = set(
 )
 
 
+CLASSIFIER = "ForSequenceClassification"
+
+
 class Theirs:
     """Hugging Face's names of what is one tensor of ours: parts that follow one another along its rows.
 
@@ -28,6 +31,20 @@ class Theirs:
 
     def __init__(self, *names: str, transposed: bool = False):
         self.names, self.transposed = names, transposed
+
+
+def head_to_hugging_face(config, language_model: str) -> dict[str, Any]:
+    """The fields that name the architecture: the language model's, or the classifier's with its labels."""
+    if not config.num_labels:
+        return {"architectures": [language_model]}
+    labels = {str(label): f"LABEL_{label}" for label in range(config.num_labels)}
+    return {
+        "architectures": [language_model.removesuffix("LMHeadModel").removesuffix("ForCausalLM") + CLASSIFIER],
+        "id2label": labels,
+        "label2id": {name: int(label) for label, name in labels.items()},
+        "problem_type": config.problem_type,
+        "pad_token_id": config.pad_token_id,
+    }
 
 
 class Fields:
@@ -62,6 +79,19 @@ class Fields:
     def renamed(self, names: dict[str, str], defaults: type) -> dict[str, Any]:
         """Our names and values of fields that mean the same. names: theirs to ours. defaults: the config's class."""
         return {ours: self.take(theirs, getattr(defaults, ours)) for theirs, ours in names.items()}
+
+    def head(self) -> dict[str, Any]:
+        """What a classifier of sequences, which the architecture names, has in the config besides."""
+        architectures = self.values.get("architectures") or [""]
+        if not isinstance(architectures, list) or not str(architectures[0]).endswith(CLASSIFIER):
+            return {}
+        num_labels = self.take("num_labels", 2)
+        num_labels = len(self.take("id2label", {})) or num_labels
+        return {
+            "num_labels": num_labels,
+            "problem_type": self.take("problem_type"),
+            "pad_token_id": self.take("pad_token_id"),
+        }
 
     def finish(self) -> None:
         """Refuse what nobody took."""

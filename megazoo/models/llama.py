@@ -24,6 +24,7 @@ from torch import nn
 
 from megazoo.layers import (
     CausalSelfAttention,
+    ClassificationHead,
     GatedMLP,
     RMSNorm,
     Rotary,
@@ -33,7 +34,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields, Theirs
+from megazoo.models.hugging_face import Fields, Theirs, head_to_hugging_face
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -58,6 +59,9 @@ class LlamaConfig:
     mlp_bias: bool = False  # on gate_up and down
     attention_dropout: float = 0.0  # of the attention probabilities
     tie_embeddings: bool = False
+    num_labels: int = 0  # above 0: a classifier of sequences; with the next two as transformers has them
+    problem_type: str | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self):
         if not self.kv_heads:
@@ -84,14 +88,15 @@ class LlamaConfig:
         values = fields.renamed(cls.HUGGING_FACE, cls)
         if values["head_size"] * values["heads"] == values["hidden_size"]:
             values["head_size"] = 0
-        return cls(**values, rope_theta=theta, rope_scaling=scaling)
+        return cls(**values, **fields.head(), rope_theta=theta, rope_scaling=scaling)
 
     def to_hugging_face(self) -> dict:
         values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
         values["head_dim"] = self.head_size or self.hidden_size // self.heads
         values["rms_norm_eps"] = float(self.norm_epsilon)
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **values, "rope_parameters": rope}
+        head = head_to_hugging_face(self, "LlamaForCausalLM")
+        return {**head, "model_type": "llama", **values, "rope_parameters": rope}
 
 
 LLAMA3_SCALING = {
@@ -131,7 +136,7 @@ class Block(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), batch.dropout_seed, rotary, mask)
+        x = x + self.attention(self.attention_norm(x), batch.dropout_seed, rotary, mask, batch.cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -175,29 +180,34 @@ class Llama(Model):
         "layers.{}.mlp.down": Theirs("model.layers.{}.mlp.down_proj"),
         "norm": Theirs("model.norm"),
         "head": Theirs("lm_head"),
+        "score": Theirs("score"),
     }
 
     def __init__(self, config: LlamaConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
+        tied = c.tie_embeddings and not c.num_labels
         self.rotary = Rotary(c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling)
-        if first or (last and c.tie_embeddings):  # the last stage's copy is its head
+        if first or (last and tied):  # the last stage's copy is its head
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
         if last:
             self.norm = RMSNorm(c.hidden_size, c.norm_epsilon)
-            if not c.tie_embeddings:
+            if c.num_labels:
+                self.score = ClassificationHead(c.hidden_size, c.num_labels)
+            elif not tied:
                 self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if c.tie_embeddings and ctx.pp_size > 1:  # the stages whose gradients are summed
+        if tied and ctx.pp_size > 1:  # the stages whose gradients are summed
             self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
         rotary = self.rotary(batch.positions(x.device), x.dtype)
-        x = self.run_layers(x, stage, batch, rotary, segment_mask(batch.segments))  # x: [batch, sequence, hidden]
-        if stage.last:  # the head, or the embedding if tied; x: [batch, sequence, this rank's part of the vocabulary]
-            x = self.output_head.logits(self.norm(x))
+        mask = segment_mask(batch.segments, batch.shape[1])
+        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
+        if stage.last:  # [batch, sequence, this rank's part of the vocabulary], or [batch, labels]
+            x = self.outputs(self.norm(x), batch)
         return x
 
     @classmethod
@@ -206,9 +216,14 @@ class Llama(Model):
         return int(config.max_positions * (scaling["factor"] if scaling.get("rope_type") == "dynamic" else 1))
 
     @classmethod
+    def can_cache(cls, config: LlamaConfig, length: int) -> bool:
+        # Past the model's context dynamic scaling turns all keys anew with every token.
+        return (config.rope_scaling or {}).get("rope_type") != "dynamic" or length <= config.max_positions
+
+    @classmethod
     def stage_costs(cls, config: LlamaConfig) -> tuple[float, float, float]:
         c, head_size = config, config.head_size or config.hidden_size // config.heads
         projections = 2 * c.hidden_size * head_size * (c.heads + c.kv_heads)
         scores = min(c.max_positions, 4096) * c.heads * head_size  # at a usual training length, not the longest
         layer = projections + scores + 3 * c.hidden_size * c.ffn_size
-        return layer, 2 * c.hidden_size, c.vocab_size * c.hidden_size
+        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

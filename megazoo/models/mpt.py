@@ -30,6 +30,7 @@ from megazoo.errors import UserError
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
+    ClassificationHead,
     Dropout,
     LayerNorm,
     PositionEmbedding,
@@ -40,7 +41,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields, Theirs
+from megazoo.models.hugging_face import Fields, Theirs, head_to_hugging_face
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
@@ -69,6 +70,9 @@ class MPTConfig:
     attention_dropout: float = 0.0  # of the attention probabilities
     residual_dropout: float = 0.0  # of what attention and MLP add
     tie_embeddings: bool = True
+    num_labels: int = 0  # above 0: a classifier of sequences; with the next two as transformers has them
+    problem_type: str | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self):
         if not self.ffn_size:
@@ -131,7 +135,7 @@ class MPTConfig:
         for name in ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config"):  # of a rope that is off
             attention.take(name)
         attention.finish()
-        return cls(**values)
+        return cls(**values, **fields.head())
 
     def to_hugging_face(self) -> dict:
         """UserError for what Hugging Face's port does not compute, whatever its config may say."""
@@ -147,7 +151,8 @@ class MPTConfig:
         scale = None if self.softmax_scale is None else float(self.softmax_scale)
         attention = {"alibi": True, "clip_qkv": self.clip_qkv and float(self.clip_qkv), "softmax_scale": scale}
         values |= {"layer_norm_epsilon": float(self.norm_epsilon), "expansion_ratio": 4, "no_bias": True}
-        return {"architectures": ["MptForCausalLM"], "model_type": "mpt", **values, "attn_config": attention}
+        head = head_to_hugging_face(self, "MptForCausalLM")
+        return {**head, "model_type": "mpt", **values, "attn_config": attention}
 
 
 class Block(nn.Module):
@@ -175,7 +180,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None) -> torch.Tensor:
         seed = batch.dropout_seed
-        attended = self.attention(self.attention_norm(x), seed, mask=mask)
+        attended = self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache)
         x = x + self.attention_dropout(attended, seed)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
@@ -204,12 +209,14 @@ class MPT(Model):
         "layers.{}.mlp.down": Theirs("transformer.blocks.{}.ffn.down_proj"),
         "norm": Theirs("transformer.norm_f"),
         "head": Theirs("lm_head"),
+        "score": Theirs("score"),
     }
 
     def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
-        if first or (last and c.tie_embeddings):  # the last stage's copy is its head
+        tied = c.tie_embeddings and not c.num_labels
+        if first or (last and tied):  # the last stage's copy is its head
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
         if first:
             if c.learned_positions and not c.alibi:
@@ -218,9 +225,11 @@ class MPT(Model):
         self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
         if last:
             self.norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
-            if not c.tie_embeddings:
+            if c.num_labels:
+                self.score = ClassificationHead(c.hidden_size, c.num_labels)
+            elif not tied:
                 self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if c.tie_embeddings and ctx.pp_size > 1:  # the stages whose gradients are summed
+        if tied and ctx.pp_size > 1:  # the stages whose gradients are summed
             self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
@@ -229,25 +238,25 @@ class MPT(Model):
             if hasattr(self, "position_embedding"):
                 x = x + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
-        mask = segment_mask(batch.segments)
+        mask = segment_mask(batch.segments, batch.shape[1])
         if self.config.alibi and stage.layers:
-            mask = self.alibi(batch.shape[1], x, mask)
+            mask = self.alibi(batch, x, mask)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
-        if stage.last:  # the head, or the embedding if tied; x: [batch, sequence, this rank's part of the vocabulary]
-            x = self.output_head.logits(self.norm(x))
-            if self.config.logit_scale is not None:
+        if stage.last:  # [batch, sequence, this rank's part of the vocabulary], or [batch, labels]
+            x = self.outputs(self.norm(x), batch)
+            if self.config.logit_scale is not None and not self.config.num_labels:
                 x = x * self.config.logit_scale
         return x
 
-    def alibi(self, sequence: int, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The bias of this rank's heads, one for all layers: [(batch,) heads, sequence, sequence]."""
+    def alibi(self, batch: MicroBatch, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The bias of this rank's heads, one for all layers: [(batch,) heads, sequence, keys]."""
         heads = next(iter(self.layers.values())).attention.heads
         slopes = alibi_slopes(self.config.heads, self.config.alibi_bias_max)
-        return alibi_bias(slopes[heads.start : heads.stop], sequence, x.dtype, x.device, mask)
+        return alibi_bias(slopes[heads.start : heads.stop], batch.shape[1], batch.keys, x.dtype, x.device, mask)
 
     @classmethod
     def stage_costs(cls, config: MPTConfig) -> tuple[float, float, float]:
         c, kv_size = config, config.hidden_size // config.heads * config.kv_heads
         layer = 2 * c.hidden_size * (c.hidden_size + kv_size) + 2 * c.hidden_size * c.ffn_size
         scores = min(c.max_positions, 4096) * c.hidden_size  # at a usual training length, not the longest
-        return layer + scores, 2 * c.hidden_size, c.vocab_size * c.hidden_size
+        return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

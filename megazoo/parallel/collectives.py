@@ -50,6 +50,18 @@ def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContex
     return tensor
 
 
+def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
+    """Start sending to a pipeline rank; `tensor` must live, unchanged, until the returned work is waited for."""
+    return dist.isend(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
+
+
+def receive_from_stage(shape: tuple[int, ...], dtype: torch.dtype, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
+    """What a pipeline rank sends next; waits for it."""
+    tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
+    dist.recv(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
+    return tensor
+
+
 def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
     """Every rank's small Python value, in the order of the world's ranks. group: of all ranks; the world's."""
     values = [value] * ctx.world_size

@@ -1,6 +1,7 @@
 """Runs a schedule's table on this rank: forwards, backwards, and the point-to-point traffic between stages."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +22,27 @@ class Output:
     logits: torch.Tensor | None = None
 
 
+@dataclass
+class Result:
+    """What came of a pass: the loss, 0-dimensional fp32, and what was collected, on the last stage."""
+
+    loss: torch.Tensor
+    collected: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What a stage may need to know of a micro-batch besides the activations. Tensors are int64 [batch, sequence].
 
     shape: (batch, sequence). input_ids and targets: None on stages that don't use them; targets[b, s] is the token
-    that position s is to predict, or -100. position_ids: None for 0, 1, 2 ... segments: tokens see those of the same
+    that position s is to predict, or -100. Of a classifier: targets are its labels, of any shape that begins with the
+    batch, and scored, [batch], the positions of which it judges. labels: what the user's own loss is given. length:
+    the sequence's, without the padding that sequence parallelism needs.
+    position_ids: None for 0, 1, 2 ... segments: tokens see those of the same
     number only; None where there is one. dropout_seed: what its dropout is drawn from.
+
+    While generating: cache, the KVCache of the tokens before, if they are kept (segments are then of these, too); and
+    only the last position's logits are wanted (last_only).
     """
 
     shape: tuple[int, int]
@@ -36,10 +51,22 @@ class MicroBatch:
     position_ids: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     dropout_seed: int = 0
+    scored: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    length: int | None = None
+    cache: object | None = None
+    last_only: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Tokens that may be looked at: those of the sequence, and of the cache."""
+        return self.shape[1] + (self.cache.used if self.cache else 0)
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """int64, [sequence] or [batch, sequence]."""
-        return torch.arange(self.shape[1], device=device) if self.position_ids is None else self.position_ids
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(self.keys - self.shape[1], self.keys, device=device)
 
 
 def run_pipeline(
@@ -48,16 +75,19 @@ def run_pipeline(
     schedule=None,
     *,
     global_batch: bool = True,
-    return_logits: bool = False,
+    collect: Callable | None = None,
+    loss_fn: Callable | None = None,
     loss_scale: float = 1.0,
-) -> Output:
+) -> Result:
     """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of the global batch.
 
-    model: has ctx, stages (this rank's), forward_stage(x, batch, stage), token_loss(logits, batch), output_head,
-    hidden_size and dtype. schedule: a table of `SCHEDULES`, after which each parameter's gradient holds this
-    replica's part of the gradient of that mean, times loss_scale; None runs the forwards only. global_batch False: the
-    mean is over this replica's batch. Every rank of the world (of the replica) calls this together and gets the same
-    0-dimensional fp32 loss (None without targets); with return_logits the last stage also gets the logits.
+    model: has ctx, stages (this rank's), forward_stage(x, batch, stage), loss_sum(outputs, batch), label_count(batch),
+    whole_logits(outputs, batch), hidden_size and dtype. schedule: a table of `SCHEDULES`, after which each parameter's
+    gradient holds this replica's part of the gradient of that mean, times loss_scale; None runs the forwards only.
+    global_batch False: the mean is over this replica's batch. collect(outputs, batch): what to keep of the last stage's
+    outputs. loss_fn(logits, labels): a micro-batch's mean instead of loss_sum; the means are weighed by label_count.
+    Every rank of the world (of the replica) calls this together and gets the same 0-dimensional fp32 loss (nan without
+    targets); the last stage also gets what was collected, along the batch.
 
     The mean is over labelled tokens, not over micro-batches' means: with labels spread unevenly the two differ, and
     only the first is independent of the layout.
@@ -66,10 +96,10 @@ def run_pipeline(
     replicas = ctx.dp_group if global_batch else None
     labelled = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if last:
-        labelled += sum((batch.targets != IGNORED).sum() for batch in batches if batch.targets is not None)
+        labelled += sum(model.label_count(batch) for batch in batches)
         all_reduce(labelled, replicas)
     table = (schedule or forward_only)(ctx.pp_rank, ctx.pp_size, len(batches))
-    run = _Run(model, batches, labelled.clamp(min=1).float(), return_logits, loss_scale)
+    run = _Run(model, batches, labelled.clamp(min=1).float(), collect, loss_fn, loss_scale)
     for item in with_exchanges(table, ctx.pp_size, model.stages[-1].count):
         if isinstance(item, Exchange):
             run.exchange(item)
@@ -83,25 +113,22 @@ def run_pipeline(
         loss += sum(run.losses) if run.losses else torch.nan
         all_reduce(loss, replicas)
     loss = broadcast_from_stage(loss, ctx.pp_size - 1, ctx).float()
-    return Output(loss, torch.cat(run.logits) if run.logits else None)
+    return Result(loss, torch.cat(run.collected) if run.collected else None)
 
 
 class _Run:
     """The state of one pass over a table: tensors that arrived, tensors that will leave, graphs awaiting backward."""
 
-    def __init__(
-        self, model, batches: list[MicroBatch], labelled: torch.Tensor, return_logits: bool, loss_scale: float
-    ):
-        self.loss_scale = loss_scale
+    def __init__(self, model, batches: list[MicroBatch], labelled: torch.Tensor, collect, loss_fn, loss_scale: float):
+        self.collect, self.loss_fn, self.loss_scale = collect, loss_fn, loss_scale
         self.model, self.ctx, self.batches, self.labelled = model, model.ctx, batches, labelled
         self.stages = {stage.index: stage for stage in model.stages}
         self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
         self.leaving: dict[tuple[str, int], torch.Tensor] = {}  # by kind and micro-batch
         self.graphs: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> input, output
         self.open: deque = deque()
-        self.return_logits = return_logits
         self.losses: list[torch.Tensor] = []  # of each micro-batch, its part of the mean; in double: they are summed
-        self.logits: list[torch.Tensor] = []
+        self.collected: list[torch.Tensor] = []
 
     def forward(self, action: Action, train: bool) -> None:
         stage, batch = self.stages[action.stage], self.batches[action.microbatch]
@@ -110,15 +137,24 @@ class _Run:
         with torch.set_grad_enabled(train):
             output = self.model.forward_stage(x, batch, stage)
             if stage.last:
-                if self.return_logits:
-                    self.logits.append(self.model.output_head.gather_logits(output))
-                if batch.targets is not None:
-                    output = self.model.token_loss(output, batch) / self.labelled
+                if self.collect:
+                    self.collected.append(self.collect(output, batch))
+                if batch.targets is not None or batch.labels is not None:
+                    output = self._loss(output, batch) / self.labelled
                     self.losses.append(output.detach().double())
             else:
                 self.leaving["F", action.microbatch] = output.detach()
         if train:
             self.graphs[action.stage, action.microbatch] = (received, output)
+
+    def _loss(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The micro-batch's part of the loss, times the labels of the whole batch."""
+        if self.loss_fn is None:
+            return self.model.loss_sum(output, batch)
+        count = self.model.label_count(batch)
+        if not count:
+            return output.float().sum() * 0  # its mean would be nan
+        return self.loss_fn(self.model.whole_logits(output, batch), batch.labels) * count
 
     def backward(self, action: Action) -> None:
         received, output = self.graphs.pop((action.stage, action.microbatch))

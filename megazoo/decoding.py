@@ -1,0 +1,269 @@
+"""From logits to tokens: greedy choice, sampling and beam search, on the last stage, for one group of rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megazoo.errors import UserError
+from megazoo.parallel.random import derive_seed
+
+NOTHING = -1e9  # the score of a beam that is not there
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to generate: the names and meanings are transformers'.
+
+    max_new_tokens, min_new_tokens: of each row, without its prompt. do_sample: draw tokens, instead of taking the
+    likeliest; then temperature, top_k (0: all) and top_p apply, in this order. repetition_penalty: divides what is
+    above 0, and multiplies what is below, of the tokens that a row has, its padding left out. num_beams: above 1 for
+    beam search, with length_penalty, and early_stopping True, False or "never". eos_token_id: one id or several, of
+    which each ends a row. pad_token_id: what comes after; the first of eos_token_id by default. stop: strings that end
+    a row, once its new text, by the tokenizer, has one. seed: of the draws: a row's depend on it and the row's number.
+    """
+
+    max_new_tokens: int = 20
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    stop: str | Sequence[str] = ()
+    tokenizer: object = None
+    seed: int = 0
+
+    def check(self, vocab_size: int) -> None:
+        """Raise UserError for a value that can't be."""
+        wrong = {
+            "max_new_tokens": self.max_new_tokens < 1,
+            "min_new_tokens": not 0 <= self.min_new_tokens <= self.max_new_tokens,
+            "temperature": not self.temperature > 0,
+            "top_k": self.top_k < 0,
+            "top_p": not 0 < self.top_p <= 1,
+            "repetition_penalty": not self.repetition_penalty > 0,
+            "num_beams": not 1 <= self.num_beams <= vocab_size // self.candidates,
+            "early_stopping": self.early_stopping not in (True, False, "never"),
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise UserError(f"{name} {getattr(self, name)!r} is out of range")
+        if self.do_sample and self.num_beams > 1:
+            raise UserError("do_sample and num_beams above 1 exclude each other")
+        if self.stop and self.tokenizer is None:
+            raise UserError("stop needs the tokenizer, too")
+        for token in (*self.ends, self.padding):
+            if not 0 <= token < vocab_size:
+                raise UserError(f"token {token} that ends or pads a row is outside the vocabulary of {vocab_size}")
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a row."""
+        ids = self.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def padding(self) -> int:
+        return self.pad_token_id if self.pad_token_id is not None else self.ends[0] if self.ends else 0
+
+    @property
+    def candidates(self) -> int:
+        """For each beam: so many that, if all ends are among the best, as many beams as before still go on."""
+        return max(2, 1 + len(self.ends))
+
+
+@dataclass
+class Choice:
+    """What a group goes on with. tokens: int64 [rows]. sources: the row that each continues, [rows], if they move."""
+
+    tokens: torch.Tensor
+    sources: torch.Tensor | None
+    done: bool
+
+
+class _Chooser:
+    """What both ways of choosing share: scores, and the ends of rows.
+
+    prompt: int64 [rows, tokens]; real: which of them are not padding, bool, or None for all.
+    """
+
+    def __init__(self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None):
+        self.settings, self.prompt, self.real = settings, prompt, real
+        self.step = 0  # new tokens
+        self.ends = torch.tensor(settings.ends, dtype=torch.int64, device=prompt.device)
+        self.seen: torch.Tensor | None = None  # bool [rows, vocabulary]
+        self.window = max((len(stop.encode()) for stop in settings.stops), default=0) + 4  # tokens that can hold one
+
+    def _adjusted(self, scores: torch.Tensor) -> torch.Tensor:
+        """scores [rows, vocabulary] after the repetition penalty and without ends that come too early."""
+        s = self.settings
+        if s.repetition_penalty != 1.0:
+            if self.seen is None:
+                padded = self.prompt if self.real is None else self.prompt.masked_fill(~self.real, scores.shape[-1])
+                seen = scores.new_zeros(len(padded), scores.shape[-1] + 1, dtype=torch.bool)
+                self.seen = seen.scatter_(1, padded, True)[:, :-1]
+            penalised = torch.where(scores < 0, scores * s.repetition_penalty, scores / s.repetition_penalty)
+            scores = torch.where(self.seen, penalised, scores)
+        if self.step < s.min_new_tokens and len(self.ends):
+            scores = scores.index_fill(-1, self.ends, -torch.inf)
+        return scores
+
+    def _see(self, tokens: torch.Tensor) -> None:
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+
+    def _ended(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Which rows end with their newest token. tokens [...]; rows [..., new tokens], these the last of them."""
+        ended = torch.isin(tokens, self.ends) if len(self.ends) else torch.zeros_like(tokens, dtype=torch.bool)
+        if self.settings.stops:
+            texts = map(self.settings.tokenizer.decode, rows[..., -self.window :].flatten(0, -2).tolist())
+            found = [any(stop in text for stop in self.settings.stops) for text in texts]
+            ended = ended | torch.tensor(found, device=ended.device).view(ended.shape)
+        return ended
+
+
+class Sampler(_Chooser):
+    """Greedy choice, or sampling. numbers: of the rows in the whole batch, from which their draws follow."""
+
+    def __init__(self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None, numbers: range):
+        super().__init__(settings, prompt, real)
+        s = settings
+        self.tokens = prompt.new_full((len(prompt), s.max_new_tokens), s.padding)
+        self.going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
+        if s.do_sample:
+            draws = [
+                torch.rand(s.max_new_tokens, generator=_generator(s.seed, n), dtype=torch.float64) for n in numbers
+            ]
+            self.draws = torch.stack(draws).to(prompt.device)
+
+    def advance(self, logits: torch.Tensor) -> Choice:
+        """The next token of every row. logits: fp32 [rows, vocabulary]."""
+        scores = self._adjusted(logits)
+        if self.settings.do_sample:
+            tokens = draw(keep_likely(scores, self.settings), self.draws[:, self.step])
+        else:
+            tokens = scores.argmax(dim=-1)
+        if not self.going.all():
+            tokens = tokens.masked_fill(~self.going, self.settings.padding)
+        self.tokens[:, self.step] = tokens
+        self.step += 1
+        self._see(tokens)
+        if len(self.ends) or self.settings.stops:
+            self.going &= ~self._ended(tokens, self.tokens[:, : self.step])
+        return Choice(tokens, None, self.step == self.settings.max_new_tokens or not bool(self.going.any()))
+
+    def result(self) -> torch.Tensor:
+        """The new tokens: int64 [rows, new], those that ended padded."""
+        return self.tokens[:, : self.step]
+
+
+def keep_likely(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Divide scores [rows, vocabulary] by the temperature and set those out of top_k or top_p to -inf."""
+    scores = scores / settings.temperature
+    if 0 < settings.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(settings.top_k).values[:, -1:], -torch.inf)
+    if settings.top_p < 1:
+        ascending, order = scores.sort(dim=-1)
+        unlikely = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - settings.top_p
+        unlikely[:, -1] = False
+        scores = scores.masked_fill(unlikely.scatter(1, order, unlikely), -torch.inf)
+    return scores
+
+
+def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token at `uniform` [rows], float64 in [0, 1), of the probabilities' running sum: int64 [rows].
+
+    Not torch.multinomial, whose draws would depend on the device and on who else is in the batch.
+    """
+    sums = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+
+
+def _generator(seed: int, row: int) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_seed(seed, "generate", row))
+
+
+class BeamSearch(_Chooser):
+    """Beam search as transformers has it: of each prompt the best num_beams rows go on, and the best ended are kept."""
+
+    def __init__(self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None):
+        super().__init__(settings, prompt.repeat_interleave(settings.num_beams, 0), real)
+        if real is not None:
+            self.real = real.repeat_interleave(settings.num_beams, 0)
+        rows, beams, device = len(prompt), settings.num_beams, prompt.device
+        self.tokens = prompt.new_empty(rows, beams, 0)
+        self.scores = torch.full((rows, beams), NOTHING, device=device)
+        self.scores[:, 0] = 0  # all beams are alike at first: only one may have children
+        self.kept = prompt.new_full((rows, beams, settings.max_new_tokens), settings.padding)
+        self.kept_scores = torch.full((rows, beams), NOTHING, device=device)
+        self.kept_lengths = torch.zeros(rows, beams, dtype=torch.int64, device=device)
+        self.can_improve = torch.ones(rows, dtype=torch.bool, device=device)
+
+    def advance(self, logits: torch.Tensor) -> Choice:
+        """The next token of every beam. logits: fp32 [rows x beams, vocabulary], or at first [rows, vocabulary]."""
+        s, (rows, beams) = self.settings, self.scores.shape
+        if self.step == 0:
+            logits = logits.repeat_interleave(beams, 0)
+        scores = self._adjusted(logits.log_softmax(dim=-1))
+        vocabulary = scores.shape[-1]
+        self.step += 1
+        total = scores.view(rows, beams, vocabulary) + self.scores[:, :, None]
+        best, index = total.flatten(1).topk(s.candidates * beams)
+        beam, token = index // vocabulary, index % vocabulary  # [rows, candidates]
+        tokens = torch.cat([_of_beams(self.tokens, beam), token[:, :, None]], dim=-1)
+        ended = self._ended(token, tokens) | (self.step == s.max_new_tokens)
+
+        self._keep(tokens, best, ended)
+        self.scores, chosen = (best + ended * NOTHING).topk(beams)  # the best that go on
+        self.tokens = _of_beams(tokens, chosen)
+        first = torch.arange(0, rows * beams, beams, device=beam.device)[:, None]
+        sources = (beam.gather(1, chosen) + first).flatten()
+        if self.seen is not None:
+            self.seen = self.seen[sources]
+        self._see(self.tokens[:, :, -1].flatten())
+
+        longest = s.max_new_tokens if s.early_stopping == "never" and s.length_penalty > 0 else self.step
+        hope = self.scores[:, 0] / longest**s.length_penalty
+        worst = torch.where(self._full(), self.kept_scores.amin(dim=1), NOTHING)
+        self.can_improve &= hope > worst
+        over = ~self.can_improve | self._full() if s.early_stopping is True else ~self.can_improve
+        return Choice(self.tokens[:, :, -1].flatten(), sources, bool(over.all() | ended.all()))
+
+    def _keep(self, tokens: torch.Tensor, best: torch.Tensor, ended: torch.Tensor) -> None:
+        """Keep the rows that ended, if they are among the best num_beams and better than those kept before."""
+        s, beams = self.settings, self.scores.shape[1]
+        counts = ended & self.can_improve[:, None]
+        counts[:, beams:] = False
+        if s.early_stopping is True:
+            counts &= ~self._full()[:, None]
+        if not counts.any():
+            return
+        scores = torch.where(counts, best / self.step**s.length_penalty, 2 * NOTHING)
+        padded = torch.nn.functional.pad(tokens, (0, s.max_new_tokens - self.step), value=s.padding)
+        self.kept_scores, chosen = torch.cat([self.kept_scores, scores], 1).topk(beams)
+        self.kept = _of_beams(torch.cat([self.kept, padded], 1), chosen)
+        lengths = torch.cat([self.kept_lengths, torch.full_like(best, self.step, dtype=torch.int64)], 1)
+        self.kept_lengths = lengths.gather(1, chosen)
+
+    def _full(self) -> torch.Tensor:
+        """Rows of which num_beams have ended. bool [rows]."""
+        return (self.kept_lengths > 0).all(dim=1)
+
+    def result(self) -> torch.Tensor:
+        """The best row of each prompt: int64 [rows, new], padded."""
+        return self.kept[:, 0, : int(self.kept_lengths[:, 0].max())]
+
+
+def _of_beams(values: torch.Tensor, beams: torch.Tensor) -> torch.Tensor:
+    """values [rows, beams, tokens] of the beams [rows, chosen]: [rows, chosen, tokens]."""
+    return values.gather(1, beams[:, :, None].expand(-1, -1, values.shape[-1]))
