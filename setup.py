@@ -19,6 +19,6 @@ setup(
     ],
     extras_require={
         "plots": ["matplotlib"],
-        "test": ["pytest>=8", "pytest-timeout", "ruff", "transformers>=5"],
+        "test": ["pytest>=8", "pytest-timeout", "ruff", "transformers>=5", "protobuf"],
     },
 )

@@ -15,19 +15,20 @@ from megazoo.models import find_config
 # The fields' docstrings are the flags' help.
 
 
-def _optional(kind: type, metavar: str, default: str):
+def optional(kind: type, metavar: str, default: str):
     """An option that may be left out, with what the help says of that."""
     hint = f"(default: {default})" if default else ""
     return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
 
 
-Size = _optional(int, "INT", "the preset's")
-Rate = _optional(float, "FLOAT", "the preset's")
-Switch = _optional(bool, "{True,False}", "the preset's")
-Name = _optional(str, "NAME", "")
-File = _optional(Path, "PATH", "none")
+Size = optional(int, "INT", "the preset's")
+Rate = optional(float, "FLOAT", "the preset's")
+Switch = optional(bool, "{True,False}", "the preset's")
+Name = optional(str, "NAME", "")
+Text = optional(str, "TEXT", "none")
+File = optional(Path, "PATH", "none")
 Argument = tyro.conf.Positional[Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]]
-_AS_STORED = tyro.conf.arg(metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)")
+AS_STORED = tyro.conf.arg(metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)")
 
 
 @dataclass
@@ -115,13 +116,13 @@ class OptimizerOptions:
 
     lr: float = 5e-3
     """Largest learning rate."""
-    min_lr: _optional(float, "FLOAT", "lr / 10") = None
+    min_lr: optional(float, "FLOAT", "lr / 10") = None
     """Learning rate at the end of its fall."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
-    warmup_steps: _optional(int, "INT", "a quarter of steps, 2000 at most") = None
+    warmup_steps: optional(int, "INT", "a quarter of steps, 2000 at most") = None
     """Steps over which the learning rate rises from 0."""
-    lr_decay_steps: _optional(int, "INT", "steps; after --load, as before") = None
+    lr_decay_steps: optional(int, "INT", "steps; after --load, as before") = None
     """Step at which the learning rate has fallen to min-lr."""
     weight_decay: float = 0.1
     """Decoupled; biases and norms have none."""
@@ -142,7 +143,7 @@ class DataOptions:
     split: str = "95,5"
     """Shares of the documents for training and validation."""
     tokenizer: str = "byte"
-    """byte: a token is a byte, and one more ends a document."""
+    """byte: a token is a byte, and one more ends a document. Or the directory or file of a tokenizer: see the README."""
     separate_documents: bool = False
     """Documents packed into one sample don't see each other, and positions begin anew in each."""
 
@@ -198,7 +199,7 @@ class ConversionOptions(ImportOption):
     """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging Face directory."""
     output: Argument = None
     """Directory to write."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _AS_STORED] = None
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Of the weights that are written."""
     overwrite: bool = False
     """Replace the output if it is there."""

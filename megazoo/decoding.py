@@ -124,7 +124,7 @@ class _Chooser:
 
     def _ended(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Which rows end with their newest token. tokens [...]; rows [..., new tokens], these the last of them."""
-        ended = torch.isin(tokens, self.ends) if len(self.ends) else torch.zeros_like(tokens, dtype=torch.bool)
+        ended = (tokens[..., None] == self.ends).any(dim=-1)
         if self.settings.stops:
             texts = map(self.settings.tokenizer.decode, rows[..., -self.window :].flatten(0, -2).tolist())
             found = [any(stop in text for stop in self.settings.stops) for text in texts]
@@ -139,7 +139,8 @@ class Sampler(_Chooser):
         super().__init__(settings, prompt, real)
         s = settings
         self.tokens = prompt.new_full((len(prompt), s.max_new_tokens), s.padding)
-        self.going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
+        self.ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+        self.some_ended = self.all_ended = False
         if s.do_sample:
             draws = [
                 torch.rand(s.max_new_tokens, generator=_generator(s.seed, n), dtype=torch.float64) for n in numbers
@@ -153,14 +154,17 @@ class Sampler(_Chooser):
             tokens = draw(keep_likely(scores, self.settings), self.draws[:, self.step])
         else:
             tokens = scores.argmax(dim=-1)
-        if not self.going.all():
-            tokens = tokens.masked_fill(~self.going, self.settings.padding)
+        if self.some_ended:
+            tokens = tokens.masked_fill(self.ended, self.settings.padding)
         self.tokens[:, self.step] = tokens
         self.step += 1
         self._see(tokens)
         if len(self.ends) or self.settings.stops:
-            self.going &= ~self._ended(tokens, self.tokens[:, : self.step])
-        return Choice(tokens, None, self.step == self.settings.max_new_tokens or not bool(self.going.any()))
+            ended = self._ended(tokens, self.tokens[:, : self.step])
+            if ended.any():
+                self.ended, self.some_ended = self.ended | ended, True
+                self.all_ended = bool(self.ended.all())
+        return Choice(tokens, None, self.all_ended or self.step == self.settings.max_new_tokens)
 
     def result(self) -> torch.Tensor:
         """The new tokens: int64 [rows, new], those that ended padded."""

@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+from megazoo.launch import is_rank_zero
+
 
 class Metrics:
     """Appends JSON objects to a file, a line each; does nothing without one."""
@@ -54,7 +56,8 @@ def clock(seconds: float) -> str:
 
 
 def byte_bar(total: int):
-    """A progress bar of bytes on a terminal, with rate and time left: `with byte_bar(n) as bar: bar.update(k)`."""
+    """A progress bar on rank 0's terminal, with rate and time left: `with byte_bar(n) as bar: bar.update(bytes)`."""
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False)
+    shown = sys.stderr.isatty() and is_rank_zero()
+    return tqdm(total=total, unit="B", unit_scale=True, disable=not shown, leave=False)

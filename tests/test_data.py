@@ -67,7 +67,7 @@ def test_stages_without_data_get_only_the_shape():
 def test_byte_tokens():
     tokenizer = open_tokenizer("byte")
     text = "naïve ☃\n"
-    assert tokenizer.encode(text).tolist() == list(text.encode())
+    assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
 
 

@@ -145,11 +145,9 @@ def test_cached_and_uncached_generation_agree(name):
         settings = {"max_new_tokens": NEW, "eos_token_id": 2, **settings}
         cached = model.generate(ids, mask, **settings)
         assert torch.equal(cached, model.generate(ids, mask, use_cache=False, **settings))
-    whole = model(cached[:1, :-1]).logits.argmax(dim=-1)[0, 8:]  # row 0 has no padding
-    greedy = model.generate(ids[:1], max_new_tokens=NEW)[0, 9:]
+    greedy = model.generate(ids[:1], max_new_tokens=NEW)[0, 9:]  # row 0 has no padding
     again = model(torch.cat([ids[:1], greedy[None, :-1]], dim=1)).logits.argmax(dim=-1)[0, 8:]
     assert torch.equal(again, greedy)
-    assert len(whole)
 
 
 def test_dynamic_scaling_past_the_context_is_the_uncached_result():
@@ -360,4 +358,3 @@ def test_generating_leaves_the_model_as_it_was():
     assert model.training
     model.train_batch(ids, labels=ids)
     assert all(entry.parameter.grad is not None for entry in model.entries())
-    assert world({}) == 1

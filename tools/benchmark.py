@@ -2,6 +2,8 @@
 
 $ python tools/benchmark.py checkpoint --json results.json
 
+generate: tokens from random GPT-2s of transformers, 30 and 5 million parameters, against its own generate, in one
+process on the same weights.
 checkpoint: Hugging Face to shards of tp 2 x pp 2, checksums included, against `cp -r` of the same bytes, and against
 transformers' from_pretrained and save_pretrained; all ended by sync.
 """
@@ -29,14 +31,13 @@ from megazoo.errors import UserError
 from megazoo.launch import run_program
 
 TOOLS = Path(__file__).parent
-CASES = ("checkpoint",)
 
 
 @dataclass
 class Options:
     """What to compare."""
 
-    case: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="{" + ",".join([*CASES, "all"]) + "}")]] = "all"
+    case: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="{generate,checkpoint,all}")]] = "all"
     """Which comparison."""
     pairs: int = 5
     """Runs of each side, in turn."""
@@ -49,12 +50,13 @@ class Options:
 
 
 class Result(NamedTuple):
-    """One comparison: the seconds of each run, ours and the reference's; memory: the peaks of both, resident bytes."""
+    """One comparison: the seconds of each run, ours and the reference's; memory: the peaks of both, resident bytes, or
+    nothing where one process runs both."""
 
     name: str
     ours: list[float]
     reference: list[float]
-    memory: tuple[int, int]
+    memory: tuple[int, ...]
 
     @property
     def ratios(self) -> list[float]:
@@ -62,8 +64,8 @@ class Result(NamedTuple):
 
     def row(self) -> str:
         ratios = f"{statistics.median(self.ratios):.2f} ({min(self.ratios):.2f} to {max(self.ratios):.2f})"
-        seconds = (f"{statistics.median(side):.2f} s" for side in (self.ours, self.reference))
-        memory = (f"{peak / 1e6:,.0f} MB" for peak in self.memory)
+        seconds = (f"{statistics.median(side):.3g} s" for side in (self.ours, self.reference))
+        memory = (f"{peak / 1e6:,.0f} MB" for peak in self.memory) if self.memory else "  "
         return f"| {self.name} | {' | '.join(seconds)} | {ratios} | {' | '.join(memory)} |"
 
 
@@ -75,9 +77,10 @@ def main(arguments: list[str]) -> None:
     print("| case | ours | reference | ratio: median (range) | peak memory of ours | of the reference |")
     print("| --- | --- | --- | --- | --- | --- |")
     results = []
-    for result in checkpoint_cases(options):
-        results.append(result)
-        print(result.row(), flush=True)
+    for case in CASES if options.case == "all" else [options.case]:
+        for result in CASES[case](options):
+            results.append(result)
+            print(result.row(), flush=True)
     if options.json:
         values = [{**result._asdict(), "median_ratio": statistics.median(result.ratios)} for result in results]
         options.json.write_text(json.dumps({"machine": machine(), "results": values}, indent=1) + "\n")
@@ -128,6 +131,47 @@ def process(command: list) -> int:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+# Generation.
+
+GENERATE = """
+import json, sys, tempfile, time
+import torch, transformers
+import megazoo
+hidden, rows, beams, new, pairs = map(int, sys.argv[1:])
+torch.manual_seed(0)
+config = transformers.GPT2Config(vocab_size=8192, n_positions=512, n_embd=hidden, n_layer=8, n_head=8)
+theirs = transformers.GPT2LMHeadModel(config).eval()
+with tempfile.TemporaryDirectory() as directory:
+    theirs.save_pretrained(directory)
+    ours = megazoo.from_pretrained(directory)
+ids = torch.randint(4, 8000, (rows, 16))
+how = {"max_new_tokens": new, "min_new_tokens": new, "num_beams": beams, "eos_token_id": 2, "pad_token_id": 3}
+sides = [
+    lambda: ours.generate(ids, **how),
+    lambda: theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **how),
+]
+seconds = [[], []]
+for pair in range(pairs + 1):
+    outputs = []
+    for side, run in zip(seconds, sides):
+        began = time.perf_counter()
+        outputs.append(run())
+        side.append(time.perf_counter() - began)
+    assert torch.equal(*outputs), "they differ"
+print(json.dumps([side[1:] for side in seconds]))
+"""
+
+
+def generate_cases(options: Options) -> Iterator[Result]:
+    new = 128
+    for size, hidden, rows, beams in [("30M", 512, 1, 1), ("30M", 512, 1, 3), ("30M", 512, 8, 1), ("5M", 192, 1, 1)]:
+        arguments = map(str, (hidden, rows, beams, new, options.pairs))
+        done = subprocess.run([sys.executable, "-c", GENERATE, *arguments], capture_output=True, text=True, check=True)
+        how = f"beam {beams}" if beams > 1 else "greedy"
+        ours, theirs = json.loads(done.stdout.splitlines()[-1])
+        yield Result(f"generate {new} tokens, {size}, {how}, batch {rows}, against transformers", ours, theirs, ())
+
+
 # Checkpoints.
 
 RESAVE = """
@@ -165,6 +209,8 @@ def make_llama(directory: Path, gigabytes: float) -> None:
     layers = round((gigabytes * 1e9 - 2 * 4 * 32000 * 2048) / (4 * (4 * 2048**2 + 3 * 2048 * 5504)))
     process([sys.executable, "-c", MAKE, directory, max(1, layers)])
 
+
+CASES = {"generate": generate_cases, "checkpoint": checkpoint_cases}
 
 if __name__ == "__main__":
     run_program(main)

@@ -61,8 +61,11 @@ def check_data(data: str, split: str) -> tuple[float, float]:
 
 
 def _stream(documents: list[bytes], tokenizer) -> np.ndarray:
-    end = np.array([tokenizer.eod], np.uint16)
-    return np.concatenate([part for text in documents for part in (tokenizer.encode(text), end)] or [end])
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    end = np.array([tokenizer.eod], dtype)
+    # A special token's name in a document is text.
+    texts = (tokenizer.encode_to_numpy(text, parse_special=False).astype(dtype, copy=False) for text in documents)
+    return np.concatenate([part for text in texts for part in (text, end)] or [end])
 
 
 def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import nn
 
 from megazoo.layers.cache import KVCache
@@ -100,7 +99,7 @@ class CausalSelfAttention(nn.Module):
 
         attend = partial(self._attend_with_dropout if self.dropout.active else self._attend, mask=mask, seed=seed)
         y = recompute.recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
-        return self.output(rearrange(y, "batch heads sequence size -> batch sequence (heads size)"))
+        return self.output(y.transpose(1, 2).flatten(2))  # [batch, sequence, this rank's features]
 
     def _attend(self, q, k, v, mask: torch.Tensor | None, seed: int | None, dropout: float = 0.0) -> torch.Tensor:
         return F.scaled_dot_product_attention(

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 
 from megazoo.errors import UserError
 from megazoo.parallel import collectives, recompute
@@ -176,7 +175,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, sequence, features] -> [batch, heads, sequence, head_size]."""
-        return rearrange(x, "b s (heads size) -> b heads s size", size=self.head_size)
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = map(self.split_heads, self.project(x))

@@ -34,6 +34,7 @@ class Rotary:
     def __init__(self, head_size: int, theta: float, max_positions: int, scaling: dict | None = None):
         self.head_size, self.theta, self.max_positions, self.scaling = head_size, theta, max_positions, scaling or {}
         self.kind = self.scaling.get("rope_type", "default")
+        self._kept: dict[torch.device, tuple[torch.Tensor, float]] = {}  # frequencies, unless they change
         if head_size % 2:
             raise UserError(f"rotary positions need heads of an even size, not {head_size}")
         if self.kind not in SCALINGS:
@@ -48,7 +49,12 @@ class Rotary:
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, [..., sequence, head_size], of int64 positions [..., sequence]."""
-        frequencies, factor = self.frequencies(positions.device, positions)
+        if self.kind == "dynamic":
+            frequencies, factor = self.frequencies(positions.device, positions)
+        else:
+            if positions.device not in self._kept:
+                self._kept[positions.device] = self.frequencies(positions.device)
+            frequencies, factor = self._kept[positions.device]
         angles = positions[..., None].float() * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

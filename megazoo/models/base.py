@@ -279,7 +279,7 @@ class Model(nn.Module):
         last stage. The loss can be differentiated when pp is 1; `train_batch` trains in every layout.
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
-        (micro_batch,) = self._micro_batches(batch, 1)
+        (micro_batch,) = self.micro_batches(batch, 1)
         collect = self.whole_logits if return_logits or labels is None else None
         if self.ctx.pp_size > 1:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
@@ -321,7 +321,7 @@ class Model(nn.Module):
         if schedule not in SCHEDULES:
             raise UserError(f"unknown schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
         batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids, shape)
-        batches = self._with_targets(self._micro_batches(batch, num_microbatches, step, loss_fn is not None))
+        batches = self._with_targets(self.micro_batches(batch, num_microbatches, step, loss_fn is not None))
         if self._buckets is None:
             self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
         self._buckets.start(num_microbatches)
@@ -355,7 +355,7 @@ class Model(nn.Module):
         training = self.training
         self.eval()
         try:
-            return run_pipeline(self, self._with_targets(self._micro_batches(batch, num_microbatches))).loss
+            return run_pipeline(self, self._with_targets(self.micro_batches(batch, num_microbatches))).loss
         finally:
             self.train(training)
 
@@ -388,11 +388,12 @@ class Model(nn.Module):
         settings = Settings(**{**ids, **settings})
         return generate(self, input_ids, attention_mask, settings, use_cache=use_cache, streamer=streamer)
 
-    def _micro_batches(
+    def micro_batches(
         self, batch: Batch, count: int, step: int | None = None, keep_labels: bool = False
     ) -> list[MicroBatch]:
         self.ctx.require_ranks()
         self._calls += self.training
+        """A replica's batch, checked and cut."""
         step, longest = self._calls if step is None else step, self.longest_sequence(self.config)
         more = {"longest": longest, "keep_labels": keep_labels, "seed": self.seed, "step": step}
         return batch.micro_batches(count, self.ctx, self.config, **more)

@@ -4,6 +4,7 @@ backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section 3)."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange
 
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
@@ -32,12 +33,12 @@ def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [..., sequence, size]."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
     _all_gather(parts.flatten(0, -2), tensor.contiguous().flatten(0, -2), group=group)
-    return parts.movedim(0, -3).flatten(-3, -2)
+    return rearrange(parts, "ranks ... part size -> ... (ranks part) size")
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [..., part, size]."""
-    parts = tensor.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
+    parts = rearrange(tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()).contiguous()
     mine = torch.empty_like(parts[0])
     _reduce_scatter(mine.flatten(0, -2), parts.flatten(0, -2), group=group)
     return mine

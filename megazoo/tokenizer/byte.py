@@ -1,19 +1,22 @@
 """The tokenizer that needs no vocabulary: a token is a byte of UTF-8."""
 
+from collections.abc import Callable
+
 import numpy as np
 
+from megazoo.tokenizer.base import Tokenizer, as_text
 
-class ByteTokenizer:
-    """Ids 0 to 255 are bytes, 256 ends a document."""
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0 to 255 are bytes, 256 ends a document. It takes any bytes, UTF-8 or not; decoding leaves 256 out."""
 
     vocab_size = 257
-    eod = 256
+    eos_token_id = 256
 
-    def encode(self, text: str | bytes) -> np.ndarray:
+    def encode_to_numpy(self, text: str | bytes, *, parse_special: bool = True) -> np.ndarray:
         """uint16 [bytes]."""
-        data = text.encode() if isinstance(text, str) else text
+        data = text if isinstance(text, bytes) else as_text(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
-    def decode(self, ids) -> str:
-        """The text of the bytes among `ids`; broken UTF-8 is replaced, ends of documents are left out."""
-        return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+    def _reader(self, skip_special_tokens: bool) -> Callable[[int], bytes]:
+        return lambda token: bytes([token]) if 0 <= token < 256 else b""

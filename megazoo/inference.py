@@ -1,0 +1,64 @@
+"""What the tools that run a model have in common: its options, its ranks, the model and its tokenizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+
+from megazoo.checkpoint import load_weights, open_source
+from megazoo.checkpoint.source import Source
+from megazoo.command_line import required, run_file
+from megazoo.config import AS_STORED, Argument, ImportOption, Name
+from megazoo.errors import UserError
+from megazoo.launch import data_parallel_size, is_rank_zero, start_missing_ranks, world_size
+from megazoo.models.base import Model
+from megazoo.parallel.context import ParallelContext, choose_device
+from megazoo.tokenizer import Tokenizer, open_tokenizer
+
+
+@dataclass
+class InferenceOptions(ImportOption):
+    """What the tools that run a model take."""
+
+    source: Argument = None
+    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging Face directory."""
+    tp: int = 1
+    """Tensor-parallel size: ranks that share each layer."""
+    pp: int = 1
+    """Pipeline-parallel size: stages that the layers are cut into."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
+    """Of weights and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
+    tokenizer: Name = None
+    """byte, or the directory or file of a tokenizer; by default what is beside the model, or what it was trained on."""
+
+
+def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Callable[[str], None]]:
+    """This rank's part of the model, its tokenizer, and a print that only rank 0 does; starts the missing ranks."""
+    (path,) = required(options, "source")
+    if options.import_:
+        run_file(options.import_)
+    source = open_source(path)
+    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else tokenizer_of(source)
+    source.model.check(source.config, options.tp, options.pp)
+    data_parallel_size(options.tp, options.pp)
+    choose_device(options.device, options.tp * options.pp if world_size() == 1 else None)
+    start_missing_ranks(options.tp, options.pp)
+    ctx = ParallelContext.from_torch(options.tp, options.pp, device=options.device)
+    dtype = getattr(torch, options.dtype) if options.dtype else source.dtype_of(next(iter(source.specs)))
+    model = source.model.empty(source.config, ctx, dtype=dtype)
+    load_weights(source, model)
+    say = (lambda *text, **how: print(*text, **how, flush=True)) if is_rank_zero() else lambda *_, **__: None
+    return model.eval(), tokenizer, say
+
+
+def tokenizer_of(source: Source) -> Tokenizer:
+    """The tokenizer whose files are beside a model, or with which it was trained."""
+    trained = source.trainer.get("settings", {}).get("tokenizer")
+    beside = any((Path(source.path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    if not beside and trained is None:
+        raise UserError(f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file")
+    return open_tokenizer(source.path if beside else trained)

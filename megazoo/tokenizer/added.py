@@ -1,0 +1,81 @@
+"""Added tokens: the strings that are split off a text before anything else happens to it, as `tokenizers` does."""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from megazoo.errors import UserError
+
+# Unicode's white space; str.strip and Python's \s would take \x1c to \x1f, too.
+SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+
+
+class AddedToken(NamedTuple):
+    """special: may be left out of decoded text. normalized: looked for after the normalizer. lstrip, rstrip: it takes
+    the spaces on that side with it."""
+
+    content: str
+    id: int
+    special: bool = True
+    normalized: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+
+    @classmethod
+    def from_json(cls, entry: dict, token_id: int) -> "AddedToken":
+        """What tokenizer.json and tokenizer_config.json say of one token; raises UserError, KeyError or TypeError."""
+        if entry.get("single_word"):
+            raise UserError(f"added token {entry['content']!r}: single_word is not supported")
+        check_id(token_id, entry["content"])
+        special = bool(entry.get("special", False))
+        flags = {key: bool(entry.get(key, False)) for key in ("lstrip", "rstrip")}
+        return cls(entry["content"], token_id, special, bool(entry.get("normalized", not special)), **flags)
+
+
+def check_id(token: int, content: str) -> None:
+    """Raise UserError unless a token of a file is a string with a number for an id."""
+    if type(token) is not int or not 0 <= token < 1 << 31 or not isinstance(content, str):
+        raise UserError(f"token {content!r} has the id {token!r}")
+
+
+class Splitter:
+    """Cuts text at added tokens: first at those looked for in the text as it is, then at those in normalized text."""
+
+    def __init__(self, tokens: Iterable[AddedToken], nfc: bool = False):
+        self._normalize = (lambda text: unicodedata.normalize("NFC", text)) if nfc else lambda text: text
+        tokens = [token for token in tokens if token.content]
+        self._raw = {token.content: token for token in tokens if not token.normalized}
+        self._normalized = {self._normalize(token.content): token for token in tokens if token.normalized}
+        self._patterns = [_longest_first(self._raw), _longest_first(self._normalized)]
+
+    def __call__(self, text: str, parse_special: bool) -> Iterator[str | int]:
+        """The normalized text between added tokens, and the ids of these."""
+        for part in _split(text, self._patterns[0], self._raw, parse_special):
+            if isinstance(part, int):
+                yield part
+            else:
+                yield from _split(self._normalize(part), self._patterns[1], self._normalized, parse_special)
+
+
+def _longest_first(tokens: dict[str, AddedToken]) -> re.Pattern | None:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+
+
+def _split(text: str, pattern: re.Pattern | None, tokens: dict[str, AddedToken], parse_special: bool):
+    done = 0
+    for match in pattern.finditer(text) if pattern else ():
+        token, (start, end) = tokens[match[0]], match.span()
+        if token.special and not parse_special:
+            continue
+        if token.lstrip:
+            start = done + len(text[done:start].rstrip(SPACES))
+        if token.rstrip:
+            end = len(text) - len(text[end:].lstrip(SPACES))
+        if start > done:
+            yield text[done:start]
+        yield token.id
+        done = end
+    if done < len(text):
+        yield text[done:]

@@ -1,0 +1,42 @@
+"""LLaMA-3's tokenizer.model: a line of text, `base64 rank`, for each token of a byte-level BPE."""
+
+import base64
+import re
+from pathlib import Path
+
+from megazoo.errors import UserError
+from megazoo.tokenizer.added import AddedToken
+from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN, ByteLevelBPE
+from megazoo.tokenizer.settings import Settings, malformed
+
+LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?(\n|\Z)")
+NAMED = {
+    0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id", 7: "end_header_id",
+    8: "eom_id", 9: "eot_id", 10: "python_tag",
+}  # fmt: skip
+SPECIAL = 256  # tokens, after the ranks: those with names, and reserved ones
+
+
+def special_tokens(first: int) -> list[AddedToken]:
+    """LLaMA-3's special tokens (as of 3.1), with ids from `first` on."""
+    reserved = (f"reserved_special_token_{i}" for i in range(SPECIAL))
+    names = (NAMED.get(place) or next(reserved) for place in range(SPECIAL))
+    return [AddedToken(f"<|{name}|>", first + place) for place, name in enumerate(names)]
+
+
+def from_ranks(path: Path, data: bytes, settings: Settings) -> ByteLevelBPE:
+    """The tokenizer of a file of ranks, whose content is `data`; the ranks are the ids. bos goes before a text."""
+    tokens = {}
+    with malformed(path):
+        for line in data.splitlines():
+            if line:
+                token, rank = line.split()
+                tokens[int(rank)] = base64.b64decode(token, validate=True)
+    if sorted(tokens) != list(range(len(tokens))) or len(set(tokens.values())) < len(tokens):
+        raise UserError(f"{path} is malformed: its ranks are not 0, 1, 2 ... of different tokens")
+    contents = {token: rank for rank, token in tokens.items()}
+    found = [] if settings.added else special_tokens(len(tokens))
+    added = settings.all_added(found, lambda name: contents.get(name.encode()))
+    ids = {token.content: token.id for token in added}
+    tokenizer = ByteLevelBPE(tokens, sorted(tokens), LLAMA3_PATTERN, added)
+    return settings.apply(tokenizer, ids.get, add_bos=True)

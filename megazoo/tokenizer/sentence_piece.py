@@ -1,0 +1,79 @@
+"""LLaMA-1 and 2's tokenizer: a sentencepiece model with bytes to fall back on, run by sentencepiece itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from megazoo.errors import UserError
+from megazoo.tokenizer.added import AddedToken, Splitter
+from megazoo.tokenizer.base import Tokenizer
+from megazoo.tokenizer.settings import Settings
+
+CLASSES = (
+    "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast", "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)  # fmt: skip
+SPACE = "\u2581"  # how a piece spells a space; in a text, this character becomes one
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model, and tokens added to it.
+
+    The text between special tokens is encoded by itself, as LLaMA's own code encodes the turns of a dialogue: each gets
+    the space that the model puts before a text, and decoding takes it away.
+    """
+
+    def __init__(self, model: sentencepiece.SentencePieceProcessor, added: list[AddedToken]):
+        self._model, size = model, model.vocab_size()
+        self._bytes = {token: _bytes_of(model, token) for token in range(size)}
+        self._bytes |= {token.id: token.content.encode() for token in added}
+        self._alone = {token.id for token in added}
+        self._special = {token.id for token in added if token.special}
+        self._split = Splitter(added)
+        self._dummy_prefix = model.encode("a", out_type=str)[0].startswith(SPACE)
+        self.vocab_size = max(self._bytes) + 1
+
+    def _encode(self, text: str, parse_special: bool) -> np.ndarray:
+        parts = self._split(text, parse_special)
+        ids = [token for part in parts for token in (self._model.encode(part) if isinstance(part, str) else [part])]
+        return np.array(ids, np.uint32)
+
+    def _reader(self, skip_special_tokens: bool) -> Callable[[int], bytes]:
+        starts = self._dummy_prefix
+
+        def read(token: int) -> bytes:
+            nonlocal starts
+            data = self._bytes.get(token, b"")
+            if token in self._alone:
+                starts = self._dummy_prefix
+                return b"" if skip_special_tokens and token in self._special else data
+            data, starts = data.removeprefix(b" ") if starts else data, starts and not data
+            return data
+
+        return read
+
+
+def from_sentencepiece(path: Path, data: bytes, settings: Settings) -> SentencePieceTokenizer:
+    """The tokenizer of a sentencepiece model, whose bytes are `data`. bos goes before a text, if there is one."""
+    settings.refuse("tokenizer_class", *CLASSES)
+    settings.refuse("add_prefix_space", True)
+    try:
+        if not data:
+            raise RuntimeError("empty")
+        model = sentencepiece.SentencePieceProcessor(model_proto=data)
+    except RuntimeError as error:
+        raise UserError(f"{path} is neither a sentencepiece model nor lines of base64 and rank") from error
+    ids = {model.id_to_piece(token): token for token in range(model.vocab_size())}
+    special = [token for token in ids.values() if model.is_control(token) or model.is_unknown(token)]
+    added = settings.all_added([AddedToken(model.id_to_piece(token), token) for token in special], ids.get)
+    ids |= {token.content: token.id for token in added}
+    own = {"bos": model.bos_id(), "eos": model.eos_id(), "pad": model.pad_id()}
+    own = {role: token for role, token in own.items() if token >= 0}
+    return settings.apply(SentencePieceTokenizer(model, added), ids.get, own, add_bos=True)
+
+
+def _bytes_of(model: sentencepiece.SentencePieceProcessor, token: int) -> bytes:
+    piece = model.id_to_piece(token)
+    return bytes([int(piece[3:5], 16)]) if model.is_byte(token) else piece.replace(SPACE, " ").encode()

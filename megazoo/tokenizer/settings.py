@@ -1,0 +1,143 @@
+"""What the JSON files beside a tokenizer say: which tokens are special, and which go around a text."""
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megazoo.checkpoint.source import json_object
+from megazoo.errors import UserError
+from megazoo.tokenizer.added import AddedToken
+from megazoo.tokenizer.base import Tokenizer
+
+ROLES = ("bos", "eos", "pad")
+# What published files mean that name nothing, GPT-2's for one.
+USUAL = {
+    "bos": ("<|begin_of_text|>", "<|endoftext|>", "<s>"),
+    "eos": ("<|end_of_text|>", "<|endoftext|>", "</s>"),
+    "pad": ("<|padding|>",),
+}
+
+
+@dataclass
+class Settings:
+    """tokenizer_config.json, special_tokens_map.json, added_tokens.json, and the ids of config.json.
+
+    names: the content of the bos, eos, pad and unk tokens, None where a file says that there is none. ids: likewise, if
+    nothing else is known. special: the contents of further special tokens. added: tokens with their ids.
+    """
+
+    directory: Path
+    config: dict = field(default_factory=dict)
+    names: dict[str, str | None] = field(default_factory=dict)
+    ids: dict[str, int] = field(default_factory=dict)
+    special: list[str] = field(default_factory=list)
+    added: list[AddedToken] = field(default_factory=list)
+
+    def refuse(self, key: str, *supported) -> None:
+        """Raise UserError if tokenizer_config.json has another value than these (or null) for a key."""
+        value = self.config.get(key)
+        if value is not None and value not in supported:
+            raise UserError(f"{self.directory / 'tokenizer_config.json'}: {key} {value!r} is not supported")
+
+    def all_added(self, found: Iterable[AddedToken], id_of: Callable[[str], int | None]) -> list[AddedToken]:
+        """The tokens found in a vocabulary's file, those that other files add, and those that they call special."""
+        tokens = {token.content: token for token in self.added} | {token.content: token for token in found}
+        for name in [*self.names.values(), *self.special]:
+            if name and name not in tokens and id_of(name) is not None:
+                tokens[name] = AddedToken(name, id_of(name))
+        return list(tokens.values())
+
+    def apply(
+        self,
+        tokenizer: Tokenizer,
+        id_of: Callable[[str], int | None],
+        own: dict[str, int] | None = None,
+        add_bos: bool = False,
+        template: tuple[list[int], list[int]] | None = None,
+    ) -> Tokenizer:
+        """Set the ids of the special tokens, and which of them go around a text.
+
+        id_of: the id of a token's content. own: ids by role that the vocabulary itself names. add_bos: whether bos goes
+        before a text if no file says. template: the ids around a text, of a tokenizer.json: then nothing else counts.
+        """
+        for role in ROLES:
+            setattr(tokenizer, f"{role}_token_id", self._id(role, id_of, own or {}, tokenizer.vocab_size))
+        if template is None:
+            add = {"add_bos_token": add_bos, "add_eos_token": False}
+            add |= {key: self.config[key] for key in add if self.config.get(key) is not None}
+            ids = zip(add.values(), (tokenizer.bos_token_id, tokenizer.eos_token_id), strict=True)
+            template = [[token] if wanted and token is not None else [] for wanted, token in ids]
+        tokenizer.before, tokenizer.after = map(tuple, template)
+        return tokenizer
+
+    def _id(self, role: str, id_of: Callable[[str], int | None], own: dict[str, int], vocab_size: int) -> int | None:
+        if role in self.names:
+            name = self.names[role]
+            if name is not None and id_of(name) is None:
+                raise UserError(f"{self.directory}: {role}_token {name!r} is not in the vocabulary")
+            return None if name is None else id_of(name)
+        usual = (id_of(name) for name in USUAL[role])
+        known = [token for token in (own.get(role), *usual, self.ids.get(role)) if token is not None]
+        return known[0] if known and known[0] < vocab_size else None
+
+
+def read_settings(directory: Path) -> Settings:
+    """The settings of a tokenizer's directory; the files may be missing. Raises UserError for a malformed one."""
+    settings = Settings(directory)
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        entries = _json_beside(directory / name)
+        for role in (*ROLES, "unk"):
+            value = entries.get(f"{role}_token", "")
+            content = value.get("content") if isinstance(value, dict) else value
+            if content is not None and not isinstance(content, str):
+                raise UserError(f"{directory / name}: {role}_token {value!r} is not a token")
+            if content != "":
+                settings.names[role] = content
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            extra = entries.get(key) or []
+            extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+            contents = (token.get("content") if isinstance(token, dict) else token for token in extra)
+            settings.special += [content for content in contents if isinstance(content, str)]
+        settings.config = entries
+    path = directory / "tokenizer_config.json"
+    with malformed(path):
+        for token_id, entry in (settings.config.get("added_tokens_decoder") or {}).items():
+            settings.added.append(AddedToken.from_json(entry, int(token_id)))
+    path = directory / "added_tokens.json"
+    with malformed(path):
+        for content, token_id in _json_beside(path).items():
+            special = content in settings.special or content in settings.names.values()
+            settings.added.append(AddedToken.from_json({"content": content, "special": special}, token_id))
+    for name in ("config.json", "generation_config.json"):
+        entries = _json_beside(directory / name)
+        for role in ROLES:
+            value = entries.get(f"{role}_token_id")
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int) and value >= 0:
+                settings.ids[role] = value
+    return settings
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a file; UserError, naming it, if it can't be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+
+
+def _json_beside(path: Path) -> dict:
+    """The object in a JSON file, empty if there is no such file."""
+    return json_object(path, read_bytes(path)) if path.exists() else {}
+
+
+@contextmanager
+def malformed(path: Path):
+    """Inside, whatever a wrong type or a missing key raises becomes a UserError that names the file."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is malformed: {type(error).__name__} {error}") from error

@@ -1,0 +1,144 @@
+"""Score texts, or choices, with a model of any layout, or of Hugging Face's, in any layout.
+
+$ python tools/evaluate.py runs/a --text book.txt
+$ torchrun --nproc-per-node 4 tools/evaluate.py path/to/llama --tp 2 --pp 2 --text pile.jsonl --stride 512
+$ python tools/evaluate.py path/to/llama --choices questions.jsonl --output scores.jsonl
+
+--text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of {"context": "...",
+"choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after its context; with "answer", the index of
+the right one, also how often the likeliest choice is right.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megazoo.command_line import parse_flags
+from megazoo.config import File, optional
+from megazoo.errors import UserError
+from megazoo.evaluation import evaluate_texts, score_choices
+from megazoo.inference import InferenceOptions, load_for_inference
+from megazoo.launch import is_rank_zero, run_program
+from megazoo.metrics import byte_bar
+
+
+@dataclass
+class Options(InferenceOptions):
+    """What to score."""
+
+    text: File = None
+    """A text, or a JSONL file (by its name) of documents."""
+    json_key: str = "text"
+    """Where a line of the JSONL file has its text."""
+    choices: File = None
+    """JSONL file of contexts with choices."""
+    seq_length: optional(int, "INT", "the model's max-positions, 2048 at most") = None
+    """Tokens that are read at once."""
+    stride: int = 0
+    """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without overlap."""
+    batch_size: int = 8
+    """Windows, or choices, that are scored together."""
+    output: File = None
+    """JSON file for the result; of choices, JSONL with a line for each."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    if (options.text is None) == (options.choices is None):
+        raise UserError("give --text or --choices, one of them")
+    if options.batch_size < 1:
+        raise UserError(f"batch-size {options.batch_size} must be at least 1")
+    requests = read_choices(options.choices) if options.choices else None
+    documents = read_texts(options.text, options.json_key) if options.text else None
+    model, tokenizer, say = load_for_inference(options)
+    if documents is not None:
+        longest = model.longest_sequence(model.config)
+        length = options.seq_length or min(longest, 2048)
+        if not 1 <= length <= longest:
+            raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
+        how = {"length": length, "stride": options.stride, "batch": options.batch_size}
+        with byte_bar(sum(map(len, documents))) as bar:
+            result = evaluate_texts(model, tokenizer, documents, **how, progress=bar.update)
+        say(f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens")
+        say(f"loss            {result.loss:.6f} nats a token")
+        say(f"perplexity      {result.perplexity:.4f}")
+        say(f"bits a byte     {result.bits_per_byte:.6f}")
+        lines = [{**vars(result), "loss": result.loss, "perplexity": result.perplexity}]
+        lines[0]["bits_per_byte"] = result.bits_per_byte
+    else:
+        lines = scored_choices(model, tokenizer, requests, options.batch_size, say)
+    if options.output and is_rank_zero():
+        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def scored_choices(model, tokenizer, requests: list[dict], batch: int, say) -> list[dict]:
+    """The requests with log_likelihoods, tokens and greedy of each choice; says them, and how many are right."""
+    pairs = [(request["context"], choice) for request in requests for choice in request["choices"]]
+    scores = iter(score_choices(model, tokenizer, pairs, batch=batch))
+    right, lines = [], []
+    for request in requests:
+        likelihoods, tokens, greedy = zip(*(next(scores) for _ in request["choices"]), strict=True)
+        lines.append({**request, "log_likelihoods": likelihoods, "tokens": tokens, "greedy": greedy})
+        say("  ".join(f"{value:.4f}" for value in likelihoods))
+        if "answer" in request:
+            right.append(likelihoods.index(max(likelihoods)) == request["answer"])
+    if right:
+        say(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
+    return lines
+
+
+def read_texts(file: Path, key: str) -> list[bytes]:
+    """The documents of a file, in UTF-8."""
+    if file.suffix != ".jsonl":
+        return [_read(file)]
+    texts = []
+    for number, value in _json_lines(file):
+        if not isinstance(value.get(key), str):
+            raise UserError(f"{file}, line {number} has no text {key!r}")
+        texts.append(value[key].encode(errors="surrogatepass"))
+    return texts
+
+
+def read_choices(file: Path) -> list[dict]:
+    """The requests of a JSONL file, checked."""
+    requests = []
+    for number, value in _json_lines(file):
+        choices = value.get("choices")
+        texts = isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices)
+        if not isinstance(value.get("context"), str) or not texts:
+            raise UserError(f'{file}, line {number} is not {{"context": "...", "choices": ["...", ...]}}')
+        if "answer" in value and value["answer"] not in range(len(choices)):
+            raise UserError(f"{file}, line {number}: answer {value['answer']!r} is not the index of a choice")
+        requests.append(value)
+    return requests
+
+
+def _json_lines(file: Path) -> Iterator[tuple[int, dict]]:
+    """The objects of a JSONL file that has one at least, with their line numbers."""
+    lines = [(n, line) for n, line in enumerate(_read(file).splitlines(), 1) if line.strip()]
+    for number, line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{file}, line {number} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{file}, line {number} is not a JSON object")
+        yield number, value
+    if not lines:
+        raise UserError(f"{file} has no lines")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} can't be read: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,177 @@
+"""Generate text with a model of any layout, or of Hugging Face's, in any layout.
+
+$ python tools/generate.py runs/a --prompt "def main(" --max-new-tokens 100
+$ torchrun --nproc-per-node 4 tools/generate.py path/to/llama --tp 2 --pp 2 --prompts questions.txt --num-beams 3
+
+Without --prompt and --prompts it asks for prompts, one a line, until the end of input. A single answer appears as it
+comes, unless it is searched with beams. Without --temperature, --top-k and --top-p the likeliest token is taken; with
+one of them, tokens are drawn.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megazoo.command_line import parse_flags
+from megazoo.config import File, Text, optional
+from megazoo.errors import UserError
+from megazoo.inference import InferenceOptions, load_for_inference
+from megazoo.launch import is_rank_zero, run_program
+from megazoo.parallel.collectives import all_gather_objects
+
+
+@dataclass
+class Options(InferenceOptions):
+    """What to generate, and how."""
+
+    prompt: Text = None
+    """What to go on from."""
+    prompts: File = None
+    """File of prompts, one a line."""
+    batch_size: int = 8
+    """Prompts of the file that are answered together."""
+    max_new_tokens: int = 128
+    """Tokens of an answer at most."""
+    min_new_tokens: int = 0
+    """And at least."""
+    temperature: optional(float, "FLOAT", "1") = None
+    """Divides the scores: below 1 for likelier tokens, above for others."""
+    top_k: optional(int, "INT", "all") = None
+    """Draw from so many of the likeliest tokens."""
+    top_p: optional(float, "FLOAT", "1") = None
+    """Draw from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Of the draws: the same tokens in any layout."""
+    num_beams: int = 1
+    """Above 1: search with so many beams."""
+    length_penalty: float = 1.0
+    """Of beams: above 0 prefers longer answers."""
+    early_stopping: bool = False
+    """Of beams: end with the first num-beams answers."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens that were there become less likely."""
+    stop: Text = None
+    """Text that ends an answer."""
+
+
+class Printer:
+    """Prints a row's text as its tokens come, up to what ends it."""
+
+    def __init__(self, tokenizer, prompt: list[int], ends: set[int], say):
+        self.stream, self.ends, self.say, self.over = tokenizer.stream(), ends, say, False
+        for token in prompt:
+            self.stream.put(token)
+
+    def put(self, tokens: torch.Tensor) -> None:
+        token = int(tokens[0])
+        self.over = self.over or token in self.ends
+        if not self.over:
+            self.say(self.stream.put(token), end="")
+
+    def end(self) -> None:
+        self.say(self.stream.end())
+
+
+class Session:
+    """Answers prompts, and counts. settings: of `Model.generate`."""
+
+    def __init__(self, model, tokenizer, say, settings: dict):
+        self.model, self.tokenizer, self.say, self.settings = model, tokenizer, say, settings
+        self.ends = self.settings["eos_token_id"]
+        self.tokens, self.seconds = 0, 0.0
+
+    def answer(self, prompts: list[str]) -> None:
+        """Print each prompt with what comes after it."""
+        ids, mask = self.tokenizer.encode_batch(prompts, padding_side="left")
+        streamer = None
+        if len(prompts) == 1 and self.settings["num_beams"] == 1:
+            streamer = Printer(self.tokenizer, ids[0].tolist(), set(self.ends), self.say)
+            self.say(prompts[0], end="")
+        began = time.perf_counter()
+        out = self.model.generate(ids, mask, streamer=streamer, **self.settings)[:, ids.shape[1] :]
+        self.seconds += time.perf_counter() - began
+        for prompt, real, new in zip(prompts, ids, out.tolist(), strict=True):
+            length = next((i for i, token in enumerate(new) if token in self.ends), len(new))
+            self.tokens += min(length + 1, len(new))
+            if streamer is None:
+                stream = self.tokenizer.stream()
+                for token in real.tolist():
+                    stream.put(token)
+                self.say(prompt + "".join(map(stream.put, new[:length])) + stream.end())
+
+    def __str__(self) -> str:
+        rate = self.tokens / max(self.seconds, 1e-9)
+        return f"{self.tokens:,} new tokens in {self.seconds:.2f} s: {rate:,.1f} tokens/s"
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    if options.prompt is not None and options.prompts:
+        raise UserError("--prompt and --prompts exclude each other")
+    if options.batch_size < 1:
+        raise UserError(f"batch-size {options.batch_size} must be at least 1")
+    prompts = (
+        [options.prompt] if options.prompt is not None else read_lines(options.prompts) if options.prompts else None
+    )
+    model, tokenizer, say = load_for_inference(options)
+    session = Session(model, tokenizer, say, settings_of(options, model, tokenizer))
+    if prompts is None:
+        converse(session)
+    for first in range(0, len(prompts or ()), options.batch_size):
+        session.answer(prompts[first : first + options.batch_size])
+    say(f"\n{session}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def settings_of(options: Options, model, tokenizer) -> dict:
+    """The settings of `Model.generate`: those of the flags of its names, and what ends an answer."""
+    names = "max_new_tokens min_new_tokens num_beams length_penalty early_stopping repetition_penalty seed".split()
+    settings = {name: getattr(options, name) for name in names}
+    drawn = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    drawn = {name: value for name, value in drawn.items() if value is not None}
+    if drawn:
+        settings |= {"do_sample": True, "top_k": 0, **drawn}
+    ends = model.generation.get("eos_token_id", tokenizer.eos_token_id)
+    settings["eos_token_id"] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if options.stop:
+        settings |= {"stop": options.stop, "tokenizer": tokenizer}
+    return settings
+
+
+def converse(session: Session) -> None:
+    """Answer what is typed, a line at a time; a prompt that can't be answered is told why."""
+    ctx, seed = session.model.ctx, session.settings["seed"]
+    while True:
+        line = None
+        if is_rank_zero():
+            session.say("> ", end="")
+            line = sys.stdin.readline()
+        line = all_gather_objects(line, ctx)[0]
+        if not line:
+            return
+        if line.strip():
+            try:
+                session.answer([line.rstrip("\n")])
+            except UserError as error:
+                session.say(f"({error})")
+            seed += 1
+            session.settings["seed"] = seed
+
+
+def read_lines(file) -> list[str]:
+    """The lines of a file that are not empty."""
+    try:
+        lines = [line for line in file.read_text().splitlines() if line]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} can't be read: {getattr(error, 'strerror', None) or error}") from error
+    if not lines:
+        raise UserError(f"{file} has no prompts")
+    return lines
+
+
+if __name__ == "__main__":
+    run_program(main)

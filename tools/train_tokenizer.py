@@ -1,0 +1,95 @@
+"""Train a tokenizer of LLaMA's kind: sentencepiece BPE, with bytes for characters that are not in its vocabulary.
+
+$ python tools/train_tokenizer.py --input stdlib --vocab-size 4096 --output tokenizer
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+
+from megazoo.command_line import parse_flags
+from megazoo.config import File
+from megazoo.data.corpus import standard_library
+from megazoo.errors import UserError
+from megazoo.launch import run_program
+
+SMALLEST = 3 + 256  # unk, bos, eos, and the bytes
+CONFIG = {
+    "tokenizer_class": "LlamaTokenizer",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "add_bos_token": True,
+    "add_eos_token": False,
+    "clean_up_tokenization_spaces": False,
+}
+
+
+@dataclass
+class Options:
+    """A tokenizer from text."""
+
+    input: str = "stdlib"
+    """Text file in UTF-8, or stdlib: the source of Python's standard library."""
+    output: File = None
+    """Directory to write tokenizer.model and tokenizer_config.json into."""
+    vocab_size: int = 4096
+    """Tokens, the 256 bytes and the three special ones among them."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    if options.output is None:
+        raise UserError("name the --output directory (--help says how)")
+    if options.vocab_size <= SMALLEST:
+        raise UserError(f"vocab-size {options.vocab_size} must be more than {SMALLEST}: the bytes and special tokens")
+    model = train(lines_of(options.input), options.vocab_size)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "tokenizer.model").write_bytes(model)
+        (options.output / "tokenizer_config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"can't write {options.output}: {error.strerror}", exit_code=1) from error
+    print(f"wrote {options.output}: open_tokenizer({str(options.output)!r}) opens it")
+
+
+def lines_of(name: str) -> Iterator[str]:
+    """The lines of a text file, or of the embedded corpus; UserError if there is no such text."""
+    if name == "stdlib":
+        return (line for text in standard_library() for line in text.decode().split("\n"))
+    try:
+        return iter(Path(name).read_text(encoding="utf-8").split("\n"))
+    except OSError as error:
+        raise UserError(f"--input {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--input {name} is not UTF-8") from error
+
+
+def train(lines: Iterator[str], vocab_size: int) -> bytes:
+    """The bytes of a sentencepiece model with LLaMA's settings. Raises UserError if the text is too little."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=1 << 24,  # bytes; longer lines would be left out
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).rpartition("] ")[2] or "it has too little text"
+        raise UserError(f"can't train a tokenizer on this input: {reason}", exit_code=1) from error
+    return model.getvalue()
+
+
+if __name__ == "__main__":
+    run_program(main)
