@@ -143,7 +143,7 @@ class DataOptions:
     split: str = "95,5"
     """Shares of the documents for training and validation."""
     tokenizer: str = "byte"
-    """byte: a token is a byte, and one more ends a document. Or the directory or file of a tokenizer: see the README."""
+    """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer: see the README."""
     separate_documents: bool = False
     """Documents packed into one sample don't see each other, and positions begin anew in each."""
 
