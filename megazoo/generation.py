@@ -70,7 +70,11 @@ class _Group:
         if real is not None:
             self.positions = (real.cumsum(1) - 1).clamp(min=0)
             self.segments = real.long() - 1  # padding is a segment of its own, -1
-        self.cache = KVCache(input_ids.shape[1] + settings.max_new_tokens - 1, self.beams) if use_cache else None
+        self.cache = (
+            KVCache(len(model.layers), input_ids.shape[1] + settings.max_new_tokens - 1, self.beams)
+            if use_cache
+            else None
+        )
         self.chooser = None
         if model.stages[-1].last:
             prompt = (settings, input_ids, real)

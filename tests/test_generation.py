@@ -319,15 +319,14 @@ def cache_sizes(layout):
                 model.forward_stage(x, batch, model.stages[0])
                 group.cache.advance(batch.shape[1])
                 group.input_ids = group.input_ids[:, -1:]
-    return [[tuple(part.shape) for part in parts] for group in groups for parts in group.cache._kept.values()]
+    return [tuple(group.cache._kept.shape) for group in groups]
 
 
 def test_the_cache_holds_the_ranks_heads_and_layers_for_all_tokens(ranks):
     whole = cache_sizes({})
-    assert whole == [[(2, 2, 18, 8)] * 2] * 5  # rows, KV heads, 9 + 10 - 1 tokens, head size; 5 layers
+    assert whole == [(5, 2, 2, 2, 18, 8)]  # layers, keys and values, rows, KV heads, 9 + 10 - 1 tokens, head size
     for rank, sizes in enumerate(ranks(cache_sizes, 4, dict(tp=2, pp=2))):
-        layers = (3, 2)[rank // 2]
-        assert sizes == [[(1, 1, 18, 8)] * 2] * layers * 2  # in two groups of one row each
+        assert sizes == [((3, 2)[rank // 2], 2, 1, 1, 18, 8)] * 2  # in two groups of one row each
 
 
 WRONG = {

@@ -119,13 +119,20 @@ class RowParallelLinear(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.input_is_parallel:
             x = collectives.scatter_to_tensor_parallel(x, self.ctx, self.sizes)
-        return self._finish(F.linear(x, self.weight))
+        return self._finish(F.linear(x, self.weight, self._own_bias))
 
     def of_recomputed(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """self(function(x)), keeping x and not function(x) for backward."""
-        return self._finish(recompute.linear_of_recomputed(function, x, self.weight))
+        return self._finish(recompute.linear_of_recomputed(function, x, self.weight, self._own_bias))
+
+    @property
+    def _own_bias(self) -> torch.Tensor | None:
+        """The bias, where there is no sum over ranks that it has to wait for."""
+        return self.bias if self.ctx.tp_size == 1 else None
 
     def _finish(self, part: torch.Tensor) -> torch.Tensor:
+        if self.ctx.tp_size == 1:
+            return part
         y = collectives.leave_tensor_parallel(part, self.ctx)
         return y if self.bias is None else y + self.whole("bias")
 

@@ -34,13 +34,13 @@ class _Recompute(torch.autograd.Function):
 
 
 class _LinearOfRecomputed(torch.autograd.Function):
-    """function(x) W^T that keeps x instead of function(x). The matrix product is not done again."""
+    """function(x) W^T + b that keeps x instead of function(x). The matrix product is not done again."""
 
     @staticmethod
-    def forward(ctx, function, x, weight):
-        ctx.function = function
+    def forward(ctx, function, x, weight, bias):
+        ctx.function, ctx.has_bias = function, bias is not None
         ctx.save_for_backward(x, weight)
-        return F.linear(function(x), weight)
+        return F.linear(function(x), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -49,7 +49,8 @@ class _LinearOfRecomputed(torch.autograd.Function):
         with torch.enable_grad():
             y = ctx.function(x)
         (x_grad,) = torch.autograd.grad(y, x, grad @ weight)
-        return None, x_grad, grad.flatten(0, -2).t() @ y.detach().flatten(0, -2)
+        grad = grad.flatten(0, -2)
+        return None, x_grad, grad.t() @ y.detach().flatten(0, -2), grad.sum(0) if ctx.has_bias else None
 
 
 @untraced
@@ -59,6 +60,8 @@ def recomputed(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
 
 
 @untraced
-def linear_of_recomputed(function: Callable, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """F.linear(function(x), weight), keeping x and not function(x) for backward."""
-    return _LinearOfRecomputed.apply(function, x, weight)
+def linear_of_recomputed(
+    function: Callable, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """F.linear(function(x), weight, bias), keeping x and not function(x) for backward."""
+    return _LinearOfRecomputed.apply(function, x, weight, bias)
