@@ -29,6 +29,8 @@ SETTINGS = {
     "beams": {"num_beams": 3},
     "beams, early, longer": {"num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
     "beams, never early, shorter": {"num_beams": 3, "early_stopping": "never", "length_penalty": -0.5},
+    "beams, never early, longer": {"num_beams": 2, "early_stopping": "never", "length_penalty": 1.5},
+    "beams, longer": {"num_beams": 2, "early_stopping": False, "length_penalty": 3.0},
 }
 LAYOUTS = [dict(tp=tp, pp=pp) for tp in (1, 2) for pp in (1, 2, 4)]
 
@@ -173,6 +175,9 @@ def test_top_k_and_top_p_keep_the_tokens_that_transformers_keeps():
         assert torch.equal(ours.isinf(), theirs.isinf())
         assert torch.equal(ours, theirs)
     assert torch.equal(keep_likely(scores, Settings(top_k=0)), scores)
+    for p in (0.25, 0.5, 0.75):  # sums that are p to the bit
+        ours = keep_likely(torch.zeros(1, 4), Settings(top_k=0, top_p=p))
+        assert torch.equal(ours, TopPLogitsWarper(p)(None, torch.zeros(1, 4)))
 
 
 def test_draws_follow_the_probabilities():
@@ -249,6 +254,8 @@ def test_padding_does_not_change_what_a_row_becomes():
     ids, mask = prompts()
     settings = {"max_new_tokens": 12, "repetition_penalty": 1.5}
     together = model.generate(ids, mask, **settings)
+    for token in together[:, 9].tolist():  # no penalty for what pads
+        assert torch.equal(model.generate(ids.masked_fill(mask == 0, token), mask, **settings)[:, 9:], together[:, 9:])
     for row, length in enumerate(mask.sum(1).tolist()):
         alone = model.generate(ids[row : row + 1, -length:], **settings)
         assert torch.equal(alone[0, length:], together[row, 9:])
