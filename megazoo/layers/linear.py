@@ -20,8 +20,8 @@ def column_parallel_linear(
     if not ctx.sequence_parallel:
         return F.linear(collectives.enter_tensor_parallel(x, ctx), weight, bias)
     # Keep this rank's part of x for backward and gather it again there.
-    y = recompute.linear_of_recomputed(partial(collectives.enter_tensor_parallel, ctx=ctx), x, weight)
-    return y if bias is None else y + bias
+    gather = partial(collectives.enter_tensor_parallel, ctx=ctx)
+    return recompute.linear_of_recomputed(gather, x, weight, bias)
 
 
 class ColumnParallelLinear(ShardedModule):
