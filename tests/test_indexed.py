@@ -1,0 +1,98 @@
+"""Megatron-LM's token files: their bytes by hand, there and back, and what is refused."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from megazoo.data.indexed import IndexedTokens, dtype_for, write_index
+from megazoo.errors import UserError
+
+# Three sequences of uint16: [5, 6, 7], [], [8]; two documents: the first two sequences, and the third.
+BIN = bytes.fromhex("0500 0600 0700 0800")
+IDX = bytes.fromhex(
+    "4d4d494449445800 00"  # MMIDIDX, 0, 0
+    "0100000000000000"  # version 1
+    "08"  # uint16
+    "0300000000000000"  # three sequences
+    "0300000000000000"  # two documents
+    "03000000 00000000 01000000"  # lengths
+    "0000000000000000 0600000000000000 0600000000000000"  # byte offsets
+    "0000000000000000 0200000000000000 0300000000000000"  # the documents' first sequences, and the end
+)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    (tmp_path / "a.bin").write_bytes(BIN)
+    (tmp_path / "a.idx").write_bytes(IDX)
+    return tmp_path / "a"
+
+
+def test_files_of_megatron_are_read(prefix):
+    tokens = IndexedTokens(prefix)
+    assert [tokens[i].tolist() for i in range(len(tokens))] == [[5, 6, 7], [], [8]]
+    assert tokens.documents.tolist() == [0, 2, 3]
+    assert tokens.dtype == np.uint16
+
+
+def test_files_for_megatron_are_written(prefix):
+    write_index(prefix.with_suffix(".out"), [3, 0, 1], np.dtype(np.uint16), np.array([0, 2, 3]))
+    assert prefix.with_suffix(".out").read_bytes() == IDX
+    write_index(prefix.with_suffix(".out"), [3, 0, 1], np.dtype(np.uint16))
+    assert prefix.with_suffix(".out").read_bytes()[-32:] == struct.pack("<4q", 0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, np.uint8), (2, np.int8), (3, np.int16), (4, np.int32), (5, np.int64)])
+def test_every_integer_dtype_is_read_as_its_header_says(tmp_path, code, kind):
+    values = np.arange(100, dtype=kind)
+    (tmp_path / "a.bin").write_bytes(values.tobytes())
+    write_index(tmp_path / "a.idx", [60, 40], np.dtype(kind))
+    assert (tmp_path / "a.idx").read_bytes()[17] == code
+    tokens = IndexedTokens(tmp_path / "a")
+    assert np.array_equal(tokens[1], values[60:])
+    assert tokens[1].dtype == kind
+
+
+def test_the_dtype_follows_from_the_vocabulary():
+    assert [dtype_for(size) for size in (257, 65_499, 65_500, 128_256)] == [np.uint16] * 2 + [np.int32] * 2
+
+
+def test_an_empty_corpus_is_read(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"")
+    write_index(tmp_path / "a.idx", [], np.dtype(np.uint16))
+    assert len(IndexedTokens(tmp_path / "a")) == 0
+
+
+BROKEN = {
+    "no .bin": ("bin", None, "a.bin is missing"),
+    "no .idx": ("idx", None, "a.idx is missing"),
+    "a truncated .bin": ("bin", BIN[:-2], "a.bin has 6 bytes, but .*a.idx needs 8"),
+    "half a token": ("bin", BIN + b"\0", "a.bin has 9 bytes"),
+    "a truncated .idx": ("idx", IDX[:-1], "a.idx has 93 bytes, but its header needs 94"),
+    "a header cut short": ("idx", IDX[:20], "a.idx has 20 bytes, fewer than its header"),
+    "another file": ("idx", b"PK" + IDX[2:], "a.idx is not an index of version 1"),
+    "another version": ("idx", IDX[:9] + b"\2" + IDX[10:], "a.idx is not an index of version 1"),
+    "floats": ("idx", IDX[:17] + b"\7" + IDX[18:], "dtype code 7 is of floating-point numbers"),
+    "gpt-neox's floats": ("idx", IDX[:17] + b"\6" + IDX[18:], "dtype code 6 is of floating-point numbers"),
+    "an unknown dtype": ("idx", IDX[:17] + b"\11" + IDX[18:], "dtype code 9 is of unknown"),
+    "a lying number of sequences": ("idx", IDX[:18] + b"\377" * 8 + IDX[26:], "its header needs"),
+    "a negative length": ("idx", IDX[:34] + b"\377" * 4 + IDX[38:], "lengths or offsets that can't be"),
+    "a length past the end": ("idx", IDX[:34] + b"\11" + IDX[35:], "a.bin has 8 bytes, but .*a.idx needs 18"),
+    "an odd offset": ("idx", IDX[:54] + b"\1" + IDX[55:], "lengths or offsets that can't be"),
+    "an offset past the end": ("idx", IDX[:54] + b"\20" + IDX[55:], "a.bin has 8 bytes, but .*a.idx needs 16"),
+    "documents that don't end": ("idx", IDX[:-8] + struct.pack("<q", 2), "boundaries don't go from 0 to its 3 seq"),
+    "documents out of order": ("idx", IDX[:-16] + struct.pack("<2q", 4, 3), "boundaries don't go from 0 to its 3 seq"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_refused_by_name(prefix, name):
+    ending, data, message = BROKEN[name]
+    path = prefix.with_suffix(f".{ending}")
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(UserError, match=message) as refusal:
+        IndexedTokens(prefix)
+    assert "\n" not in str(refusal.value)
