@@ -18,7 +18,8 @@ setup(
         "tyro>=0.9",
     ],
     extras_require={
+        "zst": ["zstandard"],
         "plots": ["matplotlib"],
-        "test": ["pytest>=8", "pytest-timeout", "ruff", "transformers>=5", "protobuf"],
+        "test": ["pytest>=8", "pytest-timeout", "ruff", "transformers>=5", "protobuf", "zstandard"],
     },
 )

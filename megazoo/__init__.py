@@ -1,12 +1,21 @@
 """megazoo: GPT-2, LLaMA and MPT from tensor-parallel layers, built stage by stage, the same in every layout."""
 
-from megazoo import layers, optim
-from megazoo.checkpoint import from_pretrained
 from megazoo.errors import UserError
-from megazoo.models import from_config, register
-from megazoo.parallel import ParallelContext
+from megazoo.lazy import lazily
 
-from_parallelized = from_pretrained  # the same code reads both
+__getattr__ = lazily(
+    __name__,
+    {
+        "ParallelContext": "megazoo.parallel",
+        "from_config": "megazoo.models",
+        "from_parallelized": "megazoo.checkpoint",
+        "from_pretrained": "megazoo.checkpoint",
+        "layers": "megazoo.layers",
+        "models": "megazoo.models",
+        "optim": "megazoo.optim",
+        "register": "megazoo.models",
+    },
+)
 
 __all__ = [
     "ParallelContext",

@@ -1,17 +1,13 @@
-"""The command line and the TOML file: from the settings' dataclasses to flags and back, mistakes told in one line."""
+"""The training program's command line and TOML file, and what the tools that open a model take."""
 
-import contextlib
 import importlib.util
-import io
 import sys
 import tomllib
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-
-import tyro
 
 from megazoo.config import ImportOption, Options, check_values
 from megazoo.errors import UserError, nearest
+from megazoo.flags import parse_flags, settings_of
 
 
 def parse_options(arguments: list[str], description: str, resumed: dict | None = None) -> Options:
@@ -33,32 +29,6 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
     return options
 
 
-def parse_flags(kind: type, arguments: list[str], description: str):
-    """A dataclass filled from a command line by tyro; `kind` has a default for every flag.
-
-    Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag, naming the nearest known
-    one, or a value of the wrong type.
-    """
-    flags = {"--" + name.replace("_", "-") for name in _settings(kind)} | {"--help"}
-    for argument in arguments:
-        flag = argument.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag not in flags and flag.replace("--no-", "--", 1) not in flags:
-            raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
-    told = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(told):
-            return tyro.cli(kind, args=arguments, description=description)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        # A box: a title, rules of dashes, the message, a rule, and hints.
-        lines = [line.strip("│| ") for line in told.getvalue().splitlines()[1:]]
-        is_rule = [not line.strip("╭╮╰╯─-+") for line in lines]
-        start = is_rule.index(False) if False in is_rule else 0
-        end = is_rule.index(True, start) if True in is_rule[start:] else len(lines)
-        raise UserError(" ".join(lines[start:end]) or "bad arguments") from None
-
-
 def required(options: ImportOption, *names: str) -> list:
     """The values of positional arguments, each of which must be given; runs the --import file first."""
     if options.import_:
@@ -69,15 +39,6 @@ def required(options: ImportOption, *names: str) -> list:
     if getattr(options, "tp", 1) < 1 or getattr(options, "pp", 1) < 1:
         raise UserError(f"tp {options.tp} and pp {options.pp} must each be at least 1")
     return [getattr(options, name) for name in names]
-
-
-def _settings(kind: type) -> dict:
-    """The name and default of every setting of a dataclass, groups opened."""
-    settings = {}
-    for f in fields(kind):
-        default = f.default_factory() if f.default_factory is not MISSING else f.default
-        settings |= _settings(type(default)) if is_dataclass(default) else {f.name.rstrip("_"): default}
-    return settings
 
 
 def run_file(file: Path) -> None:
@@ -100,7 +61,7 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
 
 def _toml_arguments(file: str) -> list[str]:
     """A TOML file's settings as flags, so that one parser checks both."""
-    known = _settings(Options)
+    known = settings_of(Options)
     known.pop("config")
     try:
         settings = tomllib.loads(Path(file).read_text())
@@ -117,7 +78,7 @@ def _toml_arguments(file: str) -> list[str]:
 
 
 def _as_flags(settings: dict) -> list[str]:
-    flags, defaults = [], _settings(Options)
+    flags, defaults = [], settings_of(Options)
     for key, value in settings.items():
         name = key.replace("_", "-")
         if isinstance(value, bool) and isinstance(defaults.get(key), bool):

@@ -10,24 +10,15 @@ import torch
 import tyro
 
 from megazoo.errors import UserError
+from megazoo.flags import Argument, File, Name, optional
 from megazoo.models import find_config
 
 # The fields' docstrings are the flags' help.
 
 
-def optional(kind: type, metavar: str, default: str):
-    """An option that may be left out, with what the help says of that."""
-    hint = f"(default: {default})" if default else ""
-    return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
-
-
 Size = optional(int, "INT", "the preset's")
 Rate = optional(float, "FLOAT", "the preset's")
 Switch = optional(bool, "{True,False}", "the preset's")
-Name = optional(str, "NAME", "")
-Text = optional(str, "TEXT", "none")
-File = optional(Path, "PATH", "none")
-Argument = tyro.conf.Positional[Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]]
 AS_STORED = tyro.conf.arg(metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)")
 
 

@@ -16,8 +16,8 @@ class Settings:
     """How to generate: the names and meanings are transformers'.
 
     max_new_tokens, min_new_tokens: of each row, without its prompt. do_sample: draw tokens, instead of taking the
-    likeliest; then temperature, top_k (0: all) and top_p apply, in this order. repetition_penalty: divides what is
-    above 0, and multiplies what is below, of the tokens that a row has, its padding left out. num_beams: above 1 for
+    likeliest; then temperature, top_k (0 or None: all) and top_p apply, in this order. repetition_penalty: divides what
+    is above 0, and multiplies what is below, of the tokens that a row has, its padding left out. num_beams: above 1 for
     beam search, with length_penalty, and early_stopping True, False or "never". eos_token_id: one id or several, of
     which each ends a row. pad_token_id: what comes after; the first of eos_token_id by default. stop: strings that end
     a row, once its new text, by the tokenizer, has one. seed: of the draws: a row's depend on it and the row's number.
@@ -39,6 +39,18 @@ class Settings:
     tokenizer: object = None
     seed: int = 0
 
+    def __post_init__(self):
+        given = self.eos_token_id
+        ids = () if given is None else torch.as_tensor(given).flatten().tolist()
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        plain = {"eos_token_id": tuple(ids), "stop": tuple(stop for stop in stops if stop)}
+        plain |= {"top_k": self.top_k or 0, "top_p": 1.0 if self.top_p is None else self.top_p}
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+        for name in ("max_new_tokens", "min_new_tokens", "num_beams", "top_k", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise UserError(f"{name} {getattr(self, name)!r} is not a whole number")
+
     def check(self, vocab_size: int) -> None:
         """Raise UserError for a value that can't be."""
         wrong = {
@@ -58,28 +70,20 @@ class Settings:
             raise UserError("do_sample and num_beams above 1 exclude each other")
         if self.stop and self.tokenizer is None:
             raise UserError("stop needs the tokenizer, too")
-        for token in (*self.ends, self.padding):
+        for token in (*self.eos_token_id, self.padding):
             if not 0 <= token < vocab_size:
                 raise UserError(f"token {token} that ends or pads a row is outside the vocabulary of {vocab_size}")
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """The tokens that end a row."""
-        ids = self.eos_token_id
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
     def padding(self) -> int:
-        return self.pad_token_id if self.pad_token_id is not None else self.ends[0] if self.ends else 0
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        return self.eos_token_id[0] if self.eos_token_id else 0
 
     @property
     def candidates(self) -> int:
         """For each beam: so many that, if all ends are among the best, as many beams as before still go on."""
-        return max(2, 1 + len(self.ends))
+        return max(2, 1 + len(self.eos_token_id))
 
 
 @dataclass
@@ -100,9 +104,9 @@ class _Chooser:
     def __init__(self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None):
         self.settings, self.prompt, self.real = settings, prompt, real
         self.step = 0  # new tokens
-        self.ends = torch.tensor(settings.ends, dtype=torch.int64, device=prompt.device)
+        self.ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=prompt.device)
         self.seen: torch.Tensor | None = None  # bool [rows, vocabulary]
-        self.window = max((len(stop.encode()) for stop in settings.stops), default=0) + 4  # tokens that can hold one
+        self.window = max((len(stop.encode()) for stop in settings.stop), default=0) + 4  # tokens that can hold one
 
     def _adjusted(self, scores: torch.Tensor) -> torch.Tensor:
         """scores [rows, vocabulary] after the repetition penalty and without ends that come too early."""
@@ -125,9 +129,9 @@ class _Chooser:
     def _ended(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Which rows end with their newest token. tokens [...]; rows [..., new tokens], these the last of them."""
         ended = (tokens[..., None] == self.ends).any(dim=-1)
-        if self.settings.stops:
+        if self.settings.stop:
             texts = map(self.settings.tokenizer.decode, rows[..., -self.window :].flatten(0, -2).tolist())
-            found = [any(stop in text for stop in self.settings.stops) for text in texts]
+            found = [any(stop in text for stop in self.settings.stop) for text in texts]
             ended = ended | torch.tensor(found, device=ended.device).view(ended.shape)
         return ended
 
@@ -159,7 +163,7 @@ class Sampler(_Chooser):
         self.tokens[:, self.step] = tokens
         self.step += 1
         self._see(tokens)
-        if len(self.ends) or self.settings.stops:
+        if len(self.ends) or self.settings.stop:
             ended = self._ended(tokens, self.tokens[:, : self.step])
             if ended.any():
                 self.ended, self.some_ended = self.ended | ended, True

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from megazoo.errors import UserError
+from megazoo.generation import share_of
 from megazoo.models.batch import Batch
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, run_pipeline
@@ -35,7 +36,9 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     if model.num_labels:
         raise UserError("a classifier does not score tokens")
     ctx, rows = model.ctx, len(input_ids)
-    mine = slice(rows * ctx.dp_rank // ctx.dp_size, rows * (ctx.dp_rank + 1) // ctx.dp_size)
+    with model.without_dropout():
+        model.micro_batches(Batch(input_ids, targets=targets), 1)  # refuses, on every rank, what any would
+    mine = share_of(rows, ctx.dp_size, ctx.dp_rank)
     scores = torch.zeros(rows, 3, dtype=torch.float64, device=ctx.device)
 
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -48,11 +51,9 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     count = mine.stop - mine.start
     if count:
         parts = max(n for n in range(1, min(count, ctx.pp_size) + 1) if count % n == 0)
-        training = model.training
-        model.eval()
-        batches = model.micro_batches(Batch(input_ids[mine], targets=targets[mine]), parts)
-        result = run_pipeline(model, batches, global_batch=False, collect=of_rows).collected
-        model.train(training)
+        with model.without_dropout():
+            batches = model.micro_batches(Batch(input_ids[mine], targets=targets[mine]), parts)
+            result = run_pipeline(model, batches, global_batch=False, collect=of_rows).collected
         if result is not None:
             scores[mine] = result
     broadcast_from_stage(scores, ctx.pp_size - 1, ctx)
@@ -135,19 +136,19 @@ def score_choices(
     """For each (context, continuation): the continuation's log-likelihood, its tokens, and whether it is the greedy
     one.
 
-    The primitive of evaluation harnesses. Both are encoded together, so that the boundary is as in running text; an
-    empty context is the token that begins texts. A context that is too long for the model loses its beginning.
+    The primitive of evaluation harnesses. Both are encoded together, so that the boundary is as in running text; spaces
+    at the end of the context, and tokens across the boundary, count to the continuation. An empty context is the token
+    that begins texts. A context that is too long for the model loses its beginning.
     """
     rows, longest = [], model.longest_sequence(model.config)
     for context, continuation in requests:
-        before = tokenizer.encode(context)
-        whole = tokenizer.encode(context + continuation)
-        before = before[: len(before) - len(tokenizer.after)] if tokenizer.after else before
-        whole = whole[: len(whole) - len(tokenizer.after)] if tokenizer.after else whole
-        if not before:
-            start = tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-            before, whole = [start], [start, *whole]
-        scored = len(whole) - len(before)
+        begin = list(tokenizer.before) or [tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+        text = context.rstrip()  # the space before a word is the word's, in most vocabularies
+        before, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (text, context + continuation))
+        same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        if same == 0 or tokenizer.before:
+            whole, same = begin + whole, same + len(begin)
+        scored = len(whole) - same
         if scored < 1 or scored > longest:
             what = "has no token of its own" if scored < 1 else f"has {scored} tokens, the model takes {longest}"
             raise UserError(f"the choice {continuation!r} {what}")

@@ -30,13 +30,19 @@ def generate(
     _check(model, input_ids, attention_mask, settings)
     if streamer is not None and (len(input_ids) > 1 or settings.num_beams > 1):
         raise UserError("a streamer takes one row, without beams")
-    mine = range(len(input_ids))[_share(len(input_ids), ctx.dp_size, ctx.dp_rank)]  # of this replica
+    mine = range(len(input_ids))[share_of(len(input_ids), ctx.dp_size, ctx.dp_rank)]  # of this replica
     use_cache = use_cache and model.can_cache(model.config, input_ids.shape[1] + settings.max_new_tokens)
     input_ids = input_ids.to(ctx.device)
     with _generating(model), torch.inference_mode():
         groups = _groups(model, input_ids, attention_mask, mine, settings, use_cache)
         _run(model, groups, settings.max_new_tokens, streamer)
-    return torch.cat([input_ids, _new_tokens(model, groups, input_ids, settings)], dim=1)
+    new = _new_tokens(model, groups, input_ids, settings)
+    if streamer is not None:
+        if not groups:  # another replica had the row
+            for token in new.T:
+                streamer.put(token)
+        streamer.end()
+    return torch.cat([input_ids, new], dim=1)
 
 
 def _check(model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: Settings) -> None:
@@ -64,12 +70,13 @@ def _check(model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: 
 class _Group:
     """Rows that go through the stages together, on this rank."""
 
-    def __init__(self, model, input_ids: torch.Tensor, real: torch.Tensor | None, numbers: range, settings, use_cache):
+    def __init__(self, model, input_ids, real: torch.Tensor | None, numbers: range, longest: int, settings, use_cache):
         self.numbers, self.beams, self.done, self.steps = numbers, settings.num_beams, False, 0
         self.input_ids, self.positions, self.segments = input_ids, None, None
         if real is not None:
             self.positions = (real.cumsum(1) - 1).clamp(min=0)
             self.segments = real.long() - 1  # padding is a segment of its own, -1
+        self.longest = longest
         self.cache = (
             KVCache(len(model.layers), input_ids.shape[1] + settings.max_new_tokens - 1, self.beams)
             if use_cache
@@ -88,7 +95,8 @@ class _Group:
     def batch(self) -> MicroBatch:
         shape = tuple(self.input_ids.shape)
         tokens = {"position_ids": self.positions, "segments": self.segments}
-        return MicroBatch(shape, self.input_ids, **tokens, cache=self.cache, last_only=True)
+        longest = self.longest + self.steps
+        return MicroBatch(shape, self.input_ids, **tokens, longest=longest, cache=self.cache, last_only=True)
 
     def take(self, choice: Choice) -> None:
         """Go on with the chosen tokens."""
@@ -118,18 +126,19 @@ class _Group:
 def _groups(model, input_ids, mask, mine: range, settings: Settings, use_cache: bool) -> list[_Group]:
     """This replica's rows, in as many groups as keep all stages busy."""
     count, groups = min(model.ctx.pp_size, len(mine)), []
+    longest = input_ids.shape[1] if mask is None else int((mask != 0).sum(dim=1).max())
     for index in range(count):
-        numbers = mine[_share(len(mine), count, index)]
+        numbers = mine[share_of(len(mine), count, index)]
         rows = slice(numbers.start, numbers.stop)
         real = None if mask is None else mask[rows].to(input_ids.device) != 0
         real = None if real is None or bool(real.all()) else real
-        groups.append(_Group(model, input_ids[rows], real, numbers, settings, use_cache))
+        groups.append(_Group(model, input_ids[rows], real, numbers, longest, settings, use_cache))
     return groups
 
 
-def _share(count: int, parts: int, index: int) -> slice:
-    """The index-th of nearly equal parts."""
-    return slice(count * index // parts, count * (index + 1) // parts)
+def share_of(count: int, parts: int, index: int) -> slice:
+    """The index-th of nearly equal parts, the first of which are the larger ones."""
+    return slice(-(-count * index // parts), -(-count * (index + 1) // parts))
 
 
 def _run(model, groups: list[_Group], steps: int, streamer) -> None:
@@ -169,8 +178,6 @@ def _run(model, groups: list[_Group], steps: int, streamer) -> None:
                 send(message, pp_rank)
     for work, _ in sent:
         work.wait()
-    if streamer is not None:
-        streamer.end()
 
 
 def _message(choice: Choice) -> torch.Tensor:
@@ -204,16 +211,13 @@ def _new_tokens(model, groups: list[_Group], input_ids: torch.Tensor, settings: 
 @contextmanager
 def _generating(model):
     """Within this block there is no dropout, and no sequence parallelism: one token can't be cut."""
-    training = model.training
-    model.eval()
     cut = [m for m in model.modules() if hasattr(m, "ctx") and m.ctx.sequence_parallel]
-    whole = replace(model.ctx, sequence_parallel=False)
-    contexts = [module.ctx for module in cut]
+    contexts, whole = [module.ctx for module in cut], replace(model.ctx, sequence_parallel=False)
     for module in cut:
         module.ctx = whole
     try:
-        yield
+        with model.without_dropout():
+            yield
     finally:
         for module, ctx in zip(cut, contexts, strict=True):
             module.ctx = ctx
-        model.train(training)

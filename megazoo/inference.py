@@ -10,8 +10,9 @@ import torch
 from megazoo.checkpoint import load_weights, open_source
 from megazoo.checkpoint.source import Source
 from megazoo.command_line import required, run_file
-from megazoo.config import AS_STORED, Argument, ImportOption, Name
+from megazoo.config import AS_STORED, ImportOption
 from megazoo.errors import UserError
+from megazoo.flags import Argument, Name
 from megazoo.launch import data_parallel_size, is_rank_zero, start_missing_ranks, world_size
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, choose_device

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megazoo.errors import UserError
-from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
 
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 LAUNCHER_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -27,6 +26,8 @@ def is_rank_zero() -> bool:
 
 def data_parallel_size(tp: int, pp: int) -> int:
     """The dp that follows from the world, 1 if the ranks are still to be started; UserError with the right command."""
+    from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit  # with torch, which --help needs not
+
     world = world_size()
     if world == 1:
         return 1

@@ -30,7 +30,7 @@ class RankPool:
 
     def __init__(self):
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "megazoo", "megazoo.testing"])
+        self._context.set_forkserver_preload(["megazoo.checkpoint", "megazoo.optim", "megazoo.testing"])
         self._workers: list = []
         self._stores = tempfile.TemporaryDirectory(prefix="megazoo-ranks-")
         self._numbers = itertools.count()

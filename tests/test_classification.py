@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import context, layout_name, make_batch, randomized_, replica_rows, run_in_layout, tiny_config, world
-from transformers import AutoModelForSequenceClassification, GPT2Config, LlamaConfig, MptConfig
+from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig, MptConfig
 
 import megazoo
 from megazoo.checkpoint import open_source
@@ -166,6 +166,18 @@ def test_labels_and_rows_that_cannot_be_are_refused(tmp_path):
         megazoo.from_pretrained(tmp_path / "three", num_labels=4)
     with pytest.raises(UserError, match="classifier"):
         model.generate(ids)
+    with pytest.raises(UserError, match="problem_type 'regresion' is not supported: there are regression"):
+        megazoo.from_config(tiny_config(num_labels=3, problem_type="regresion"))
+    with pytest.raises(UserError, match="loss_fn must return one number"):
+        megazoo.from_config(tiny_config()).train_batch(ids, labels=ids, loss_fn=lambda logits, labels: logits)
+
+
+def test_the_config_says_what_pads(tmp_path):
+    hf = GPT2LMHeadModel(CONFIGS["gpt2"](pad_token_id=5))
+    hf.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert megazoo.from_pretrained(tmp_path, num_labels=2).config.pad_token_id == 5
+    assert megazoo.from_pretrained(tmp_path, num_labels=2, pad_token_id=7).config.pad_token_id == 7
 
 
 # A loss of one's own.
@@ -208,6 +220,69 @@ def test_a_loss_of_ones_own(ranks, layout):
         assert (torch.tensor(result) - expected).abs().max() < 1e-5
     for result in run_in_layout(ranks, own_loss, layout, kind="module"):
         assert (torch.tensor(result) - module).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_of_ones_own_in_low_precision(dtype):
+    ids = torch.randint(0, 61, (16, 600), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for loss_fn in (None, shifted_cross_entropy):
+        model = megazoo.from_config(tiny_config(max_positions=600), dtype=dtype, seed=3)
+        optimizer = megazoo.optim.AdamW(model)
+        losses.append((model.train_batch(ids, labels=ids, loss_fn=loss_fn).item(), optimizer.step().item()))
+    assert (torch.tensor(losses[0]) - torch.tensor(losses[1])).abs().max() < 1e-3
+
+
+def classifier_losses(layout):
+    """Labels on the last stage only, of a loss of one's own too."""
+    ctx = context(**layout)
+    model = megazoo.from_config(tiny_config(num_labels=3, pad_token_id=60), ctx, seed=3)
+    ids = make_batch(0)[0][:4]
+    own = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    results = []
+    for labels, loss_fn in ((torch.tensor([0, 2, 1, 0]), None), (own, lambda x, y: (x[:, 0] - y).square().mean())):
+        given = {"input_ids": ids} if model.stages[0].first else {}
+        given |= {"labels": labels} if model.stages[-1].last else {}
+        results.append(model.train_batch(**given, shape=(4, 16), num_microbatches=2, loss_fn=loss_fn).item())
+    return results
+
+
+def test_labels_on_the_last_stage_alone(ranks):
+    expected = classifier_losses({})
+    for results in ranks(classifier_losses, 2, dict(pp=2)):
+        assert torch.allclose(torch.tensor(results), torch.tensor(expected), atol=1e-5)
+
+
+def refusals(layout):
+    """What each rank says of a classifier that can't find the ends of rows, and of a token that is not there."""
+    from megazoo.evaluation import score
+
+    said, ctx = [], context(**layout)
+    ids = torch.randint(0, 60, (4, 5))
+    bad = ids.clone()
+    bad[0, 0] = 99
+    for config, run in [
+        (tiny_config(num_labels=3), lambda model: model(ids)),
+        (tiny_config(), lambda model: score(model, bad, ids)),
+    ]:
+        with pytest.raises(UserError) as refusal:
+            run(megazoo.from_config(config, ctx))
+        said.append(str(refusal.value))
+    return said
+
+
+@pytest.mark.parametrize("layout", [dict(pp=2), dict(dp=2)], ids=layout_name)
+def test_every_rank_refuses_what_one_would(ranks, layout):
+    for said in ranks(refusals, 2, layout):
+        assert "needs pad_token_id" in said[0]
+        assert "token id 99 is outside the vocabulary" in said[1]
+
+
+def test_a_label_of_minus_100_is_a_number_in_a_regression():
+    model = megazoo.from_config(tiny_config(num_labels=1, pad_token_id=60), seed=3)
+    ids, labels = torch.randint(0, 60, (2, 5)), torch.tensor([-100.0, 2.0])
+    out = model(ids, labels=labels, return_logits=True)
+    assert torch.allclose(out.loss, (out.logits[:, 0] - labels).square().mean())
 
 
 def test_a_loss_of_ones_own_is_a_mean_over_the_batch():

@@ -313,6 +313,36 @@ def test_a_streamer_gets_each_token(ranks, layout):
         assert tokens == out[0, 9:].tolist()
 
 
+def test_a_streamer_gets_the_row_of_another_replica(ranks):
+    for tokens, ended, out in ranks(streamed, 2, dict(dp=2)):
+        assert ended
+        assert tokens == out[0, 9:].tolist()
+
+
+def dynamic(layout):
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = LlamaConfig(**{**SIZES, "max_positions": 12}, ffn_size=48, rope_scaling=scaling)
+    model = megazoo.from_config(config, context(**layout), seed=4)
+    ids, mask = prompts(batch=2)
+    return model.generate(ids, mask.roll(1, 0), max_new_tokens=30)
+
+
+@pytest.mark.parametrize("layout", [dict(pp=2), dict(dp=2)], ids=layout_name)
+def test_dynamic_scaling_is_that_of_the_whole_batch(ranks, layout):
+    expected = dynamic({})
+    for ids in ranks(dynamic, world(layout), layout):
+        assert torch.equal(ids, expected)
+
+
+def test_settings_in_all_their_forms():
+    plain = Settings(stop=None, top_k=None, top_p=None, eos_token_id=torch.tensor(3))
+    assert (plain.stop, plain.top_k, plain.top_p, plain.eos_token_id) == ((), 0, 1.0, (3,))
+    assert Settings(stop=["", "a"], eos_token_id=[1, 2]).stop == ("a",)
+    for wrong in ({"num_beams": 2.0}, {"max_new_tokens": "3"}):
+        with pytest.raises(UserError, match="is not a whole number"):
+            Settings(**wrong)
+
+
 def cache_sizes(layout):
     ctx = context(**layout)
     model = megazoo.from_config(LlamaConfig(**SIZES, kv_heads=2, ffn_size=48), ctx)
@@ -362,5 +392,9 @@ def test_generating_leaves_the_model_as_it_was():
     ids = prompts(batch=2)[0]
     assert torch.equal(model.generate(ids), model.generate(ids))
     assert model.training
+    model.layers["0"].eval()
+    model.generate(ids)
+    assert not model.layers["0"].training
+    model.train()
     model.train_batch(ids, labels=ids)
     assert all(entry.parameter.grad is not None for entry in model.entries())

@@ -225,6 +225,13 @@ def test_choices_are_scored_as_by_transformers(directories):
         assert is_greedy == torch.equal(logits.argmax(-1), ids[0, -scored:])
 
 
+def test_spaces_at_the_boundary_count_to_the_choice(directories):
+    model, tokens = megazoo.from_pretrained(directories / "hf"), open_tokenizer(directories / "hf")
+    (a, *rest), (b, *same) = score_choices(model, tokens, [(PROMPT + " ", "return x"), (PROMPT, " return x")])
+    assert rest == same
+    assert abs(a - b) < 1e-5
+
+
 def test_the_tool_scores_choices_and_counts_the_right_ones(directories, tmp_path, monkeypatch, capsys):
     model, tokens = megazoo.from_pretrained(directories / "hf"), open_tokenizer(directories / "hf")
     choices = [" a", " b", "return x"]

@@ -13,8 +13,8 @@ import torch
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
-from megazoo.command_line import _settings
 from megazoo.config import Options
+from megazoo.flags import settings_of
 from megazoo.launch import run_program
 from megazoo.models.gpt2 import GPT2
 from megazoo.tokenizer import ByteTokenizer
@@ -259,7 +259,7 @@ def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
 def test_help_names_every_setting():
     done = start([sys.executable], "--help")
     assert done.returncode == 0
-    for setting in _settings(Options):
+    for setting in settings_of(Options):
         assert re.search(rf"--{setting.replace('_', '-')}[ ,]", done.stdout), setting
 
 

@@ -25,9 +25,8 @@ from typing import Annotated, NamedTuple
 import torch
 import tyro
 
-from megazoo.command_line import parse_flags
-from megazoo.config import File
 from megazoo.errors import UserError
+from megazoo.flags import File, parse_flags
 from megazoo.launch import run_program
 
 TOOLS = Path(__file__).parent

@@ -5,8 +5,9 @@ $ python tools/convert_hf.py path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 
 from megazoo.checkpoint import HuggingFaceDirectory
 from megazoo.checkpoint.convert import write_shards
-from megazoo.command_line import parse_flags, required
+from megazoo.command_line import required
 from megazoo.config import ShardingOptions
+from megazoo.flags import parse_flags
 from megazoo.launch import run_program
 from megazoo.metrics import byte_bar
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megazoo.command_line import parse_flags
-from megazoo.config import File, optional
 from megazoo.errors import UserError
 from megazoo.evaluation import evaluate_texts, score_choices
+from megazoo.flags import File, optional, parse_flags
 from megazoo.inference import InferenceOptions, load_for_inference
 from megazoo.launch import is_rank_zero, run_program
 from megazoo.metrics import byte_bar
@@ -51,6 +50,8 @@ def main(arguments: list[str]) -> None:
         raise UserError("give --text or --choices, one of them")
     if options.batch_size < 1:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
+    if options.output and not options.output.absolute().parent.is_dir():
+        raise UserError(f"--output: {options.output.parent} is not a directory")
     requests = read_choices(options.choices) if options.choices else None
     documents = read_texts(options.text, options.json_key) if options.text else None
     model, tokenizer, say = load_for_inference(options)

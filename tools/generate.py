@@ -11,13 +11,13 @@ one of them, tokens are drawn.
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megazoo.command_line import parse_flags
-from megazoo.config import File, Text, optional
 from megazoo.errors import UserError
+from megazoo.flags import File, Text, optional, parse_flags
 from megazoo.inference import InferenceOptions, load_for_inference
 from megazoo.launch import is_rank_zero, run_program
 from megazoo.parallel.collectives import all_gather_objects
@@ -145,12 +145,13 @@ def settings_of(options: Options, model, tokenizer) -> dict:
 def converse(session: Session) -> None:
     """Answer what is typed, a line at a time; a prompt that can't be answered is told why."""
     ctx, seed = session.model.ctx, session.settings["seed"]
+    patient = ctx.new_cpu_group(timeout=timedelta(days=30))  # the other ranks wait for what is typed
     while True:
         line = None
         if is_rank_zero():
             session.say("> ", end="")
             line = sys.stdin.readline()
-        line = all_gather_objects(line, ctx)[0]
+        line = all_gather_objects(line, ctx, patient)[0]
         if not line:
             return
         if line.strip():

@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass, fields
 
 from megazoo.checkpoint import Checkpoint, open_source
-from megazoo.command_line import parse_flags, required
-from megazoo.config import Argument, ImportOption
+from megazoo.command_line import required
+from megazoo.config import ImportOption
+from megazoo.flags import Argument, parse_flags
 from megazoo.launch import run_program
 from megazoo.metrics import byte_bar
 from megazoo.models import family_of

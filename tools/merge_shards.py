@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from megazoo.checkpoint import open_source
 from megazoo.checkpoint.convert import parse_size, write_hugging_face
-from megazoo.command_line import parse_flags, required
+from megazoo.command_line import required
 from megazoo.config import ConversionOptions
+from megazoo.flags import parse_flags
 from megazoo.launch import run_program
 from megazoo.metrics import byte_bar
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import tyro
 
-from megazoo.command_line import parse_flags
 from megazoo.errors import UserError
+from megazoo.flags import parse_flags
 from megazoo.launch import run_program
 
 

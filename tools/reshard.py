@@ -7,8 +7,9 @@ Training and loading do this by themselves; it saves reading across shards where
 
 from megazoo.checkpoint import open_source
 from megazoo.checkpoint.convert import write_shards
-from megazoo.command_line import parse_flags, required
+from megazoo.command_line import required
 from megazoo.config import ShardingOptions
+from megazoo.flags import parse_flags
 from megazoo.launch import run_program
 from megazoo.metrics import byte_bar
 

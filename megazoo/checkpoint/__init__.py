@@ -6,10 +6,13 @@ from megazoo.checkpoint.pretrained import from_pretrained, load_weights, save_pa
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.save import Saver, load, save
 
+from_parallelized = from_pretrained  # the same code reads both
+
 __all__ = [
     "Checkpoint",
     "HuggingFaceDirectory",
     "Saver",
+    "from_parallelized",
     "from_pretrained",
     "load",
     "load_weights",

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from megazoo.checkpoint.format import COMPANIONS, GENERATION, json_bytes
-from megazoo.checkpoint.source import Source, json_object, pieces_of_file
+from megazoo.checkpoint.source import Source, pieces_of_file
 from megazoo.errors import UserError
+from megazoo.files import json_object
 from megazoo.models import config_from_file
 from megazoo.models.hugging_face import Theirs
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
@@ -46,6 +47,11 @@ class HuggingFaceDirectory(Source):
     def companions(self) -> dict[str, bytes]:
         found = {name: (self.path / name).read_bytes() for name in COMPANIONS if (self.path / name).is_file()}
         return ({GENERATION: json_bytes(self.generation)} if self.generation else {}) | found
+
+    @property
+    def pad_token_id(self) -> int | None:
+        theirs = json.loads((self.path / CONFIG).read_text()).get("pad_token_id")
+        return super().pad_token_id if theirs is None else theirs
 
     @cached_property
     def generation(self) -> dict:

@@ -26,12 +26,14 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     num_labels: int | None = None,
+    pad_token_id: int | None = None,
 ) -> Model:
     """This rank's part of a model that is on disk; each rank reads only what it owns, straight into its parameters.
 
     path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by default. dtype: as it
     is stored, by default. seed: of the dropout. num_labels: make a classifier of sequences of it; the head of a
-    language model gives way to one that is drawn from the seed. Raises UserError, with what is wrong, if it can't be
+    language model gives way to one that is drawn from the seed. pad_token_id: of such a classifier, if the files don't
+    say it. Raises UserError, with what is wrong, if it can't be
     read or cut.
     """
     source = open_source(path)
@@ -40,7 +42,7 @@ def from_pretrained(
     if num_labels is not None and num_labels != config.num_labels:
         if config.num_labels:
             raise UserError(f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}")
-        pad = config.pad_token_id if config.pad_token_id is not None else source.generation.get("pad_token_id")
+        pad = source.pad_token_id if pad_token_id is None else pad_token_id
         config = replace(config, num_labels=num_labels, pad_token_id=pad)
     model = source.model.empty(config, ctx or current_context(), dtype=dtype, seed=seed)
     load_weights(source, model)

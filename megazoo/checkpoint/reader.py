@@ -19,8 +19,9 @@ from megazoo.checkpoint.format import (
     find_checkpoint,
     manifest_checksum,
 )
-from megazoo.checkpoint.source import Source, json_object, pieces_of_file
+from megazoo.checkpoint.source import Source, pieces_of_file
 from megazoo.errors import UserError
+from megazoo.files import json_object
 from megazoo.models import config_from_dict
 from megazoo.optim import MASTER, MOMENTS
 from megazoo.parallel.shard import ParameterSpec, Piece, Shard, overlap

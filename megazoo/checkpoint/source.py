@@ -1,6 +1,5 @@
 """What all places that a model is read from have in common: named global tensors, of which any box can be had."""
 
-import json
 import math
 from collections.abc import Iterator
 from functools import cached_property, reduce
@@ -44,6 +43,12 @@ class Source:
     def specs(self) -> dict[str, ParameterSpec]:
         """The shape and cut of every weight, by its global name."""
         return {entry.name: entry.spec for entry in self.model.on_meta(self.config, ParallelContext()).entries()}
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """What pads a row, if anything says so."""
+        ours = getattr(self.config, "pad_token_id", None)
+        return self.generation.get("pad_token_id") if ours is None else ours
 
     @property
     def bytes_read(self) -> int:
@@ -169,17 +174,6 @@ class _PickledSlice:
 
     def __getitem__(self, index) -> torch.Tensor:
         return self.tensor[index]
-
-
-def json_object(path: Path, data: bytes) -> dict:
-    """The object that a JSON file holds; UserError, naming it, if there is none."""
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
-    return value
 
 
 def pieces_of_file(path: Path, size: int = 1 << 24) -> Iterator[bytes]:

@@ -47,10 +47,15 @@ class Rotary:
             name = min(unknown)
             raise UserError(f"{name} {self.scaling[name]!r} is not supported with rope_type {self.kind!r}")
 
-    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, [..., sequence, head_size], of int64 positions [..., sequence]."""
+    def __call__(
+        self, positions: torch.Tensor, dtype: torch.dtype, length: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, [..., sequence, head_size], of int64 positions [..., sequence].
+
+        length: the tokens that dynamic scaling scales for; those of the positions by default.
+        """
         if self.kind == "dynamic":
-            frequencies, factor = self.frequencies(positions.device, positions)
+            frequencies, factor = self.frequencies(positions.device, length or int(positions.max()) + 1)
         else:
             if positions.device not in self._kept:
                 self._kept[positions.device] = self.frequencies(positions.device)
@@ -59,13 +64,13 @@ class Rotary:
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
-    def frequencies(self, device: torch.device, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
-        """Radians a position, fp32 [head_size / 2], and what cos and sin are multiplied by."""
+    def frequencies(self, device: torch.device, length: int = 0) -> tuple[torch.Tensor, float]:
+        """Radians a position, fp32 [head_size / 2], and what cos and sin are multiplied by. length: of the sequence."""
         s, h = self.scaling, self.head_size
         pairs = torch.arange(0, h, 2, dtype=torch.int64, device=device).float()
         theta = self.theta
         if self.kind == "dynamic":  # the base grows with the sequence, once it is past the context
-            length = max(int(positions.max()) + 1 if positions is not None else 0, self.max_positions)
+            length = max(length, self.max_positions)
             theta = theta * (s["factor"] * length / self.max_positions - (s["factor"] - 1)) ** (h / (h - 2))
         base = 1.0 / theta ** (pairs / h)
         if self.kind == "linear":

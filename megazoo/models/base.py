@@ -98,6 +98,9 @@ class Model(nn.Module):
             fits = [n for n in range(1, config.hidden_size + 1) if config.hidden_size % n == 0]
             what = f"heads {config.heads} don't divide hidden-size {config.hidden_size}"
             raise UserError(f"{what}: use heads {_any_of(fits)}")
+        if getattr(config, "problem_type", None) not in (None, *classification.PROBLEMS):
+            there = ", ".join(classification.PROBLEMS)
+            raise UserError(f"problem_type {config.problem_type!r} is not supported: there are {there}")
         kv_heads = getattr(config, "kv_heads", config.heads)
         if config.heads % kv_heads:
             raise UserError(f"kv-heads {kv_heads} don't divide heads {config.heads}")
@@ -241,7 +244,8 @@ class Model(nn.Module):
     def label_count(self, batch: MicroBatch) -> torch.Tensor | int:
         """How many labels the loss is the mean over."""
         if batch.targets is not None:
-            return (batch.targets != IGNORED).sum()
+            ignores = not self.num_labels or not batch.targets.is_floating_point()
+            return (batch.targets != IGNORED).sum() if ignores else batch.targets.numel()
         return 0 if batch.labels is None else len(batch.labels)
 
     # What users call.
@@ -312,8 +316,8 @@ class Model(nn.Module):
         """Forward and backward of this replica's batch; returns the mean loss over the global batch's labelled tokens.
 
         Inputs and shape: see `Batch`. num_microbatches must divide the batch. step: numbers the draw of the dropout
-        masks; by default it counts the calls. loss_fn(logits [rows, sequence, vocabulary], labels as they were given):
-        a loss of your own, on the last stage: the mean of a micro-batch. What is returned, and differentiated, is the
+        masks; by default it counts the calls. loss_fn(logits fp32 [rows, sequence, vocabulary], labels as given): a
+        loss of your own, on the last stage: the mean of a micro-batch. What is returned, and differentiated, is the
         mean over the global batch: micro-batches weigh as many labelled tokens as they have (rows, if the labels are
         not of tokens). A module's own parameters are yours to step.
         Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
@@ -352,12 +356,8 @@ class Model(nn.Module):
     ) -> torch.Tensor:
         """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in train_batch."""
         batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids, shape)
-        training = self.training
-        self.eval()
-        try:
+        with self.without_dropout():
             return run_pipeline(self, self._with_targets(self.micro_batches(batch, num_microbatches))).loss
-        finally:
-            self.train(training)
 
     def generate(
         self,
@@ -391,12 +391,23 @@ class Model(nn.Module):
     def micro_batches(
         self, batch: Batch, count: int, step: int | None = None, keep_labels: bool = False
     ) -> list[MicroBatch]:
+        """A replica's batch, checked and cut."""
         self.ctx.require_ranks()
         self._calls += self.training
-        """A replica's batch, checked and cut."""
         step, longest = self._calls if step is None else step, self.longest_sequence(self.config)
         more = {"longest": longest, "keep_labels": keep_labels, "seed": self.seed, "step": step}
         return batch.micro_batches(count, self.ctx, self.config, **more)
+
+    @contextmanager
+    def without_dropout(self):
+        """Within this block every module is in evaluation mode; afterwards each is as it was."""
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
     @contextmanager
     def _sums_later(self):

@@ -46,7 +46,7 @@ class Batch:
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         num_labels, vocab_size = getattr(config, "num_labels", 0), config.vocab_size
         labels = tensors.pop("labels", None) if num_labels or keep_labels else None  # of any shape
-        shape = batch, sequence = self._shape(tensors or ({} if labels is None else {"labels": labels}))
+        shape = batch, sequence = self._shape(tensors or ({} if labels is None or self.shape else {"labels": labels}))
         if batch % count:
             raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
         if sequence > longest:
@@ -56,7 +56,7 @@ class Batch:
         _check_range("token id", tensors.get("input_ids"), vocab_size, f"the vocabulary of {vocab_size}")
         _check_range("position", tensors.get("position_ids"), longest, f"the model's {longest} positions")
         if num_labels:
-            apart = _of_classifier(tensors, labels, batch, config, ctx)
+            apart = _of_classifier(tensors, None if keep_labels else labels, batch, config, ctx)
         else:
             labels = tensors.pop("labels", labels)
             if labels is not None and tuple(labels.shape) == shape and not labels.is_floating_point():
@@ -107,8 +107,11 @@ def _of_classifier(
         raise UserError("a classifier takes labels, not targets")
     apart = {}
     if labels is not None:
+        labels = labels if labels.is_floating_point() else labels.long()
         check_labels(labels, batch, config.num_labels, config.problem_type)
         apart["targets"] = labels
+    if config.pad_token_id is None and batch > 1:
+        raise UserError("a classifier of several rows needs pad_token_id in its config, to find where each ends")
     if ctx.pp_rank == 0:
         apart["scored"] = last_tokens(tensors["input_ids"], config.pad_token_id)
     return apart

@@ -12,9 +12,7 @@ PROBLEMS = ("regression", "single_label_classification", "multi_label_classifica
 def last_tokens(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tensor:
     """The position of each row's rightmost token that is not padding, by the ids; 0 if all is. int64 [batch]."""
     batch, sequence = input_ids.shape
-    if pad_token_id is None:
-        if batch > 1:
-            raise UserError("a classifier of several rows needs pad_token_id in its config, to find where each ends")
+    if pad_token_id is None:  # for one row only
         return torch.full((batch,), sequence - 1, device=input_ids.device)
     place = torch.arange(sequence, device=input_ids.device)
     return (place * (input_ids != pad_token_id)).amax(dim=1)

@@ -203,7 +203,7 @@ class Llama(Model):
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
-        rotary = self.rotary(batch.positions(x.device), x.dtype)
+        rotary = self.rotary(batch.positions(x.device), x.dtype, batch.longest)
         mask = segment_mask(batch.segments, batch.shape[1])
         x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
         if stage.last:  # [batch, sequence, this rank's part of the vocabulary], or [batch, labels]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.schedule import Action, Exchange, Transfer, forward_only, with_exchanges
 
@@ -41,8 +42,8 @@ class MicroBatch:
     position_ids: None for 0, 1, 2 ... segments: tokens see those of the same
     number only; None where there is one. dropout_seed: what its dropout is drawn from.
 
-    While generating: cache, the KVCache of the tokens before, if they are kept (segments are then of these, too); and
-    only the last position's logits are wanted (last_only).
+    While generating: cache, the KVCache of the tokens before, if they are kept (segments are then of these, too);
+    longest, the tokens of the whole batch's longest row; and only the last position's logits are wanted (last_only).
     """
 
     shape: tuple[int, int]
@@ -54,6 +55,7 @@ class MicroBatch:
     scored: torch.Tensor | None = None
     labels: torch.Tensor | None = None
     length: int | None = None
+    longest: int | None = None
     cache: object | None = None
     last_only: bool = False
 
@@ -154,7 +156,10 @@ class _Run:
         count = self.model.label_count(batch)
         if not count:
             return output.float().sum() * 0  # its mean would be nan
-        return self.loss_fn(self.model.whole_logits(output, batch), batch.labels) * count
+        loss = self.loss_fn(self.model.whole_logits(output, batch).float(), batch.labels)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise UserError("loss_fn must return one number, the mean of the micro-batch")
+        return loss.float().view(()) * count
 
     def backward(self, action: Action) -> None:
         received, output = self.graphs.pop((action.stage, action.microbatch))

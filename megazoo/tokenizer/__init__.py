@@ -3,9 +3,8 @@
 from contextlib import suppress
 from pathlib import Path
 
-from megazoo.checkpoint.format import NoCheckpoint, find_checkpoint
-from megazoo.checkpoint.source import json_object
 from megazoo.errors import UserError
+from megazoo.files import json_object
 from megazoo.tokenizer.base import EncodedBatch, Stream, Tokenizer
 from megazoo.tokenizer.byte import ByteTokenizer
 from megazoo.tokenizer.hugging_face import Unsupported, from_tokenizer_json, from_vocab_and_merges
@@ -33,6 +32,8 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
     if not path.is_dir():
         raise UserError(f"unknown tokenizer {str(where)!r}: there is byte, or the directory or file of a tokenizer")
     if not any((path / name).is_file() for name in FILES):
+        from megazoo.checkpoint.format import NoCheckpoint, find_checkpoint  # with torch: only for checkpoints
+
         with suppress(NoCheckpoint):
             path = find_checkpoint(path)
     files = [path / name for name in FILES if (path / name).is_file()]

@@ -2,12 +2,14 @@
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from megazoo.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 Side = Literal["left", "right"]
 
@@ -15,8 +17,8 @@ Side = Literal["left", "right"]
 class EncodedBatch(NamedTuple):
     """input_ids: int64 [batch, longest]. attention_mask: likewise, 1 at tokens and 0 at padding."""
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    input_ids: "torch.Tensor"
+    attention_mask: "torch.Tensor"
 
 
 class Stream:
@@ -82,6 +84,8 @@ class Tokenizer:
 
         max_length: cuts the texts, on truncation_side, to so many tokens; the special tokens around them are kept.
         """
+        import torch  # which a process that only tokenizes does without
+
         for name, side in (("padding_side", padding_side), ("truncation_side", truncation_side)):
             if side not in ("left", "right"):
                 raise UserError(f"{name} {side!r} is neither left nor right")
