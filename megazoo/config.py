@@ -130,7 +130,8 @@ class DataOptions:
     """What it is trained on."""
 
     data: str = "stdlib"
-    """The corpus: stdlib is the text of this machine's Python standard library, about 12 MB."""
+    """The corpus: stdlib is the text of this machine's Python standard library, about 12 MB. Or the prefix of token
+    files, PREFIX.bin and PREFIX.idx, made by tools/preprocess_data.py or by Megatron-LM."""
     split: str = "95,5"
     """Shares of the documents for training and validation."""
     tokenizer: str = "byte"

@@ -6,6 +6,7 @@ import torch
 
 from megazoo.data import Batches, PackedDataset, SampleOrder, check_data, open_datasets
 from megazoo.data.corpus import standard_library
+from megazoo.data.indexed import HEADER, write_index
 from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
@@ -82,6 +83,36 @@ def test_unknown_data_is_refused():
         open_datasets("wikitext", ByteTokenizer(), "95,5", 64)
     with pytest.raises(UserError, match="unknown tokenizer 'bpe': there is byte"):
         open_tokenizer("bpe")
+
+
+@pytest.fixture
+def token_files(tmp_path):
+    """Ten documents of 1 to 10 tokens, numbered on."""
+    lengths = np.arange(1, 11)
+    np.arange(lengths.sum(), dtype=np.uint16).tofile(tmp_path / "a.bin")
+    write_index(tmp_path / "a.idx", lengths, np.dtype(np.uint16))
+    return tmp_path / "a"
+
+
+def test_token_files_are_split_by_document(token_files):
+    train, valid = open_datasets(str(token_files), ByteTokenizer(), "60,40", 4)
+    assert train.tokens.tolist() == list(range(21))  # six documents, 1 + ... + 6 tokens
+    assert valid.tokens.tolist() == list(range(21, 55))
+    assert train[1].tolist() == [4, 5, 6, 7, 8]
+    with pytest.raises(UserError, match="a: split 60,40 leaves no training sample of 21 tokens"):
+        open_datasets(str(token_files), ByteTokenizer(), "60,40", 21)
+
+
+def test_sequences_out_of_order_are_refused(token_files):
+    data = bytearray(token_files.with_suffix(".idx").read_bytes())
+    first = HEADER.size + 4 * 10  # offsets
+    data[first + 8 : first + 16], data[first + 16 : first + 24] = (
+        data[first + 16 : first + 24],
+        data[first + 8 : first + 16],
+    )
+    token_files.with_suffix(".idx").write_bytes(data)
+    with pytest.raises(UserError, match="the sequences don't lie end to end"):
+        open_datasets(str(token_files), ByteTokenizer(), "60,40", 4)
 
 
 def test_batches_number_the_documents_if_they_are_to_be_separate():

@@ -23,6 +23,10 @@ ROOT = Path(__file__).parent.parent
 # Small enough for seconds; five layers for uneven stages.
 SMALL = "--hidden-size 32 --heads 4 --layers 5 --max-positions 32 --seq-length 32 --device cpu".split()
 SMALL += "--global-batch-size 8 --micro-batch-size 2 --warmup-steps 2 --log-interval 1 --eval-steps 1".split()
+sys.path.insert(0, str(ROOT / "tools"))
+
+import preprocess_data  # noqa: E402
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -91,6 +95,18 @@ def test_stop_and_resume_in_another_layout(ranks, straight, tmp_path):
     assert [record["consumed_samples"] for record in steps] == [8, 16, 24, 32]
     assert [record["consumed_tokens"] for record in steps] == [256, 512, 768, 1024]
     assert Checkpoint(saved).trainer["step"] == 4
+
+
+def test_token_files_train_like_their_text(ranks, tmp_path):
+    """Text to token files to training, with its tokenizer, at tp 2 x pp 2 as in one process."""
+    (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
+    (tmp_path / "more.txt").write_bytes(Path(megazoo.__file__).read_bytes() * 3)
+    source = ["--input", str(tmp_path / "text.txt"), str(tmp_path / "more.txt"), "--output-prefix", str(tmp_path / "a")]
+    preprocess_data.main([*source, "--append-eod", "--workers", "1"])
+    data = ["--data", str(tmp_path / "a_text_document"), "--split", "1,1", "--steps", "2"]
+    for name, layout, world in [("one", [], 1), ("four", ["--tp", "2", "--pp", "2"], 4)]:
+        ranks(pretrain_gpt.main, world, [*SMALL, *data, *layout, "--metrics", str(tmp_path / name)])
+    assert close(losses(tmp_path / "four"), losses(tmp_path / "one"))
 
 
 def test_a_longer_run_goes_on_at_the_rate_where_it_stood(tmp_path):

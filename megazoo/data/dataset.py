@@ -1,11 +1,13 @@
 """Packed samples of a stream of tokens, and the order in which training sees them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from megazoo.data.corpus import standard_library
+from megazoo.data.indexed import IndexedTokens
 from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.random import derive_seed
@@ -32,25 +34,35 @@ class PackedDataset:
 
 
 def open_datasets(data: str, tokenizer, split: str, seq_length: int) -> tuple[PackedDataset, PackedDataset]:
-    """The training and the validation dataset. data: "stdlib". split: shares by document, such as "95,5"."""
+    """The training and the validation dataset.
+
+    data: "stdlib", or the prefix of token files, of which the first documents are for training and the last for
+    validation; they stay in their files, mapped into memory. split: shares by document, such as "95,5".
+    """
     shares = check_data(data, split)
-    documents = standard_library()
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-    cut = round(len(documents) * shares[0])
-    train, valid = (
-        PackedDataset(_stream([documents[i] for i in sorted(part)], tokenizer), seq_length)
-        for part in (order[:cut], order[cut:])
-    )
-    for name, dataset, share in zip(("training", "validation"), (train, valid), shares, strict=True):
+    if data == "stdlib":
+        documents = standard_library()
+        order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
+        cut = round(len(documents) * shares[0])
+        parts = (sorted(order[:cut]), sorted(order[cut:]))
+        streams = [_stream([documents[i] for i in part], tokenizer) for part in parts]
+    else:
+        tokens = IndexedTokens(data)
+        count = len(tokens.documents) - 1
+        cut = round(count * shares[0])
+        streams = [tokens.stream(0, cut), tokens.stream(cut, count)]
+    datasets = [PackedDataset(stream, seq_length) for stream in streams]
+    for name, dataset, share in zip(("training", "validation"), datasets, shares, strict=True):
         if share and not len(dataset):
-            raise UserError(f"split {split} leaves no {name} sample of {seq_length} tokens")
-    return train, valid
+            raise UserError(f"{data}: split {split} leaves no {name} sample of {seq_length} tokens")
+    return tuple(datasets)
 
 
 def check_data(data: str, split: str) -> tuple[float, float]:
     """The shares of training and validation, adding up to 1; UserError if there is no such data or split."""
-    if data != "stdlib":
-        raise UserError(f"unknown data {data!r}: there is stdlib, the text of Python's standard library")
+    if data != "stdlib" and not Path(f"{data}.idx").is_file():
+        what = "the text of Python's standard library, or the prefix of token files, PREFIX.bin and PREFIX.idx"
+        raise UserError(f"unknown data {data!r}: there is stdlib, {what}")
     try:
         train, valid = (float(share) for share in split.split(","))
     except ValueError:

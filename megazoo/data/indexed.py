@@ -61,6 +61,16 @@ class IndexedTokens:
         start = int(self.offsets[index]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[index])]
 
+    def stream(self, first: int, last: int) -> np.ndarray:
+        """The tokens of the documents from `first` until before `last`, end to end, as they lie in the file."""
+        first, last = int(self.documents[first]), int(self.documents[last])
+        if first == last:
+            return self.tokens[:0]
+        lengths, offsets = self.lengths[first:last].astype(np.int64), self.offsets[first:last] // self.dtype.itemsize
+        if (offsets[1:] != offsets[:-1] + lengths[:-1]).any():
+            raise UserError(f"{self.prefix}.idx: the sequences don't lie end to end in the .bin")
+        return self.tokens[offsets[0] : offsets[-1] + lengths[-1]]
+
     def _check(self, index: Path, tokens: Path) -> None:
         size, item = tokens.stat().st_size, self.dtype.itemsize
         if len(self) and (self.lengths.min() < 0 or self.offsets.min() < 0 or (self.offsets % item).any()):
