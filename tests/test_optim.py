@@ -1,6 +1,8 @@
 """AdamW, the gradient norm and the learning rate against torch and against their formulas."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -83,3 +85,15 @@ def test_learning_rate_schedules(schedule, step, rate):
 def test_unknown_schedule_is_refused():
     with pytest.raises(UserError, match="unknown lr-schedule 'cosin'; there are cosine"):
         learning_rate(1, schedule="cosin", **RATE)
+
+
+def test_a_model_that_trained_is_freed():
+    model = megazoo.from_config(tiny_config())
+    optimizer = megazoo.optim.AdamW(model)
+    ids = torch.randint(0, 61, (2, 8))
+    model.train_batch(ids, labels=ids)
+    optimizer.step()
+    left = weakref.ref(model), weakref.ref(next(model.parameters()))
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]

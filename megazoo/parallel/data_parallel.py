@@ -1,5 +1,7 @@
 """Gradients in contiguous fp32 buckets, summed over the data-parallel replicas while backward still runs."""
 
+import weakref
+
 import torch
 
 from megazoo.parallel.collectives import all_reduce
@@ -23,6 +25,12 @@ class GradientBuckets:
         self.buckets: list[torch.Tensor] = []
         self.views: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.bucket_of: dict[torch.nn.Parameter, int] = {}
+        myself = weakref.ref(self)  # what a hook holds, no garbage collector sees: the model would live on
+
+        def received(parameter: torch.nn.Parameter) -> None:
+            if buckets := myself():
+                buckets._received(parameter)
+
         for members in _grouped(parameters[::-1], bucket_elements):
             bucket = torch.zeros(sum(p.numel() for p in members), dtype=torch.float32, device=ctx.device)
             for parameter, view in zip(members, bucket.split([p.numel() for p in members]), strict=True):
@@ -30,7 +38,7 @@ class GradientBuckets:
                     parameter.grad_dtype = torch.float32  # autograd then adds up in the bucket's precision
                 self.views[parameter] = view.view_as(parameter)
                 self.bucket_of[parameter] = len(self.buckets)
-                parameter.register_post_accumulate_grad_hook(self._received)
+                parameter.register_post_accumulate_grad_hook(received)
             self.buckets.append(bucket)
         self.missing: list[int] = []  # backwards that each bucket still waits for; empty when not counting
         self.launched = 0
