@@ -13,6 +13,7 @@ from megazoo.errors import UserError, nearest
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, vocab_parallel_cross_entropy
 from megazoo.models import classification
 from megazoo.models.batch import Batch
+from megazoo.models.sizes import check_sizes
 from megazoo.parallel.collectives import sum_between_stages
 from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext, Stage, balanced_stages
@@ -90,29 +91,7 @@ class Model(nn.Module):
     @classmethod
     def check(cls, config, tp: int, pp: int) -> None:
         """Raise UserError, naming what would do, if the model can't be cut into tp x pp."""
-        sizes = ("vocab_size", "max_positions", "hidden_size", "layers", "heads", "kv_heads", "ffn_size")
-        for name in sizes:
-            if getattr(config, name, 1) < 1:
-                raise UserError(f"{name} {getattr(config, name)} must be at least 1")
-        if not getattr(config, "head_size", 0) and config.hidden_size % config.heads:
-            fits = [n for n in range(1, config.hidden_size + 1) if config.hidden_size % n == 0]
-            what = f"heads {config.heads} don't divide hidden-size {config.hidden_size}"
-            raise UserError(f"{what}: use heads {_any_of(fits)}")
-        if getattr(config, "problem_type", None) not in (None, *classification.PROBLEMS):
-            there = ", ".join(classification.PROBLEMS)
-            raise UserError(f"problem_type {config.problem_type!r} is not supported: there are {there}")
-        kv_heads = getattr(config, "kv_heads", config.heads)
-        if config.heads % kv_heads:
-            raise UserError(f"kv-heads {kv_heads} don't divide heads {config.heads}")
-        fits = [
-            n for n in range(1, config.heads + 1) if _heads_fit(config.heads, kv_heads, n) and config.ffn_size % n == 0
-        ]
-        if tp not in fits:
-            heads = f"heads {config.heads}" + (f" and kv-heads {kv_heads}" if kv_heads < config.heads else "")
-            what = f"ffn-size {config.ffn_size}" if config.ffn_size % tp else heads
-            raise UserError(f"tp {tp} doesn't divide {what}: use tp {_any_of(fits)}")
-        if config.layers < pp:
-            raise UserError(f"layers {config.layers} don't fill pp {pp} stages: use pp of at most {config.layers}")
+        check_sizes(config, tp, pp)
 
     @classmethod
     def all_stages(cls, config, pp: int) -> list[Stage]:
@@ -425,17 +404,3 @@ class Model(nn.Module):
         if self.stages[-1].last and batches[0].targets is None and batches[0].labels is None:
             raise UserError("the last stage needs labels or targets")
         return batches
-
-
-def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether heads can be cut over tp: KV heads, with their queries, evenly or nearly so, or else replicated evenly.
-
-    Nearly: no rank has over a quarter more than its share. gpt2-xl's 25 heads over tp 2 are fine, 4 over tp 3 are not.
-    """
-    if tp > kv_heads:
-        return tp % kv_heads == 0 and heads % tp == 0
-    return -(-kv_heads // tp) * tp <= 1.25 * kv_heads
-
-
-def _any_of(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:-1])) + (" or " if len(numbers) > 1 else "") + str(numbers[-1])
