@@ -36,8 +36,9 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     if model.num_labels:
         raise UserError("a classifier does not score tokens")
     ctx, rows = model.ctx, len(input_ids)
-    with model.without_dropout():
-        model.micro_batches(Batch(input_ids, targets=targets), 1)  # refuses, on every rank, what any would
+    if ctx.dp_size > 1:  # refuse, on every rank, what any would
+        with model.without_dropout():
+            model.micro_batches(Batch(input_ids, targets=targets), 1)
     mine = share_of(rows, ctx.dp_size, ctx.dp_rank)
     scores = torch.zeros(rows, 3, dtype=torch.float64, device=ctx.device)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -16,7 +15,7 @@ from megazoo.flags import Argument, Name
 from megazoo.launch import data_parallel_size, is_rank_zero, start_missing_ranks, world_size
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, choose_device
-from megazoo.tokenizer import Tokenizer, open_tokenizer
+from megazoo.tokenizer import FILES, Tokenizer, open_tokenizer
 
 
 @dataclass
@@ -59,7 +58,7 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Cal
 def tokenizer_of(source: Source) -> Tokenizer:
     """The tokenizer whose files are beside a model, or with which it was trained."""
     trained = source.trainer.get("settings", {}).get("tokenizer")
-    beside = any((Path(source.path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    beside = any((source.path / name).is_file() for name in FILES)
     if not beside and trained is None:
         raise UserError(f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file")
     return open_tokenizer(source.path if beside else trained)

@@ -141,6 +141,23 @@ def test_what_was_interrupted_goes_on_where_it_stood(tmp_path, small_chunks, suf
     assert chunks < runs + 2 * sum(os.path.getsize(file) for file in [tmp_path / "lines"]) / 1000 + 10 + 2 * runs
 
 
+def test_progress_without_its_files_starts_anew(tmp_path, small_chunks):
+    """Zeros must never stand for what is gone."""
+    recipe = Recipe((str(write_jsonl(tmp_path / "a.jsonl", texts(200))),), "byte")
+
+    def stop(_):
+        stop.calls += 1
+        if stop.calls == 3:
+            raise Interrupted
+
+    stop.calls = 0
+    with pytest.raises(Interrupted):
+        preprocess(recipe, tmp_path / "out", 1, progress=stop)
+    (tmp_path / "out_text_document.bin.partial").unlink()
+    preprocess(recipe, tmp_path / "out", 1)
+    assert read_back(tmp_path / "out_text_document") == [text for text in texts(200) if text]
+
+
 def test_another_recipe_starts_anew(tmp_path, small_chunks):
     source = write_jsonl(tmp_path / "a.jsonl", texts(100))
 

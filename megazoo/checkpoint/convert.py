@@ -24,9 +24,8 @@ from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.save import files_of_rank, write_manifest, write_rank
 from megazoo.checkpoint.source import Source
 from megazoo.errors import UserError
-from megazoo.models.base import Entry
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.shard import ParameterSpec, Piece
+from megazoo.parallel.shard import Entry, ParameterSpec, Piece
 
 Progress = Callable[[int], None]  # told of bytes written
 

@@ -27,11 +27,11 @@ from megazoo.checkpoint.format import (
 from megazoo.checkpoint.reader import Checkpoint, describe
 from megazoo.errors import UserError
 from megazoo.models import family_of
-from megazoo.models.base import Entry, Model
+from megazoo.models.base import Model
 from megazoo.optim import MASTER, AdamW
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.shard import ParameterSpec
+from megazoo.parallel.shard import Entry, ParameterSpec
 
 
 def save(

@@ -16,7 +16,7 @@ from megazoo.errors import UserError
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-LARGEST_UINT16 = 65_500  # vocabularies from here on are written as int32
+INT32_FROM = 65_500  # tokens: smaller vocabularies are written as uint16
 
 
 class IndexedTokens:
@@ -90,7 +90,7 @@ def _mapped(path: Path, dtype) -> np.ndarray:
 
 def dtype_for(vocab_size: int) -> np.dtype:
     """The dtype in which tokens of such a vocabulary are written."""
-    return np.dtype(np.uint16 if vocab_size < LARGEST_UINT16 else np.int32)
+    return np.dtype(np.uint16 if vocab_size < INT32_FROM else np.int32)
 
 
 def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, documents: np.ndarray | None = None) -> None:

@@ -54,6 +54,10 @@ class Progress:
     sizes: dict[str, int] = field(default_factory=dict)
     sequences: dict[str, int] = field(default_factory=dict)
 
+    def written(self, key: str) -> tuple[int, int]:
+        """Bytes of a key's tokens, and of their lengths."""
+        return self.sizes.get(key, 0), 4 * self.sequences.get(key, 0)
+
 
 class Chunk(NamedTuple):
     """Whole lines of a JSONL file, or a whole other file. line: the number of the first; next_line, end: the line after
@@ -108,14 +112,13 @@ def preprocess(
     prefix.parent.mkdir(parents=True, exist_ok=True)
     state = Path(f"{prefix}.progress.json")
     identity = {**asdict(recipe), "files": [[os.path.getsize(f), os.stat(f).st_mtime_ns] for f in recipe.inputs]}
-    done = _resumed(state, json.loads(json.dumps(identity)))
     partial = {key: [Path(f"{prefix}_{key}_document.{kind}.partial") for kind in ("bin", "len")] for key in recipe.keys}
+    done = _resumed(state, json.loads(json.dumps(identity)), partial)
     with ExitStack() as stack:
         files = {}
         for key, paths in partial.items():
             files[key] = [stack.enter_context(open(path, "r+b" if path.exists() else "w+b")) for path in paths]
-            sizes = done.sizes.get(key, 0), 4 * done.sequences.get(key, 0)
-            for file, size in zip(files[key], sizes, strict=True):
+            for file, size in zip(files[key], done.written(key), strict=True):
                 file.truncate(size)
                 file.seek(size)
         encode = stack.enter_context(_workers(recipe, str(dtype), workers))
@@ -135,21 +138,27 @@ def preprocess(
             progress(chunk.read)
             if number % SAVED_EVERY == 0:
                 _save(state, identity, done, [file for pair in files.values() for file in pair])
+    state.unlink(missing_ok=True)  # from here on there is nothing to go on from
     for key, (tokens, lengths) in partial.items():
         final = Path(f"{prefix}_{key}_document")
+        Path(f"{final}.idx").unlink(missing_ok=True)  # of tokens that are now replaced
         os.replace(tokens, f"{final}.bin")
         write_index(f"{final}.idx", np.fromfile(lengths, "<i4"), dtype)
         lengths.unlink()
-    state.unlink(missing_ok=True)
     return done
 
 
-def _resumed(state: Path, identity: dict) -> Progress:
-    """Where an interrupted run of the same recipe stood; the start, if there is none."""
+def _resumed(state: Path, identity: dict, partial: dict[str, list[Path]]) -> Progress:
+    """Where an interrupted run of the same recipe stood, if all that it wrote is there; else the start."""
     if state.is_file():
         saved = json_object(state, state.read_bytes())
         if saved.get("recipe") == identity:
-            return Progress(**saved["done"])
+            done = Progress(**saved["done"])
+            written = (
+                (path, size) for key in partial for path, size in zip(partial[key], done.written(key), strict=True)
+            )
+            if all(path.is_file() and path.stat().st_size >= size for path, size in written):
+                return done
     return Progress()
 
 

@@ -3,7 +3,7 @@ model: that stands, whole, in the model's own file."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -22,24 +22,8 @@ from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.schedule import SCHEDULES
-from megazoo.parallel.shard import ParameterSpec, Piece, ShardedModule, initialize, sum_over_copies
+from megazoo.parallel.shard import Entry, ShardedModule, initialize, sum_over_copies
 from megazoo.precision import LossScale
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A parameter of this rank under its global name. stages: the pipeline ranks that hold it, the first its owner."""
-
-    name: str
-    parameter: nn.Parameter
-    spec: ParameterSpec
-    stages: tuple[int, ...]
-
-    def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
-        """This rank's pieces that count in sums over the model: copies over tp or between stages count once."""
-        if ctx.pp_rank != self.stages[0]:
-            return []
-        return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
 
 
 class Model(nn.Module):

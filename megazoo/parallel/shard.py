@@ -135,6 +135,22 @@ class ParameterSpec:
         return pieces
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of this rank under its global name. stages: the pipeline ranks that hold it, the first its owner."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ParameterSpec
+    stages: tuple[int, ...]
+
+    def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
+        """This rank's pieces that count in sums over the model: copies over tp or between stages count once."""
+        if ctx.pp_rank != self.stages[0]:
+            return []
+        return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
+
+
 class ShardedModule(nn.Module):
     """A module whose parameters know how they are cut. `specs` names them; it survives deepcopy, to() and to_empty().
 
