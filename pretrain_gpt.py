@@ -10,6 +10,7 @@ import math
 import resource
 import sys
 import time
+from contextlib import closing
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,16 @@ import torch.distributed as dist
 import megazoo
 from megazoo.checkpoint import Checkpoint, Saver, load, load_weights, open_source
 from megazoo.command_line import parse_options, run_file
-from megazoo.config import OptimizerOptions, check_run, model_config, settings_to_resume
-from megazoo.data import Batches, SampleOrder, check_data, open_datasets
+from megazoo.config import (
+    DataOptions,
+    OptimizerOptions,
+    check_run,
+    check_steps,
+    model_config,
+    settings_to_resume,
+    settle_steps,
+)
+from megazoo.data import Batches, check_data, check_template, open_datasets, prepare_datasets
 from megazoo.launch import (
     data_parallel_size,
     is_rank_zero,
@@ -31,10 +40,11 @@ from megazoo.launch import (
 from megazoo.metrics import Metrics, Progress, clock
 from megazoo.models import FAMILIES, family_of, parameter_count
 from megazoo.optim import AdamW, learning_rate
+from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import choose_device
 from megazoo.precision import LossScale
-from megazoo.tokenizer import open_tokenizer
+from megazoo.tokenizer import BESIDE, FILES, open_tokenizer, tokenizer_files
 
 
 def main(arguments: list[str]) -> None:
@@ -49,16 +59,21 @@ def main(arguments: list[str]) -> None:
         options = parse_options(arguments, __doc__, resumed=state["settings"])
     training, parallel, log = options.training, options.parallel, options.logging
     config = model_config(options.model, source)
-    tokenizer = open_tokenizer(options.data.tokenizer)
-    _, valid_share = check_data(options.data.data, options.data.split)
-    evaluates = log.eval_steps > 0 and valid_share > 0
+    tokenizer = open_tokenizer(options.data.tokenizer or (source and source.tokenizer) or "byte")
+    sources = check_data(options.data.data, options.data.split)
+    check_template(options.data.chat_template)
     first_step, consumed, consumed_tokens = state["step"], state["consumed_samples"], state["consumed_tokens"]
     dp = data_parallel_size(parallel.tp, parallel.pp)
-    check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, first_step)
+    check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp)
+    if not training.epochs:
+        check_steps(options, first_step)
     device = choose_device(parallel.device, parallel.tp * parallel.pp if world_size() == 1 else None)
     if training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp)
+
+    if is_rank_zero():
+        prepare_datasets(sources, tokenizer, options.data.chat_template)  # before any rank waits in a collective
 
     # This rank's part of the model.
     ctx = megazoo.ParallelContext.from_torch(
@@ -85,40 +100,49 @@ def main(arguments: list[str]) -> None:
     )
     if goes_on:
         load(source, model, optimizer)
+    if is_rank_zero():
+        options.data.tokenizer = "byte" if tokenizer.source == "byte" else None  # its files travel along
+        model.companions = tokenizer_files(tokenizer.source) | without_tokenizer(model.companions)
 
     # Data, on the stages that use it.
-    train = valid = None
+    data = (None, None, None)
     if model.stages[0].first or model.stages[-1].last:
-        train, valid = open_datasets(options.data.data, tokenizer, options.data.split, training.seq_length)
-    eod = tokenizer.eod if options.data.separate_documents else None
-    batch_of = (training.global_batch_size, training.seq_length, ctx, eod)
-    train_batches = Batches(train, train and SampleOrder(len(train), training.seed), *batch_of)
-    valid_batches = Batches(valid, lambda i: i % len(valid), *batch_of)
-    microbatches = training.global_batch_size // ctx.dp_size // training.micro_batch_size
+        how = {"seq_length": training.seq_length, "vocab_size": config.vocab_size, "seed": training.seed}
+        data = open_datasets(sources, tokenizer, **how, **data_settings(options.data), say=say)
+    train, valid, test = (Batches(blend, training.global_batch_size, ctx) for blend in data)
+    if training.epochs:
+        samples = torch.tensor(len(data[0]) if data[0] else 0, device=ctx.device)
+        settle_steps(options, broadcast_from_stage(samples, 0, ctx).item())
+        check_steps(options, first_step)
+    rows = training.global_batch_size
+    microbatches = rows // ctx.dp_size // training.micro_batch_size
+    has_valid, has_test = (log.eval_steps > 0 and share > 0 for share in sources.shares[1:])
 
-    def evaluate(step: int) -> float:
-        samples = range(0, log.eval_steps * training.global_batch_size, training.global_batch_size)
-        losses = [model.eval_batch(**valid_batches(first), num_microbatches=microbatches).item() for first in samples]
-        loss = math.fsum(losses) / len(losses)
-        metrics.write(step=step, eval_loss=loss, eval_perplexity=math.exp(min(loss, 700.0)))
-        say(f"step {step:>{len(str(training.steps))}}/{training.steps}  validation loss {loss:.4f}")
+    def evaluate(step: int, batches: Batches, name: str, key: str) -> float:
+        total = count = 0.0
+        for batch in batches.ahead(range(0, log.eval_steps * rows, rows), options.data.data_workers):
+            mean, labelled = model.eval_batch(**batch, num_microbatches=microbatches, return_count=True)
+            total, count = total + mean.item() * labelled.item(), count + labelled.item()
+        loss = total / max(count, 1)
+        metrics.write(**{"step": step, f"{key}_loss": loss, f"{key}_perplexity": math.exp(min(loss, 700.0))})
+        say(f"step {step:>{len(str(training.steps))}}/{training.steps}  {name} loss {loss:.4f}")
         return loss
 
     # The training loop.
-    tokens = training.global_batch_size * training.seq_length
     metrics = Metrics(log.metrics if is_rank_zero() else None)
-    progress = Progress(first_step, training.steps, tokens, log.log_interval)
-    keep, eval_loss = options.checkpoint, None
+    progress = Progress(first_step, training.steps, log.log_interval)
+    keep, eval_loss, test_loss = options.checkpoint, None, None
     saver = Saver(keep.save, model, optimizer, background=keep.async_save, keep_last=keep.keep_last, say=say)
-    with saver:
+    starts = range(consumed, consumed + (training.steps - first_step) * rows, rows)
+    with saver, closing(train.ahead(starts, options.data.data_workers)) as batches:
         for step in range(first_step + 1, training.steps + 1):
             began = time.perf_counter()
-            batch = train_batches(consumed)
+            batch, tokens = next(batches), train.tokens(consumed)
             loss = model.train_batch(**batch, num_microbatches=microbatches, schedule=parallel.schedule, step=step)
             optimizer.lr = learning_rate(step, **rate_schedule(options.optimizer))
             scale = optimizer.loss_scale and optimizer.loss_scale.value
             norm = optimizer.step().item()
-            consumed, consumed_tokens = consumed + training.global_batch_size, consumed_tokens + tokens
+            consumed, consumed_tokens = consumed + rows, consumed_tokens + tokens
             seconds, loss = time.perf_counter() - began, loss.item()
             hopeless = not math.isfinite(norm) and not (optimizer.skipped and scale > 1)
             if hopeless or not math.isfinite(loss):
@@ -139,11 +163,13 @@ def main(arguments: list[str]) -> None:
             )
             if optimizer.skipped:
                 say(f"step {step}: the gradients overflowed, step skipped; loss scale {optimizer.loss_scale.value:g}")
-            if line := progress.line(step, loss, norm, optimizer.lr):
+            if line := progress.line(step, tokens, loss, norm, optimizer.lr):
                 say(line)
             last = step == training.steps
-            if evaluates and (last or (log.eval_interval and step % log.eval_interval == 0)):
-                eval_loss = evaluate(step)
+            if has_valid and (last or (log.eval_interval and step % log.eval_interval == 0)):
+                eval_loss = evaluate(step, valid, "validation", "eval")
+            if has_test and last:
+                test_loss = evaluate(step, test, "test", "test")
             if keep.save and (last or (keep.save_interval and step % keep.save_interval == 0)):
                 trainer = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
                 trainer["settings"] = settings_to_resume(options)
@@ -151,7 +177,9 @@ def main(arguments: list[str]) -> None:
 
     # What came of it, and what to do next.
     say(f"\ntrained steps {first_step + 1} to {training.steps} in {clock(time.perf_counter() - progress.start)}")
-    say(f"  training loss {loss:.4f}" + (f", validation loss {eval_loss:.4f} nats a token" if eval_loss else ""))
+    losses = {"training": loss, "validation": eval_loss, "test": test_loss}
+    told = ", ".join(f"{name} loss {value:.4f}" for name, value in losses.items() if value is not None)
+    say(f"  {told} nats a token")
     if saver.saved:
         say(f"  checkpoint    {saver.saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
         again = [*arguments, "--load", str(options.checkpoint.save), "--steps", str(2 * training.steps)]
@@ -181,6 +209,16 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
         what = f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}"
         raise megazoo.UserError(f"{what}; --load-weights-only starts a new run with its weights")
     return checkpoint.trainer
+
+
+def without_tokenizer(companions: dict[str, bytes]) -> dict[str, bytes]:
+    """What came with the weights, but for their tokenizer."""
+    return {name: data for name, data in companions.items() if name not in (*FILES, *BESIDE)}
+
+
+def data_settings(data: DataOptions) -> dict:
+    """The arguments of `open_datasets` that are settings of their own."""
+    return {name: getattr(data, name) for name in ("separate_documents", "chat_template", "packing")}
 
 
 def float16_metrics(optimizer: AdamW) -> dict:

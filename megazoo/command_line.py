@@ -5,7 +5,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from megazoo.config import ImportOption, Options, check_values
+from megazoo.config import ImportOption, Options, check_values, settle_steps
 from megazoo.errors import UserError, nearest
 from megazoo.flags import parse_flags, settings_of
 
@@ -16,16 +16,21 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
     resumed: `settings_to_resume` of the run that goes on, below both.
     """
     file = _value_of("--config", arguments)
-    lower = _as_flags(resumed or {}) + (_toml_arguments(file) if file else [])
-    options = parse_flags(Options, lower + arguments, description)
-    optimizer = options.optimizer
-    if optimizer.min_lr is None:
-        optimizer.min_lr = optimizer.lr / 10
-    if optimizer.lr_decay_steps is None:
-        optimizer.lr_decay_steps = options.training.steps
-    if optimizer.warmup_steps is None:
-        optimizer.warmup_steps = min(optimizer.lr_decay_steps // 4, 2000)
+    settings = _toml_settings(file) if file else {}
+    lengths = [kind for kind in ("steps", "epochs") if any(_is_flag(kind, argument) for argument in arguments)]
+    lengths = lengths or [kind for kind in ("steps", "epochs") if kind in settings]
+    if len(lengths) > 1:
+        raise UserError("give steps or epochs, not both")
+    lower = {**(resumed or {}), **settings}
+    if lengths or "epochs" in lower:  # the other one, given further below, doesn't count
+        lower.pop("steps" if lengths != ["steps"] else "epochs", None)
+    options = parse_flags(Options, _as_flags(lower) + arguments, description)
+    if options.data.mock_data:
+        options.data.data = ("mock",)
+    if options.optimizer.min_lr is None:
+        options.optimizer.min_lr = options.optimizer.lr / 10
     check_values(options)
+    settle_steps(options)
     return options
 
 
@@ -50,6 +55,10 @@ def run_file(file: Path) -> None:
     spec.loader.exec_module(module)
 
 
+def _is_flag(name: str, argument: str) -> bool:
+    return argument.partition("=")[0] == f"--{name}"
+
+
 def _value_of(flag: str, arguments: list[str]) -> str | None:
     for index, argument in enumerate(arguments):
         if argument == flag and index + 1 < len(arguments):
@@ -59,8 +68,8 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
     return None
 
 
-def _toml_arguments(file: str) -> list[str]:
-    """A TOML file's settings as flags, so that one parser checks both."""
+def _toml_settings(file: str) -> dict:
+    """A TOML file's settings, by the names of the flags with underscores."""
     known = settings_of(Options)
     known.pop("config")
     try:
@@ -72,17 +81,18 @@ def _toml_arguments(file: str) -> list[str]:
     for key, value in settings.items():
         if key not in known:
             raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
-        if isinstance(value, list | dict):
+        if isinstance(value, dict) or (isinstance(value, list) and not isinstance(known[key], tuple)):
             raise UserError(f"{file}: {key} must be a single value")
-    return _as_flags(settings)
+    return settings
 
 
 def _as_flags(settings: dict) -> list[str]:
+    """Settings as flags, so that one parser checks all."""
     flags, defaults = [], settings_of(Options)
     for key, value in settings.items():
         name = key.replace("_", "-")
         if isinstance(value, bool) and isinstance(defaults.get(key), bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         else:
-            flags += [f"--{name}", str(value)]
+            flags += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
     return flags

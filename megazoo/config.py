@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from megazoo.data.conversations import CHATML
 from megazoo.errors import UserError
 from megazoo.flags import Argument, File, Name, optional
 from megazoo.models import find_config
@@ -76,6 +77,8 @@ class TrainingOptions:
 
     steps: int = 400
     """Optimizer steps in all, those before a resume included."""
+    epochs: optional(int, "INT", "none") = None
+    """Times that the training data is seen in all, instead of steps; the last step may go beyond."""
     global_batch_size: int = 32
     """Sequences a step, over all replicas and micro-batches."""
     micro_batch_size: int = 16
@@ -129,15 +132,26 @@ class OptimizerOptions:
 class DataOptions:
     """What it is trained on."""
 
-    data: str = "stdlib"
-    """The corpus: stdlib is the text of this machine's Python standard library, about 12 MB. Or the prefix of token
-    files, PREFIX.bin and PREFIX.idx, made by tools/preprocess_data.py or by Megatron-LM."""
+    data: tuple[str, ...] = ("stdlib",)
+    """One source, or weights and sources in turn: 0.7 a 0.3 b. A source is stdlib, the text of this machine's Python
+    standard library, about 12 MB; or the prefix of token files, PREFIX.bin and PREFIX.idx, made by
+    tools/preprocess_data.py or by Megatron-LM; or a JSONL file, with text, prompt and completion, or messages in each
+    line, whose tokens are kept beside it. The loss is on completions and the assistant's messages alone."""
     split: str = "95,5"
-    """Shares of the documents for training and validation."""
-    tokenizer: str = "byte"
+    """Shares of the documents for training, validation and, if there is a third, the test at the end."""
+    tokenizer: optional(str, "NAME", "what is beside the model of --load, or byte") = None
     """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer: see the README."""
     separate_documents: bool = False
     """Documents packed into one sample don't see each other, and positions begin anew in each."""
+    chat_template: str = CHATML
+    """What a message of a conversation looks like, with {role} and {content}."""
+    packing: bool = False
+    """Conversations, as many as fit, share a sample without seeing each other; else each is a row, padded to the
+    longest of its batch."""
+    mock_data: bool = False
+    """Train on random tokens instead: for benchmarks. They need no tokenizer."""
+    data_workers: int = 1
+    """Threads that make batches ahead; 0: each is made when it is needed."""
 
 
 @dataclass
@@ -234,7 +248,24 @@ def groups_of(options: Options) -> list:
 def settings_to_resume(options: Options) -> dict:
     """What a checkpoint keeps, so that a run goes on as it was: everything but the layout and what is told or saved."""
     groups = (options.training, options.optimizer, options.data)
-    return {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
+    settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def settle_steps(options: Options, samples: int | None = None) -> None:
+    """Fill in what follows from the steps, and check it. samples: of an epoch; without, epochs are left for later."""
+    training, optimizer = options.training, options.optimizer
+    if training.epochs:
+        if samples is None:
+            return
+        training.steps = -(-training.epochs * samples // training.global_batch_size)
+    if optimizer.lr_decay_steps is None:
+        optimizer.lr_decay_steps = training.steps
+    if optimizer.warmup_steps is None:
+        optimizer.warmup_steps = min(optimizer.lr_decay_steps // 4, 2000)
+    if optimizer.warmup_steps > optimizer.lr_decay_steps:
+        what = f"warmup-steps {optimizer.warmup_steps} exceeds the {optimizer.lr_decay_steps} steps of the schedule"
+        raise UserError(f"{what}: use less")
 
 
 def model_config(options: ModelOptions, source=None):
@@ -267,10 +298,10 @@ def model_config(options: ModelOptions, source=None):
     return config
 
 
-def check_run(options: Options, model, config, tokenizer, dp: int, first_step: int = 0) -> None:
+def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
     """Raise UserError if the run can't be: sizes that don't divide or don't fit, with what would.
 
-    model: the family's class. dp: the data-parallel size. first_step: the step of the checkpoint.
+    model: the family's class. dp: the data-parallel size.
     """
     training, parallel = options.training, options.parallel
     model.check(config, parallel.tp, parallel.pp)
@@ -286,20 +317,28 @@ def check_run(options: Options, model, config, tokenizer, dp: int, first_step: i
             f"seq-length {training.seq_length} exceeds the model's max-positions {config.max_positions}: "
             f"use at most that, or a larger --max-positions"
         )
-    if config.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"vocab-size {config.vocab_size} is smaller than the {tokenizer.vocab_size} of the tokenizer "
-            f"{options.data.tokenizer}"
-        )
-    save, metrics, load = options.checkpoint.save, options.logging.metrics, options.checkpoint.load
+    if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
+        what = f"the {tokenizer.vocab_size} of the tokenizer {tokenizer.source}"
+        raise UserError(f"vocab-size {config.vocab_size} is smaller than {what}")
+    save, metrics = options.checkpoint.save, options.logging.metrics
     if save:
         _check_writable("--save", save)
     if metrics:
         _check_writable("--metrics", metrics.parent)
         if metrics.is_dir():
             raise UserError(f"--metrics {metrics} is a directory")
+
+
+def check_steps(options: Options, first_step: int) -> None:
+    """Raise UserError if nothing remains to be done after the step of the checkpoint."""
+    training = options.training
     if first_step >= training.steps:
-        raise UserError(f"--load {load} is at step {first_step} already: --steps {training.steps} leaves nothing to do")
+        wanted = (
+            f"--epochs {training.epochs}, {training.steps} steps," if training.epochs else f"--steps {training.steps}"
+        )
+        raise UserError(
+            f"--load {options.checkpoint.load} is at step {first_step} already: {wanted} leaves nothing to do"
+        )
 
 
 def _check_writable(flag: str, directory: Path) -> None:
@@ -313,7 +352,7 @@ def _check_writable(flag: str, directory: Path) -> None:
 
 def check_values(options: Options) -> None:
     """Raise UserError for a number that is out of its range."""
-    positive = ("tp", "pp", "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
+    positive = ("tp", "pp", "steps", "epochs", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
     positive += ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "max_positions")
     positive += ("recompute_interval", "initial_loss_scale", "loss_scale_window", "hysteresis")
     fractions = ("dropout", "beta1", "beta2")
@@ -331,6 +370,3 @@ def check_values(options: Options) -> None:
     optimizer = options.optimizer
     if optimizer.min_lr > optimizer.lr:
         raise UserError(f"min-lr {optimizer.min_lr} exceeds lr {optimizer.lr}: give both")
-    if optimizer.warmup_steps > optimizer.lr_decay_steps:
-        what = f"warmup-steps {optimizer.warmup_steps} exceeds the {optimizer.lr_decay_steps} steps of the schedule"
-        raise UserError(f"{what}: use less")

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import torch
 
 from megazoo.checkpoint import load_weights, open_source
-from megazoo.checkpoint.source import Source
 from megazoo.command_line import required, run_file
 from megazoo.config import AS_STORED, ImportOption
 from megazoo.errors import UserError
@@ -15,7 +14,7 @@ from megazoo.flags import Argument, Name
 from megazoo.launch import data_parallel_size, is_rank_zero, start_missing_ranks, world_size
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, choose_device
-from megazoo.tokenizer import FILES, Tokenizer, open_tokenizer
+from megazoo.tokenizer import Tokenizer, open_tokenizer
 
 
 @dataclass
@@ -42,7 +41,10 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Cal
     if options.import_:
         run_file(options.import_)
     source = open_source(path)
-    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else tokenizer_of(source)
+    where = options.tokenizer or source.tokenizer
+    if where is None:
+        raise UserError(f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file")
+    tokenizer = open_tokenizer(where)
     source.model.check(source.config, options.tp, options.pp)
     data_parallel_size(options.tp, options.pp)
     choose_device(options.device, options.tp * options.pp if world_size() == 1 else None)
@@ -53,12 +55,3 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Cal
     load_weights(source, model)
     say = (lambda *text, **how: print(*text, **how, flush=True)) if is_rank_zero() else lambda *_, **__: None
     return model.eval(), tokenizer, say
-
-
-def tokenizer_of(source: Source) -> Tokenizer:
-    """The tokenizer whose files are beside a model, or with which it was trained."""
-    trained = source.trainer.get("settings", {}).get("tokenizer")
-    beside = any((source.path / name).is_file() for name in FILES)
-    if not beside and trained is None:
-        raise UserError(f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file")
-    return open_tokenizer(source.path if beside else trained)

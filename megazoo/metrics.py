@@ -26,22 +26,23 @@ class Metrics:
 class Progress:
     """Lines such as "step 20/700  loss 3.1  ...  8,192 tokens/s  1:05 left", every `interval` steps.
 
-    step: where the run starts; steps: where it ends; tokens: of one step.
+    step: where the run starts; steps: where it ends.
     """
 
-    def __init__(self, step: int, steps: int, tokens: int, interval: int):
-        self.first, self.steps, self.tokens, self.interval = step, steps, tokens, interval
+    def __init__(self, step: int, steps: int, interval: int):
+        self.first, self.steps, self.interval = step, steps, interval
         self.start = self.last_time = time.perf_counter()
-        self.last_step = step
+        self.tokens = 0  # since the last line
 
-    def line(self, step: int, loss: float, norm: float, lr: float) -> str | None:
-        """The line of a step, or None if it is not its turn. The first step and the last always have one."""
+    def line(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> str | None:
+        """The line of a step, of so many tokens, or None if it is not its turn. The first and the last have one."""
+        self.tokens += tokens
         if step % self.interval and step not in (self.first + 1, self.steps):
             return None
         now = time.perf_counter()
-        rate = self.tokens * (step - self.last_step) / max(now - self.last_time, 1e-9)
+        rate = self.tokens / max(now - self.last_time, 1e-9)
         left = (now - self.start) / (step - self.first) * (self.steps - step)
-        self.last_time, self.last_step = now, step
+        self.last_time, self.tokens = now, 0
         return (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
             f"{rate:,.0f} tokens/s  {clock(left)} left"

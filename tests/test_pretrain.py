@@ -1,6 +1,7 @@
 """The training program as users start it: launchers, files, resuming, and one line for each mistake."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -178,6 +179,48 @@ def test_toml_file_and_command_line(tmp_path):
     assert (model.layers, model.hidden_size, model.tie_embeddings) == (3, 128, False)
 
 
+def test_steps_and_epochs_replace_each_other(tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text('epochs = 3\ndata = [0.7, "a", 0.3, "b"]\n')
+    options = pretrain_gpt.parse_options(["--config", str(config)], "")
+    assert (options.training.epochs, options.data.data) == (3, ("0.7", "a", "0.3", "b"))
+    options = pretrain_gpt.parse_options(["--config", str(config), "--steps", "5", "--data", "c"], "")
+    assert (options.training.epochs, options.training.steps, options.data.data) == (None, 5, ("c",))
+    saved = {"epochs": 3, "steps": 70, "lr_decay_steps": 70}
+    for arguments, epochs, steps in [([], 3, 400), (["--steps=90"], None, 90), (["--epochs", "4"], 4, 400)]:
+        options = pretrain_gpt.parse_options(arguments, "", resumed=saved)
+        assert (options.training.epochs, options.training.steps) == (epochs, steps)
+        assert options.optimizer.lr_decay_steps == 70
+    config.write_text("epochs = 3\nsteps = 5\n")
+    with pytest.raises(megazoo.UserError, match="give steps or epochs, not both"):
+        pretrain_gpt.parse_options(["--config", str(config)], "")
+
+
+def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, capsys):
+    """Two epochs at pp 3, whose middle stage has no data; then one more in one process."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 20}) + "\n" for _ in range(50)))
+    metrics = tmp_path / "metrics"
+    common = ["--metrics", str(metrics), "--save", str(tmp_path / "run"), "--device", "cpu"]
+    data = ["--data", str(tmp_path / "a.jsonl"), "--split", "80,10,10"]
+    ranks(pretrain_gpt.main, 3, [*SMALL, *common, *data, "--pp", "3", "--epochs", "2"])
+    samples = (40 * 101 - 1) // 32
+    steps = -(-2 * samples // 8)
+    assert [record["step"] for record in records(metrics) if "loss" in record] == list(range(1, steps + 1))
+    assert set(records(metrics)[-1]) == {"step", "test_loss", "test_perplexity"}
+    pretrain_gpt.main([*common, "--load", str(tmp_path / "run"), "--epochs", "3"])
+    assert records(metrics)[-1]["step"] == -(-3 * samples // 8)
+    out = capsys.readouterr().out
+    assert re.search(r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats a token", out)
+    with pytest.raises(megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"):
+        pretrain_gpt.main([*common, "--load", str(tmp_path / "run")])
+
+
+def test_mock_data_needs_neither_files_nor_a_tokenizer_that_fits(tmp_path):
+    metrics = tmp_path / "metrics"
+    pretrain_gpt.main([*SMALL, "--mock-data", "--vocab-size", "50", "--steps", "2", "--metrics", str(metrics)])
+    assert abs(records(metrics)[0]["loss"] - math.log(50)) < 0.2
+
+
 def test_dropout_and_sizes_over_a_preset():
     options = pretrain_gpt.parse_options(["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"], "")
     model = pretrain_gpt.model_config(options.model)
@@ -219,7 +262,7 @@ BAD_INPUT = {
     "--steps": "Missing value for argument '--steps'.",
     "stray": "Unrecognized options: stray",
     "--data wikitext": "unknown data 'wikitext': there is stdlib",
-    "--split 1": "split '1' is not two shares such as 95,5",
+    "--split 1": "split '1' is not two or three shares such as 95,5 or 98,1,1",
     "--tokenizer bpe": "unknown tokenizer 'bpe': there is byte",
     "--load /nowhere": "/nowhere is not a directory",
     "--load tests": "tests is not a checkpoint: it has neither latest nor megazoo.json, nor config.json",
@@ -230,8 +273,14 @@ BAD_INPUT = {
     "--save LICENSE/run": f"--save: {ROOT}/LICENSE is not a directory",
     "--metrics LICENSE/run": "--metrics: LICENSE is not a directory",
     "--config docs/loss.png": "--config docs/loss.png is not TOML:",
-    "--split nan,5": "split 'nan,5' is not two shares such as 95,5",
+    "--split nan,5": "split 'nan,5' is not two or three shares such as 95,5",
     "--metrics tests": "--metrics tests is a directory",
+    "--data 0.5 stdlib 0.5": "data '0.5 stdlib 0.5' is neither one source nor weights and sources in turn",
+    "--data 0 stdlib 1 stdlib": "the weights of a blend must be above 0: 0, 1",
+    "--epochs 2 --steps 3": "give steps or epochs, not both",
+    "--epochs 0": "epochs 0 must be at least 1",
+    "--data-workers -1": "data-workers -1 must be 0 or more",
+    "--chat-template hello": "chat-template 'hello' must have {content} once, and may have {role}",
 }
 
 
@@ -310,20 +359,3 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypa
             run_program(pretrain_gpt.main)
         error = capsys.readouterr().err
         assert (stop.value.code, error.count("\n"), message in error) == (code, 1, True), error
-
-
-def corpus_reads(arguments):
-    """How often this rank read the corpus."""
-    from megazoo.data import dataset
-
-    read, original = [], dataset.standard_library
-    dataset.standard_library = lambda: read.append(1) or original()
-    try:
-        pretrain_gpt.main(arguments)
-    finally:
-        dataset.standard_library = original
-    return len(read)
-
-
-def test_only_the_first_and_the_last_stage_read_data(ranks):
-    assert ranks(corpus_reads, 4, [*SMALL, "--pp", "4", "--steps", "2", "--eval-steps", "0"]) == [1, 0, 0, 1]

@@ -6,6 +6,7 @@ generate: tokens from random GPT-2s of transformers, 30 and 5 million parameters
 process on the same weights.
 checkpoint: Hugging Face to shards of tp 2 x pp 2, checksums included, against `cp -r` of the same bytes, and against
 transformers' from_pretrained and save_pretrained; all ended by sync.
+data: text to token files against tiktoken alone, and opening and reading such files against reading their bytes.
 """
 
 import json
@@ -36,7 +37,7 @@ TOOLS = Path(__file__).parent
 class Options:
     """What to compare."""
 
-    case: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="{generate,checkpoint,all}")]] = "all"
+    case: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="{generate,checkpoint,data,all}")]] = "all"
     """Which comparison."""
     pairs: int = 5
     """Runs of each side, in turn."""
@@ -209,7 +210,148 @@ def make_llama(directory: Path, gigabytes: float) -> None:
     process([sys.executable, "-c", MAKE, directory, max(1, layers)])
 
 
-CASES = {"generate": generate_cases, "checkpoint": checkpoint_cases}
+# Data.
+
+CORPUS = """
+import json, random, sys
+from pathlib import Path
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from megazoo.data.corpus import standard_library
+directory, count, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+text = "".join(document.decode(errors="ignore") for document in standard_library())
+bpe = Tokenizer(models.BPE())
+bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+trainer = trainers.BpeTrainer(
+    vocab_size=tokens, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+)
+bpe.train_from_iterator([text[start : start + 10_000] for start in range(0, len(text), 10_000)], trainer)
+bpe.save(str(directory / "tokenizer.json"))
+generator = random.Random(0)
+with open(directory / "corpus.jsonl", "w") as file:
+    for _ in range(count):
+        start = generator.randrange(len(text) - 800)
+        file.write(json.dumps({"text": text[start : start + generator.randint(1, 800)]}) + chr(10))
+"""
+
+
+TIKTOKEN = """
+import json, sys, time
+from megazoo.tokenizer import open_tokenizer
+encoding = open_tokenizer(sys.argv[1])._bpe
+texts = [json.loads(line)["text"] for line in open(sys.argv[2])]
+began = time.perf_counter()
+encoding.encode_ordinary_batch(texts, num_threads=int(sys.argv[3]))
+print(time.perf_counter() - began)
+"""
+
+
+OPEN = """
+import json, sys, time
+import numpy as np, torch
+from pathlib import Path
+from megazoo.data import Batches, check_data, open_datasets
+from megazoo.data.indexed import write_index
+from megazoo.parallel import ParallelContext
+from megazoo.tokenizer import ByteTokenizer
+prefix, tokens, pairs, resident = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), []
+lengths = np.random.default_rng(0).multinomial(tokens, np.full(tokens // 500, 500 / tokens))
+with open(f"{prefix}.bin", "wb") as file:
+    for start in range(0, tokens, 1 << 20):
+        np.random.default_rng(start).integers(0, 50000, min(1 << 20, tokens - start), dtype=np.uint16).tofile(file)
+write_index(f"{prefix}.idx", lengths, np.dtype(np.uint16))
+opened, read, made, copied = [], [], [], []
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+for pair in range(pairs + 1):
+    before, began = anonymous(), time.perf_counter()
+    sources = check_data([str(prefix)], "99,1")
+    blend = open_datasets(sources, ByteTokenizer(), seq_length=1024, vocab_size=50257, seed=pair).training
+    batches = Batches(blend, 16, ParallelContext())
+    batches(0)
+    opened.append(time.perf_counter() - began)
+    resident.append(anonymous() - before)
+    began = time.perf_counter()
+    index = np.fromfile(f"{prefix}.idx", np.uint8)
+    read.append(time.perf_counter() - began)
+    places = [index for _, index in blend.places(0, 16 * 200)]
+    whole = np.memmap(f"{prefix}.bin", np.uint16, "r")
+    began = time.perf_counter()
+    for place in places:
+        torch.from_numpy(whole[place * 1024 : place * 1024 + 1025].astype(np.int64))
+    copied.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    for batch in range(200):
+        batches(16 * batch)
+    made.append(time.perf_counter() - began)
+print(json.dumps([opened[1:], read[1:], made[1:], copied[1:], max(resident)]))
+"""
+
+
+def data_cases(options: Options) -> Iterator[Result]:
+    cores, documents = len(os.sched_getaffinity(0)), 200_000
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="megazoo-benchmark-") as name:
+        directory = Path(name)
+        process([sys.executable, "-c", CORPUS, directory, documents, 32_000])
+        corpus, prefix = directory / "corpus.jsonl", directory / "out" / "a"
+        tool = [sys.executable, TOOLS / "preprocess_data.py", "--input", corpus, "--output-prefix", prefix]
+        tool += ["--tokenizer", directory, "--workers", cores, "--append-eod"]
+        ours, reference, peaks = [], [], []
+        for _ in range(options.pairs + 1):
+            shutil.rmtree(prefix.parent, ignore_errors=True)
+            began = time.perf_counter()
+            peaks.append(proportional(tool))
+            ours.append(time.perf_counter() - began)
+            reference.append(float(output_of([sys.executable, "-c", TIKTOKEN, directory, corpus, cores])))
+        what = f"preprocess_data, {documents:,} documents, start to end, against tiktoken's encode_batch alone"
+        yield Result(what, ours[1:], reference[1:], (max(peaks), 0))
+        for tokens in (10, 100, 1000):
+            shown = [sys.executable, "-c", OPEN, directory / "b", tokens * 10**6, options.pairs]
+            opened, read, made, copied, resident = json.loads(output_of(shown))
+            what = f"open {tokens:,} million tokens and make a batch, against reading the index"
+            yield Result(what, opened, read, (resident, 0))
+            yield Result("200 batches of 16 x 1,025 of them, against copying the tokens", made, copied, ())
+
+
+def output_of(command: list) -> str:
+    """What a command prints last."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+def proportional(command: list) -> int:
+    """Run a command to its end; returns the peak of its processes' memory together, bytes: the sum of their PSS."""
+    child = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peak = 0
+    while child.poll() is None:
+        peak = max(peak, sum(map(pss, family(child.pid))))
+        time.sleep(0.2)
+    if child.returncode:
+        raise UserError(f"{' '.join(map(str, command))} failed", exit_code=1)
+    return peak
+
+
+def family(pid: int) -> list[int]:
+    """A process and those that came of it."""
+    try:
+        children = [
+            int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()
+        ]
+    except OSError:  # it has just ended
+        return []
+    return [pid, *(each for child in children for each in family(child))]
+
+
+def pss(pid: int) -> int:
+    """Proportional set size, bytes."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+CASES = {"generate": generate_cases, "checkpoint": checkpoint_cases, "data": data_cases}
 
 if __name__ == "__main__":
     run_program(main)

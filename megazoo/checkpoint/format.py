@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from megazoo.errors import UserError
+from megazoo.tokenizer import BESIDE, FILES
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
@@ -36,10 +37,7 @@ PIECE_BYTES = 8 << 20  # what is held of a tensor while it is written
 BLOCK = 4096  # of a disk, or a multiple of it
 GENERATION = "generation_config.json"
 # Files that travel along with the weights, so that what is written runs as it is.
-COMPANIONS = (
-    GENERATION, "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
+COMPANIONS = (GENERATION, *FILES, *BESIDE, "chat_template.jinja")
 
 
 def step_name(step: int) -> str:

@@ -14,6 +14,7 @@ from megazoo.models import FAMILIES, family_of
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece
+from megazoo.tokenizer import FILES
 
 
 class Source:
@@ -49,6 +50,12 @@ class Source:
         """What pads a row, if anything says so."""
         ours = getattr(self.config, "pad_token_id", None)
         return self.generation.get("pad_token_id") if ours is None else ours
+
+    @property
+    def tokenizer(self) -> str | None:
+        """What opens its tokenizer: its own directory, if the files are there, or what it was trained with."""
+        beside = any((self.path / name).is_file() for name in FILES)
+        return str(self.path) if beside else self.trainer.get("settings", {}).get("tokenizer")
 
     @property
     def bytes_read(self) -> int:

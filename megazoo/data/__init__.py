@@ -2,6 +2,17 @@
 
 from megazoo.lazy import lazily
 
-__all__ = ["Batches", "PackedDataset", "SampleOrder", "check_data", "documents_of", "open_datasets"]
+_PLACES = {
+    "Batches": "loading",
+    "documents_of": "loading",
+    "Blend": "order",
+    "MockDataset": "samples",
+    "PackedDataset": "samples",
+    "check_data": "dataset",
+    "check_template": "dataset",
+    "open_datasets": "dataset",
+    "prepare_datasets": "dataset",
+}
+__all__ = list(_PLACES)
 
-__getattr__ = lazily(__name__, dict.fromkeys(__all__, "megazoo.data.dataset"))
+__getattr__ = lazily(__name__, {name: f"megazoo.data.{place}" for name, place in _PLACES.items()})

@@ -1,144 +1,174 @@
-"""Packed samples of a stream of tokens, and the order in which training sees them."""
+"""Opening what a run is trained on: sources with their weights, each split into training, validation and test."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
+from megazoo.data.cache import cached_tokens
+from megazoo.data.conversations import CHATML, CONTENT
 from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import IndexedTokens
+from megazoo.data.order import Blend, shares_of
+from megazoo.data.preprocess import is_loose_json
+from megazoo.data.samples import Conversations, MockDataset, PackedDataset
 from megazoo.errors import UserError
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.random import derive_seed
+from megazoo.tokenizer import Tokenizer
 
 SPLIT_SEED = 1234  # which documents are held out never depends on the run
+PARTS = ("training", "validation", "test")
 
 
-@dataclass(frozen=True)
-class PackedDataset:
-    """Documents end to end, cut into samples of seq_length + 1 tokens that share one token with the next.
+class Parts(NamedTuple):
+    """The blends of a run; None where the split leaves nothing."""
 
-    tokens: the stream, any unsigned integer dtype. A tail shorter than a sample is left out.
+    training: Blend
+    validation: Blend | None
+    test: Blend | None
+
+
+class Sources(NamedTuple):
+    """What `--data` and `--split` say. shares: of training, validation and test, adding up to 1."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    shares: tuple[float, float, float]
+
+
+def open_datasets(
+    sources: Sources,
+    tokenizer: Tokenizer,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    seed: int,
+    separate_documents: bool = False,
+    chat_template: str = CHATML,
+    packing: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Parts:
+    """The blends of a run.
+
+    A source is "stdlib"; "mock", random tokens; the prefix of token files; or a JSONL file of texts or of
+    conversations, whose tokens are kept beside it. The first documents are for training, the last for the test; of
+    stdlib some that are drawn once and for all. Only training is shuffled. vocab_size: the model's. The rest is as the
+    settings of those names say. say: is told what is cut. Raises UserError for what can't be opened, or leaves nothing
+    to train on.
     """
+    check_template(chat_template)
+    eod = tokenizer.eod if separate_documents else None
+    datasets = [
+        _open(name, tokenizer, sources.shares, seq_length, vocab_size, eod, chat_template, packing)
+        for name in sources.names
+    ]
+    for name, parts in zip(sources.names, datasets, strict=True):
+        cut = sum(part.cut for part in parts if isinstance(part, Conversations))
+        if cut:
+            say(f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut")
+        for what, part, share in zip(PARTS, parts, sources.shares, strict=True):
+            if share and not len(part):
+                shares = ",".join(f"{share:.4g}" for share in sources.shares)
+                raise UserError(f"{name}: split {shares} leaves no {what} sample of {seq_length} tokens")
+    return Parts(*(
+        Blend(parts, sources.weights, None if number else seed) if share else None
+        for number, (parts, share) in enumerate(zip(zip(*datasets, strict=True), sources.shares, strict=True))
+    ))  # fmt: skip
 
-    tokens: np.ndarray
-    seq_length: int
 
-    def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.seq_length)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = index * self.seq_length
-        return self.tokens[start : start + self.seq_length + 1]
+def prepare_datasets(sources: Sources, tokenizer: Tokenizer, chat_template: str) -> None:
+    """Make the tokens that are kept beside JSONL files, which takes a while the first time."""
+    for name in filter(_is_json_file, sources.names):
+        cached_tokens(Path(name), tokenizer.source, chat_template)
 
 
-def open_datasets(data: str, tokenizer, split: str, seq_length: int) -> tuple[PackedDataset, PackedDataset]:
-    """The training and the validation dataset.
+def check_data(data: Sequence[str], split: str) -> Sources:
+    """What `--data` and `--split` mean; UserError if there is no such source or split. Opens no file.
 
-    data: "stdlib", or the prefix of token files, of which the first documents are for training and the last for
-    validation; they stay in their files, mapped into memory. split: shares by document, such as "95,5".
+    data: one source, or weights and sources in turn. split: two or three shares, such as 95,5 or 98,1,1.
     """
-    shares = check_data(data, split)
-    if data == "stdlib":
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) not in (2, 3) or not all(0 <= share < math.inf for share in shares) or not shares[0]:
+        raise UserError(
+            f"split {split!r} is not two or three shares such as 95,5 or 98,1,1: training, validation, test"
+        )
+    if len(data) == 1:
+        names, weights = tuple(data), (1.0,)
+    else:
+        names = tuple(data[1::2])
+        try:
+            weights = tuple(float(weight) for weight in data[::2])
+        except ValueError:
+            weights = ()
+        if not names or len(names) != len(weights):
+            raise UserError(
+                f"data {' '.join(data)!r} is neither one source nor weights and sources in turn: 0.7 a 0.3 b"
+            )
+        shares_of(weights)
+    for name in names:
+        if name not in ("stdlib", "mock") and not Path(f"{name}.idx").is_file() and not _is_json_file(name):
+            what = "stdlib, the prefix of token files (PREFIX.bin and PREFIX.idx), and JSONL files"
+            raise UserError(f"unknown data {name!r}: there is {what}; tools/preprocess_data.py takes other text")
+    return Sources(names, weights, tuple(share / sum(shares) for share in (*shares, 0.0)[:3]))
+
+
+def check_template(template: str) -> None:
+    """Raise UserError unless a chat template has a place for the content."""
+    if template.count(CONTENT) != 1:
+        raise UserError(f"chat-template {template!r} must have {CONTENT} once, and may have {{role}}")
+
+
+def _is_json_file(name: str) -> bool:
+    return is_loose_json(Path(name)) and Path(name).is_file()
+
+
+def _open(
+    name: str,
+    tokenizer: Tokenizer,
+    shares: tuple[float, ...],
+    seq_length: int,
+    vocab_size: int,
+    eod: int | None,
+    chat_template: str,
+    packing: bool,
+) -> list[PackedDataset | Conversations | MockDataset]:
+    """The parts of a source."""
+    if name == "mock":
+        return [MockDataset(vocab_size, seq_length, seed) for seed in range(len(shares))]
+    if name == "stdlib":
         documents = standard_library()
         order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-        cut = round(len(documents) * shares[0])
-        parts = (sorted(order[:cut]), sorted(order[cut:]))
-        streams = [_stream([documents[i] for i in part], tokenizer) for part in parts]
+        parts = (sorted(order[first:last]) for first, last in pairwise(_cuts(len(documents), shares)))
+        streams = (_stream([documents[i] for i in part], tokenizer) for part in parts)
+        return [PackedDataset(stream, seq_length, eod) for stream in streams]
+    if _is_json_file(name):
+        tokens, *learnt = cached_tokens(Path(name), tokenizer.source, chat_template)
     else:
-        tokens = IndexedTokens(data)
-        count = len(tokens.documents) - 1
-        cut = round(count * shares[0])
-        streams = [tokens.stream(0, cut), tokens.stream(cut, count)]
-    datasets = [PackedDataset(stream, seq_length) for stream in streams]
-    for name, dataset, share in zip(("training", "validation"), datasets, shares, strict=True):
-        if share and not len(dataset):
-            raise UserError(f"{data}: split {split} leaves no {name} sample of {seq_length} tokens")
-    return tuple(datasets)
+        tokens, learnt = IndexedTokens(name), []
+    if not len(tokens.tokens):
+        raise UserError(f"{name} has no tokens")
+    cuts = list(pairwise(_cuts(len(tokens.documents) - 1, shares)))
+    if learnt:
+        return [Conversations(tokens, *learnt, *cut, seq_length, packing) for cut in cuts]
+    return [
+        PackedDataset(stream, seq_length, eod, vocab_size, f"{tokens.prefix}.bin", first)
+        for stream, first in (tokens.stream(*cut) for cut in cuts)
+    ]
 
 
-def check_data(data: str, split: str) -> tuple[float, float]:
-    """The shares of training and validation, adding up to 1; UserError if there is no such data or split."""
-    if data != "stdlib" and not Path(f"{data}.idx").is_file():
-        what = "the text of Python's standard library, or the prefix of token files, PREFIX.bin and PREFIX.idx"
-        raise UserError(f"unknown data {data!r}: there is stdlib, {what}")
-    try:
-        train, valid = (float(share) for share in split.split(","))
-    except ValueError:
-        train = valid = -1.0
-    if not (0 < train < np.inf and 0 <= valid < np.inf):
-        raise UserError(f"split {split!r} is not two shares such as 95,5 for training and validation")
-    return train / (train + valid), valid / (train + valid)
+def _cuts(documents: int, shares: tuple[float, ...]) -> list[int]:
+    """Where the parts begin and end."""
+    return [0, *(round(documents * sum(shares[:number])) for number in (1, 2)), documents]
 
 
-def _stream(documents: list[bytes], tokenizer) -> np.ndarray:
+def _stream(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = np.array([tokenizer.eod], dtype)
     # A special token's name in a document is text.
     texts = (tokenizer.encode_to_numpy(text, parse_special=False).astype(dtype, copy=False) for text in documents)
     return np.concatenate([part for text in texts for part in (text, end)] or [end])
-
-
-def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which document of its sample each token is in, and its position there: int64, like tokens, [batch, sequence].
-
-    A token `eod` ends a document and belongs to it.
-    """
-    starts = torch.zeros_like(tokens, dtype=torch.bool)
-    starts[:, 1:] = tokens[:, :-1] == eod
-    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return starts.long().cumsum(1), place - (place * starts).cummax(1).values
-
-
-class SampleOrder:
-    """The order of samples: a function of (seed, epoch, consumed samples) alone, whatever the layout or the run.
-
-    Each epoch is a permutation of its own; an epoch's end and the next one's start may share a batch.
-    """
-
-    def __init__(self, samples: int, seed: int):
-        self.samples, self.seed = samples, seed
-        self._epoch, self._permutation = -1, np.empty(0, np.int64)
-
-    def __call__(self, consumed: int) -> int:
-        """The index of the sample that comes after `consumed` others."""
-        epoch, position = divmod(consumed, self.samples)
-        if epoch != self._epoch:
-            generator = np.random.default_rng(derive_seed(self.seed, "samples", epoch))
-            self._epoch, self._permutation = epoch, generator.permutation(self.samples)
-        return int(self._permutation[position])
-
-
-class Batches:
-    """This replica's part of the global batches, as the arguments of `train_batch` and `eval_batch`.
-
-    Only the stages that use them should be given a dataset: with None the arguments are only the batch's shape.
-    Replica r takes the r-th of dp equal parts of every global batch. eod: the token that ends a document, if documents
-    are not to see each other.
-    """
-
-    def __init__(
-        self,
-        dataset: PackedDataset | None,
-        order,
-        global_batch: int,
-        seq_length: int,
-        ctx: ParallelContext,
-        eod: int | None = None,
-    ):
-        self.dataset, self.order, self.device, self.eod = dataset, order, ctx.device, eod
-        self.global_batch, self.shape = global_batch, (global_batch // ctx.dp_size, seq_length)
-        self.first = ctx.dp_rank * self.shape[0]
-
-    def __call__(self, consumed: int) -> dict:
-        """The batch that comes after `consumed` samples: input_ids and targets, int64 [batch, sequence], and shape."""
-        if self.dataset is None:
-            return {"shape": self.shape}
-        indices = range(consumed + self.first, consumed + self.first + self.shape[0])
-        samples = np.stack([self.dataset[self.order(i)] for i in indices]).astype(np.int64)
-        tokens = torch.from_numpy(samples).to(self.device)
-        batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "shape": self.shape}
-        if self.eod is not None:
-            batch["document_ids"], batch["position_ids"] = documents_of(batch["input_ids"], self.eod)
-        return batch

@@ -61,15 +61,18 @@ class IndexedTokens:
         start = int(self.offsets[index]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[index])]
 
-    def stream(self, first: int, last: int) -> np.ndarray:
-        """The tokens of the documents from `first` until before `last`, end to end, as they lie in the file."""
+    def stream(self, first: int, last: int) -> tuple[np.ndarray, int]:
+        """The tokens of the documents from `first` until before `last`, end to end, and where they begin in the .bin.
+
+        UserError if they don't lie end to end there.
+        """
         first, last = int(self.documents[first]), int(self.documents[last])
         if first == last:
-            return self.tokens[:0]
+            return self.tokens[:0], 0
         lengths, offsets = self.lengths[first:last].astype(np.int64), self.offsets[first:last] // self.dtype.itemsize
         if (offsets[1:] != offsets[:-1] + lengths[:-1]).any():
             raise UserError(f"{self.prefix}.idx: the sequences don't lie end to end in the .bin")
-        return self.tokens[offsets[0] : offsets[-1] + lengths[-1]]
+        return self.tokens[offsets[0] : offsets[-1] + lengths[-1]], int(offsets[0])
 
     def _check(self, index: Path, tokens: Path) -> None:
         size, item = tokens.stat().st_size, self.dtype.itemsize

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megazoo.data.conversations import encode_conversation
 from megazoo.data.indexed import dtype_for, write_index
 from megazoo.errors import UserError
 from megazoo.files import json_object
@@ -29,17 +30,22 @@ CHUNK = 1 << 20  # bytes of lines that a worker gets at once
 SAVED_EVERY = 64  # chunks
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
 COMPRESSED = (".gz", ".zst")
+CONVERSATION = ("tokens", "learnt")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes the tokens of a corpus. inputs: files, in order. keys: of the JSON objects, each written apart."""
+    """What makes the tokens of a corpus. inputs: files, in order. keys: of the JSON objects, each written apart.
+
+    chat_template: the lines are conversations, and CONVERSATION are the keys: see `encode_conversation`.
+    """
 
     inputs: tuple[str, ...]
     tokenizer: str
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     strict: bool = False
+    chat_template: str | None = None
 
 
 @dataclass
@@ -103,7 +109,7 @@ def preprocess(
     """Write PREFIX_KEY_document.bin and .idx for each key, whole or not at all.
 
     What was interrupted goes on where it stood, if the recipe and its files are the same. progress: told the bytes
-    read. say: told of bad lines; with `strict` the first one ends it by UserError. workers: processes.
+    read. say: told of bad lines; with `strict` the first one ends it by UserError. workers: processes; 0: this one.
     """
     tokenizer = open_tokenizer(recipe.tokenizer)
     dtype = dtype_for(tokenizer.vocab_size)
@@ -174,6 +180,24 @@ def _save(state: Path, identity: dict, done: Progress, files: list) -> None:
 # Reading.
 
 
+def first_object(path: Path) -> tuple[int, dict]:
+    """The first object of a JSONL file, and the number of its line; UserError if there is none."""
+    try:
+        with _opened(path) as (_, file):
+            for number, line in enumerate(iter(file.readline, b""), 1):
+                if line.strip():
+                    return number, _object(line)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}, line {number}: {error}") from error
+    raise UserError(f"{path} has no lines")
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}", exit_code=1)
+
+
 def _chunks(inputs: tuple[str, ...], done: Progress) -> Iterator[Chunk]:
     """What remains of the files, in order."""
     for number in range(done.file, len(inputs)):
@@ -182,9 +206,7 @@ def _chunks(inputs: tuple[str, ...], done: Progress) -> Iterator[Chunk]:
         try:
             yield from _chunks_of(path, number, offset, line)
         except (OSError, EOFError, zlib.error) as error:
-            raise UserError(
-                f"{path} can't be read: {getattr(error, 'strerror', None) or error}", exit_code=1
-            ) from error
+            raise _unreadable(path, error) from error
 
 
 def _chunks_of(path: Path, number: int, offset: int, line: int) -> Iterator[Chunk]:
@@ -194,7 +216,7 @@ def _chunks_of(path: Path, number: int, offset: int, line: int) -> Iterator[Chun
         else:
             for start in range(0, offset, CHUNK):
                 file.read(min(CHUNK, offset - start))
-        if not _is_json(path):
+        if not is_loose_json(path):
             if data := file.read():
                 yield Chunk(number, 1, 1, len(data), data, raw.tell())
             return
@@ -228,7 +250,8 @@ def _opened(path: Path):
             yield raw, raw
 
 
-def _is_json(path: Path) -> bool:
+def is_loose_json(path: Path) -> bool:
+    """Whether a file's name says that it has a JSON object a line."""
     name = path.with_suffix("") if path.suffix in COMPRESSED else path
     return name.suffix in LOOSE_JSON
 
@@ -241,13 +264,19 @@ _worker: dict = {}  # what a worker process was started with
 @contextmanager
 def _workers(recipe: Recipe, dtype: str, count: int):
     """A function that encodes chunks, in order, in so many processes; few chunks are under way at once."""
+    if not count:
+        _start(recipe, dtype)
+        yield lambda chunks: (
+            (chunk, _encode(chunk.data, chunk.line, is_loose_json(Path(recipe.inputs[chunk.file])))) for chunk in chunks
+        )
+        return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, spawn, _start, (recipe, dtype)) as pool:
 
         def encode(chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
             waiting: deque = deque()
             for chunk in chunks:
-                json_lines = _is_json(Path(recipe.inputs[chunk.file]))
+                json_lines = is_loose_json(Path(recipe.inputs[chunk.file]))
                 waiting.append((chunk._replace(data=b""), pool.submit(_encode, chunk.data, chunk.line, json_lines)))
                 if len(waiting) > 2 * count:
                     yield _result(*waiting.popleft())
@@ -279,9 +308,13 @@ def _encode(data: bytes, line: int, json_lines: bool) -> Encoded:
         if json_lines and not text.strip():
             continue
         try:
-            texts = _texts(text, recipe.keys) if json_lines else [text.decode()] * len(recipe.keys)
-            # A special token's name in a document is text.
-            encoded = [tokenizer.encode_to_numpy(part, parse_special=False) for part in texts]
+            if recipe.chat_template is not None:
+                pair = encode_conversation(tokenizer, _object(text), recipe.chat_template)
+                encoded = [np.array(part, dtype) for part in pair]
+            else:
+                texts = _texts(text, recipe.keys) if json_lines else [text.decode()] * len(recipe.keys)
+                # A special token's name in a document is text.
+                encoded = [tokenizer.encode_to_numpy(part, parse_special=False) for part in texts]
         except (ValueError, KeyError, RecursionError, UserError) as error:
             bad.append((number, str(error)))
             continue
@@ -294,10 +327,15 @@ def _encode(data: bytes, line: int, json_lines: bool) -> Encoded:
     return Encoded(documents, tokens, lengths, bad)
 
 
-def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
+def _object(line: bytes) -> dict:
     value = json.loads(line)
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
+    return value
+
+
+def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
+    value = _object(line)
     for key in keys:
         if not isinstance(value.get(key), str):
             raise ValueError(f"no text under {key!r}")

@@ -271,23 +271,22 @@ class Model(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         num_microbatches: int = 1,
-        shape: tuple[int, int] | None = None,
         schedule: str = "1f1b",
         step: int | None = None,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Forward and backward of this replica's batch; returns the mean loss over the global batch's labelled tokens.
 
-        Inputs and shape: see `Batch`. num_microbatches must divide the batch. step: numbers the draw of the dropout
-        masks; by default it counts the calls. loss_fn(logits fp32 [rows, sequence, vocabulary], labels as given): a
-        loss of your own, on the last stage: the mean of a micro-batch. What is returned, and differentiated, is the
-        mean over the global batch: micro-batches weigh as many labelled tokens as they have (rows, if the labels are
-        not of tokens). A module's own parameters are yours to step.
+        Inputs: see `Batch`; stages between the first and the last need none. num_microbatches must divide the batch.
+        step: numbers the draw of the dropout masks; by default it counts the calls. loss_fn(logits fp32 [rows,
+        sequence, vocabulary], labels as given): a loss of your own, on the last stage: the mean of a micro-batch. What
+        is returned, and differentiated, is the mean over the global batch: micro-batches weigh as many labelled tokens
+        as they have (rows, if the labels are not of tokens). A module's own parameters are yours to step.
         Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
         """
         if schedule not in SCHEDULES:
             raise UserError(f"unknown schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
-        batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids, shape)
+        batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
         batches = self._with_targets(self.micro_batches(batch, num_microbatches, step, loss_fn is not None))
         if self._buckets is None:
             self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
@@ -315,12 +314,16 @@ class Model(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         num_microbatches: int = 1,
-        shape: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in train_batch."""
-        batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids, shape)
+        return_count: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in train_batch.
+
+        return_count: also their number, 0-dimensional fp64: what the batch weighs in a mean over several.
+        """
+        batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
         with self.without_dropout():
-            return run_pipeline(self, self._with_targets(self.micro_batches(batch, num_microbatches))).loss
+            result = run_pipeline(self, self._with_targets(self.micro_batches(batch, num_microbatches)))
+        return (result.loss, result.labelled) if return_count else result.loss
 
     def generate(
         self,

@@ -22,8 +22,7 @@ class Batch:
     for its other problems; those of a loss of one's own have any shape that begins with the batch. attention_mask: 1
     for tokens, 0 for padding on either side. position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions
     are distances, have no use for them. document_ids: tokens see those of the same number only, for packed documents.
-    The first stage's masks and positions go to all others. shape: (batch, sequence), for stages that are given no
-    tensor.
+    The first stage's masks and positions go to all others, and the batch's shape to stages that are given no tensor.
     """
 
     input_ids: torch.Tensor | None = None
@@ -32,7 +31,6 @@ class Batch:
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
-    shape: tuple[int, int] | None = None
 
     def micro_batches(
         self, count: int, ctx: ParallelContext, config, *, longest: int, keep_labels: bool, seed: int, step: int
@@ -42,24 +40,24 @@ class Batch:
 
         Under sequence parallelism a sequence that tp doesn't divide gets padding on the right, which no token sees.
         """
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shape"}
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         num_labels, vocab_size = getattr(config, "num_labels", 0), config.vocab_size
         labels = tensors.pop("labels", None) if num_labels or keep_labels else None  # of any shape
-        shape = batch, sequence = self._shape(tensors or ({} if labels is None or self.shape else {"labels": labels}))
+        if ctx.pp_rank == 0 and "input_ids" not in tensors:
+            raise UserError("the first stage needs input_ids")
+        (batch, sequence), shared = _agreed(tensors, ctx)
         if batch % count:
             raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
         if sequence > longest:
             raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {longest}")
-        if ctx.pp_rank == 0 and "input_ids" not in tensors:
-            raise UserError("the first stage needs input_ids")
         _check_range("token id", tensors.get("input_ids"), vocab_size, f"the vocabulary of {vocab_size}")
         _check_range("position", tensors.get("position_ids"), longest, f"the model's {longest} positions")
         if num_labels:
             apart = _of_classifier(tensors, None if keep_labels else labels, batch, config, ctx)
         else:
             labels = tensors.pop("labels", labels)
-            if labels is not None and tuple(labels.shape) == shape and not labels.is_floating_point():
+            if labels is not None and tuple(labels.shape) == (batch, sequence) and not labels.is_floating_point():
                 tensors["targets"] = torch.full_like(labels, IGNORED)
                 tensors["targets"][:, :-1] = labels[:, 1:]
             _check_range("label", tensors.get("targets"), vocab_size, f"the vocabulary of {vocab_size}", but=IGNORED)
@@ -77,7 +75,8 @@ class Batch:
         tensors = {name: _padded(name, tensor.to(ctx.device), padding) for name, tensor in tensors.items()}
         tensors |= {name: tensor.to(ctx.device) for name, tensor in apart.items()}
         if ctx.pp_size > 1:
-            tensors = _from_first_stage(tensors, (batch, sequence + padding), ctx)
+            shared = {**shared, "position_ids": shared["position_ids"] or padding > 0, "scored": num_labels > 0}
+            tensors = _from_first_stage(tensors, (batch, sequence + padding), shared, ctx)
         whole = MicroBatch((batch // count, sequence + padding), **tensors, length=sequence)
         parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
         return [
@@ -89,14 +88,22 @@ class Batch:
             for index in range(count)
         ]
 
-    def _shape(self, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
-        if not tensors and self.shape is None:
-            raise UserError("give input_ids, labels or targets, or the shape (batch, sequence) of the batch")
-        shape = tuple(self.shape or next(iter(tensors.values())).shape)
-        for name, tensor in tensors.items():
-            if tuple(tensor.shape) != shape or len(shape) != 2:
-                raise UserError(f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}")
-        return shape
+
+def _agreed(tensors: dict[str, torch.Tensor], ctx: ParallelContext) -> tuple[tuple[int, int], dict[str, bool]]:
+    """The batch's shape, as the first stage has it, and which tensors it has for all others; UserError for others."""
+    mine = tuple(next(iter(tensors.values())).shape) if tensors else ()
+    segments = "document_ids" in tensors or _has_padding(tensors.get("attention_mask"))
+    shape, shared = mine, {"position_ids": "position_ids" in tensors, "segments": segments}
+    if ctx.pp_size > 1:
+        if ctx.pp_rank == 0 and len(mine) != 2:
+            raise UserError(f"input_ids has the shape {list(mine)}, not [batch, sequence]")
+        told = [*mine, *shared.values()] if ctx.pp_rank == 0 else [0] * 4
+        *shape, positions, segments = broadcast_from_stage(torch.tensor(told, device=ctx.device), 0, ctx).tolist()
+        shape, shared = tuple(shape), {"position_ids": bool(positions), "segments": bool(segments)}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shape or len(shape) != 2:
+            raise UserError(f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}")
+    return shape, shared
 
 
 def _of_classifier(
@@ -119,11 +126,14 @@ def _of_classifier(
 
 def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
     """A number for each token; it sees the same number only. Padding is a segment of its own, -1."""
-    if mask is not None and not mask.is_cuda and bool(mask.all()):  # on CUDA this would wait for the device
-        mask = None
-    if mask is None:
+    if not _has_padding(mask):
         return documents
     return (torch.zeros_like(mask, dtype=torch.int64) if documents is None else documents).masked_fill(mask == 0, -1)
+
+
+def _has_padding(mask: torch.Tensor | None) -> bool:
+    # On CUDA to look would wait for the device.
+    return mask is not None and (mask.is_cuda or not bool(mask.all()))
 
 
 def _padded(name: str, tensor: torch.Tensor, padding: int) -> torch.Tensor:
@@ -135,18 +145,16 @@ def _padded(name: str, tensor: torch.Tensor, padding: int) -> torch.Tensor:
     return F.pad(tensor, (0, padding), value={"targets": IGNORED, "segments": -1}.get(name, 0))
 
 
-def _from_first_stage(tensors: dict, shape: tuple[int, int], ctx: ParallelContext) -> dict[str, torch.Tensor]:
-    """The tensors, with what the first stage alone knows, if it has any."""
-    names = ("position_ids", "segments", "scored")
-    known = torch.tensor([name in tensors for name in names], dtype=torch.int64, device=ctx.device)
-    known = broadcast_from_stage(known, 0, ctx).tolist()
-    shared = {name: tensor for name, tensor in tensors.items() if name not in names}
-    for name, there in zip(names, known, strict=True):
-        if there:
-            size = shape[:1] if name == "scored" else shape
-            mine = tensors[name] if ctx.pp_rank == 0 else torch.empty(size, dtype=torch.int64, device=ctx.device)
-            shared[name] = broadcast_from_stage(mine.long().contiguous(), 0, ctx)
-    return shared
+def _from_first_stage(
+    tensors: dict, shape: tuple[int, int], shared: dict[str, bool], ctx: ParallelContext
+) -> dict[str, torch.Tensor]:
+    """The tensors, with those that the first stage has for all others; a stage's own of such names don't count."""
+    kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
+    for name in (name for name, there in shared.items() if there):
+        size = shape[:1] if name == "scored" else shape
+        mine = tensors[name] if ctx.pp_rank == 0 else torch.empty(size, dtype=torch.int64, device=ctx.device)
+        kept[name] = broadcast_from_stage(mine.long().contiguous(), 0, ctx)
+    return kept
 
 
 def _check_range(what: str, tensor: torch.Tensor | None, end: int, where: str, but: int | None = None) -> None:

@@ -25,9 +25,11 @@ class Output:
 
 @dataclass
 class Result:
-    """What came of a pass: the loss, 0-dimensional fp32, and what was collected, on the last stage."""
+    """What came of a pass: the loss, 0-dimensional fp32, over how many labelled tokens, 0-dimensional fp64, and what
+    was collected, on the last stage."""
 
     loss: torch.Tensor
+    labelled: torch.Tensor
     collected: torch.Tensor | None
 
 
@@ -114,8 +116,8 @@ def run_pipeline(
     if last:
         loss += sum(run.losses) if run.losses else torch.nan
         all_reduce(loss, replicas)
-    loss = broadcast_from_stage(loss, ctx.pp_size - 1, ctx).float()
-    return Result(loss, torch.cat(run.collected) if run.collected else None)
+    loss, labelled = broadcast_from_stage(torch.stack([loss, labelled]), ctx.pp_size - 1, ctx)
+    return Result(loss.float(), labelled, torch.cat(run.collected) if run.collected else None)
 
 
 class _Run:

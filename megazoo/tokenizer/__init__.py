@@ -10,11 +10,12 @@ from megazoo.tokenizer.byte import ByteTokenizer
 from megazoo.tokenizer.hugging_face import Unsupported, from_tokenizer_json, from_vocab_and_merges
 from megazoo.tokenizer.ranks import LINE, from_ranks
 from megazoo.tokenizer.sentence_piece import from_sentencepiece
-from megazoo.tokenizer.settings import Settings, read_bytes, read_settings
+from megazoo.tokenizer.settings import SETTINGS, Settings, read_bytes, read_settings
 
-__all__ = ["ByteTokenizer", "EncodedBatch", "Stream", "Tokenizer", "open_tokenizer"]
+__all__ = ["ByteTokenizer", "EncodedBatch", "Stream", "Tokenizer", "open_tokenizer", "tokenizer_files"]
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+BESIDE = ("merges.txt", *SETTINGS)  # what may be beside them
 
 
 def open_tokenizer(where: str | Path) -> Tokenizer:
@@ -26,9 +27,36 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
     """
     if str(where) == "byte":
         return ByteTokenizer()
+    directory, files = _located(where)
+    settings = read_settings(directory)
+    try:
+        tokenizer = _from_file(files[0], settings)
+    except Unsupported:
+        if directory / "tokenizer.model" not in files[1:]:
+            raise
+        # LLaMA-2's tokenizer.json is not byte-level BPE.
+        tokenizer = _from_file(directory / "tokenizer.model", settings)
+    tokenizer.source = str(where)
+    return tokenizer
+
+
+def tokenizer_files(where: str | Path) -> dict[str, bytes]:
+    """What is in the files of a tokenizer, by the names that they have in a model's directory; nothing for "byte"."""
+    if str(where) == "byte":
+        return {}
+    directory, files = _located(where)
+    contents = {path.name: read_bytes(path) for path in files}
+    if Path(where).is_file():
+        ((_, data),) = contents.items()
+        contents = {_usual_name(files[0], data): data}
+    return contents | {name: read_bytes(directory / name) for name in BESIDE if (directory / name).is_file()}
+
+
+def _located(where: str | Path) -> tuple[Path, list[Path]]:
+    """The directory of a tokenizer, and the files of FILES there; or the one file that is named."""
     path = Path(where)
     if path.is_file():
-        return _from_file(path, read_settings(path.parent))
+        return path.parent, [path]
     if not path.is_dir():
         raise UserError(f"unknown tokenizer {str(where)!r}: there is byte, or the directory or file of a tokenizer")
     if not any((path / name).is_file() for name in FILES):
@@ -39,22 +67,31 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
     files = [path / name for name in FILES if (path / name).is_file()]
     if not files:
         raise UserError(f"{path} has no tokenizer: none of {', '.join(FILES)}")
-    settings = read_settings(path)
-    try:
-        return _from_file(files[0], settings)
-    except Unsupported:
-        if path / "tokenizer.model" not in files[1:]:
-            raise
-    return _from_file(path / "tokenizer.model", settings)  # LLaMA-2's tokenizer.json is not byte-level BPE
+    return path, files
+
+
+def _usual_name(path: Path, data: bytes) -> str:
+    """What a tokenizer's file is called in a model's directory."""
+    if LINE.match(data) or not _is_json(data):
+        return "tokenizer.model"
+    return "vocab.json" if _is_vocabulary(json_object(path, data)) else "tokenizer.json"
+
+
+def _is_json(data: bytes) -> bool:
+    return data.lstrip().startswith(b"{")
+
+
+def _is_vocabulary(entries: dict) -> bool:
+    return any(isinstance(value, int) for value in entries.values())
 
 
 def _from_file(path: Path, settings: Settings) -> Tokenizer:
     data = read_bytes(path)
     if LINE.match(data):
         return from_ranks(path, data, settings)
-    if not data.lstrip().startswith(b"{"):
+    if not _is_json(data):
         return from_sentencepiece(path, data, settings)
     entries = json_object(path, data)
-    if any(isinstance(value, int) for value in entries.values()):
+    if _is_vocabulary(entries):
         return from_vocab_and_merges(path, entries, settings)
     return from_tokenizer_json(path, entries, settings)

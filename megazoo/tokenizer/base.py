@@ -39,10 +39,11 @@ class Stream:
 class Tokenizer:
     """Text to token ids and back.
 
-    vocab_size: every id is below it. bos_token_id, eos_token_id, pad_token_id: None if the files name none.
-    A subclass sets them and has `_encode` and `_reader`.
+    source: what `open_tokenizer` opened. vocab_size: every id is below it. bos_token_id, eos_token_id, pad_token_id:
+    None if the files name none. A subclass sets them and has `_encode` and `_reader`.
     """
 
+    source: str = "byte"
     vocab_size: int
     bos_token_id: int | None = None
     eos_token_id: int | None = None

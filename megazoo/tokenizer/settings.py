@@ -10,6 +10,7 @@ from megazoo.files import json_object
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ROLES = ("bos", "eos", "pad")
 # What published files mean that name nothing, GPT-2's for one.
 USUAL = {

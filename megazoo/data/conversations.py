@@ -1,0 +1,62 @@
+"""Fine-tuning data as tokens: prompts with completions, and conversations, of which only the answers carry a loss."""
+
+from collections.abc import Iterator
+
+from megazoo.tokenizer.base import Tokenizer
+
+ROLE, CONTENT = "{role}", "{content}"
+CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
+ANSWERS = "assistant"  # the role whose words are learnt
+
+
+def encode_conversation(tokenizer: Tokenizer, value: dict, template: str) -> tuple[list[int], list[int]]:
+    """The token ids of an object with `prompt` and `completion`, or with `messages`, and 1 for each that is learnt.
+
+    The ids are those of the whole text, so that an answer is cut as the tokenizer cuts it there; a token that prompt
+    and completion share is learnt. The tokenizer's bos goes before it if it has one, the end of a document after it.
+    template: what a message looks like, with {role} and {content}; what follows the content of an answer is learnt with
+    it. Special tokens are meant as such in the template alone. Raises ValueError for what can't be encoded.
+    """
+    chat = "messages" in value
+    pieces = list(_messages(tokenizer, value["messages"], template) if chat else _completion(value))
+    text, learnt, last = "", [], 0
+    ids = tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False, parse_special=chat)
+    for number, (piece, is_learnt) in enumerate(pieces, 1):
+        text += piece
+        if number == len(pieces):
+            end = len(ids)
+        else:
+            end = _common(ids, tokenizer.encode(text, add_special_tokens=False, parse_special=chat))
+        learnt += [int(is_learnt)] * (end - last)
+        last = max(last, end)
+    if not any(learnt):
+        raise ValueError(f"nothing to learn: no words of the {ANSWERS}" if chat else "the completion is empty")
+    return [*tokenizer.before, *ids, tokenizer.eod], [0] * len(tokenizer.before) + learnt + [int(pieces[-1][1])]
+
+
+def _completion(value: dict) -> Iterator[tuple[str, bool]]:
+    for key in ("prompt", "completion"):
+        if not isinstance(value.get(key), str):
+            raise ValueError(f"no text under {key!r}")
+        yield value[key], key == "completion"
+
+
+def _messages(tokenizer: Tokenizer, messages, template: str) -> Iterator[tuple[str, bool]]:
+    """The pieces of the conversation's text, and whether they are learnt."""
+    before, after = template.split(CONTENT)
+    if not isinstance(messages, list):
+        raise ValueError("messages is no list")
+    for message in messages:
+        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError("a message has no role or no content")
+        for text in (role, content):
+            if tokenizer.encode(text) != tokenizer.encode(text, parse_special=False):
+                raise ValueError(f"{text[:40]!r} has a special token's name in it")
+        yield before.replace(ROLE, role), False
+        yield content + after.replace(ROLE, role), role == ANSWERS
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many ids two lists have in common at their beginning."""
+    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,106 @@
+"""From samples to the batches of a replica, made ahead of their use."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from megazoo.data.order import Blend
+from megazoo.data.samples import Sample
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.pipeline import IGNORED
+
+AHEAD = 2  # batches a worker has ready
+
+
+def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which document of its sample each token is in, and its position there: int64, like tokens, [batch, sequence].
+
+    A token `eod` ends a document and belongs to it.
+    """
+    starts = torch.zeros_like(tokens, dtype=torch.bool)
+    starts[:, 1:] = tokens[:, :-1] == eod
+    documents = starts.long().cumsum(1)
+    return documents, _positions(documents)
+
+
+def _positions(documents: torch.Tensor) -> torch.Tensor:
+    """The position of each token in its document."""
+    starts = torch.zeros_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    return place - (place * starts).cummax(1).values
+
+
+class Batches:
+    """This replica's part of the global batches, as the arguments of `train_batch` and `eval_batch`.
+
+    Only the first and the last stage should be given a blend: without one there are no arguments, and the first stage
+    tells the others the batch's shape. Replica r takes the r-th of dp equal parts of every global batch.
+    """
+
+    def __init__(self, blend: Blend | None, global_batch: int, ctx: ParallelContext):
+        self.blend, self.global_batch, self.device = blend, global_batch, ctx.device
+        self.rows = global_batch // ctx.dp_size
+        self.first = ctx.dp_rank * self.rows
+
+    def __call__(self, consumed: int) -> dict[str, torch.Tensor]:
+        """The batch that comes after `consumed` samples: input_ids and targets, int64 [batch, longest sample].
+
+        Rows are padded on the right, where nothing sees the padding. document_ids and position_ids, if documents are
+        not to see each other.
+        """
+        if self.blend is None:
+            return {}
+        samples = self.blend.samples(consumed + self.first, self.rows)
+        batch = _padded(samples)
+        if self.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return batch
+
+    def tokens(self, consumed: int) -> int:
+        """Tokens of the whole global batch after `consumed` samples, without padding; 0 without a blend."""
+        return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
+
+    def ahead(self, consumed: Sequence[int], workers: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The batches after so many samples each, on the device, made ahead by `workers` threads; 0: when asked for.
+
+        Threads are enough: what a batch takes is copying from files mapped into memory.
+        """
+        if not workers:
+            yield from map(self._moved, map(self, consumed))
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            waiting = deque()
+            try:
+                for number in consumed:
+                    waiting.append(pool.submit(self, number))
+                    if len(waiting) > AHEAD * workers:
+                        yield self._moved(waiting.popleft().result())
+                while waiting:
+                    yield self._moved(waiting.popleft().result())
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    shape = len(samples), max(len(sample.input_ids) for sample in samples)
+    batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORED)}
+    separate = any(sample.documents is not None for sample in samples)
+    if separate:
+        batch["document_ids"] = np.full(shape, -1)  # padding sees nothing else
+    for row, sample in enumerate(samples):
+        length = len(sample.input_ids)
+        batch["input_ids"][row, :length], batch["targets"][row, :length] = sample.input_ids, sample.targets
+        if separate:
+            batch["document_ids"][row, :length] = 0 if sample.documents is None else sample.documents
+    batch = {name: torch.from_numpy(array) for name, array in batch.items()}
+    if separate:
+        batch["position_ids"] = _positions(batch["document_ids"])
+    return batch

@@ -1,0 +1,141 @@
+"""Datasets whose samples are tokens and what each of them is to predict."""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megazoo.data.indexed import IndexedTokens
+from megazoo.errors import UserError
+from megazoo.parallel.pipeline import IGNORED
+from megazoo.parallel.random import derive_seed
+
+
+class Sample(NamedTuple):
+    """input_ids, targets: int64 [tokens]; a target of -100 carries no loss. documents: the number of the document that
+    each token is in, if they are not to see each other."""
+
+    input_ids: np.ndarray
+    targets: np.ndarray
+    documents: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """Documents end to end, cut into samples of seq_length + 1 tokens that share one token with the next.
+
+    tokens: the stream, of integers. A tail shorter than a sample is left out. eod: the token that ends a document, if
+    documents are not to see each other. vocab_size: a token that is not below it is told with its place in `name`;
+    first is the stream's place there.
+    """
+
+    tokens: np.ndarray
+    seq_length: int
+    eod: int | None = None
+    vocab_size: int | None = None
+    name: str = "the tokens"
+    first: int = 0
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_length)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.seq_length
+        tokens = self.tokens[start : start + self.seq_length + 1].astype(np.int64)
+        if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
+            place = int(((tokens < 0) | (tokens >= self.vocab_size)).argmax())
+            what = f"token {tokens[place]} at place {self.first + start + place:,}"
+            raise UserError(f"{self.name}: {what} is outside the vocabulary of {self.vocab_size}", exit_code=1)
+        documents = None if self.eod is None else np.cumsum(np.append(0, tokens[:-2] == self.eod))
+        return Sample(tokens[:-1], tokens[1:], documents)
+
+    def tokens_of(self, index: int) -> int:
+        """Tokens of a sample."""
+        return self.seq_length
+
+
+@dataclass(frozen=True)
+class MockDataset:
+    """Random tokens, for benchmarks: no file, and no tokenizer."""
+
+    vocab_size: int
+    seq_length: int
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = np.random.default_rng(derive_seed(self.seed, "mock", index))
+        tokens = generator.integers(self.vocab_size, size=self.seq_length + 1)
+        return Sample(tokens[:-1], tokens[1:])
+
+    def tokens_of(self, index: int) -> int:
+        """Tokens of a sample."""
+        return self.seq_length
+
+
+class Conversations:
+    """The samples of fine-tuning: a conversation in each, or several that don't see each other.
+
+    tokens, learnt: of each conversation its ids and the mask of those that carry a loss; from number `first` until
+    before `last`. Longer ones are cut to seq_length tokens. packing: several go into a sample, as many as fit.
+    """
+
+    def __init__(
+        self, tokens: IndexedTokens, learnt: IndexedTokens, first: int, last: int, seq_length: int, packing: bool
+    ):
+        self.tokens, self.learnt, self.first = tokens, learnt, first
+        lengths = tokens.lengths[first:last].astype(np.int64) - 1  # the last token is only predicted
+        self.cut = int((lengths > seq_length).sum())
+        self.lengths = np.minimum(lengths, seq_length)
+        self.bins = best_fit(self.lengths, seq_length) if packing else None
+
+    def __len__(self) -> int:
+        return len(self.lengths if self.bins is None else self.bins)
+
+    def __getitem__(self, index: int) -> Sample:
+        if self.bins is None:
+            return Sample(*self._one(index))
+        parts = [self._one(number) for number in self.bins[index]]
+        documents = np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts])
+        return Sample(*map(np.concatenate, zip(*parts, strict=True)), documents)
+
+    def tokens_of(self, index: int) -> int:
+        """Tokens of a sample, without padding."""
+        return int(self.lengths[index if self.bins is None else self.bins[index]].sum())
+
+    def _one(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and targets of a conversation."""
+        length = self.lengths[number]
+        ids, learnt = (tokens[self.first + number][: length + 1] for tokens in (self.tokens, self.learnt))
+        ids = ids.astype(np.int64)
+        return ids[:-1], np.where(learnt[1:], ids[1:], IGNORED)
+
+
+def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Which of them share a bin of `size`: the longest first, each where it leaves the least room."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # what is left in some bin, ascending
+    with_room: dict[int, list[int]] = defaultdict(list)
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[number])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            room, place = size, len(bins)
+            bins.append([])
+        else:
+            room = rooms[at]
+            place = with_room[room].pop()
+            if not with_room[room]:
+                del rooms[at]
+        bins[place].append(number)
+        if left := room - length:
+            if not with_room[left]:
+                insort(rooms, left)
+            with_room[left].append(place)
+    return bins
