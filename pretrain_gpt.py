@@ -24,6 +24,7 @@ from megazoo.config import (
     check_run,
     check_steps,
     model_config,
+    parse_stage_layers,
     settings_to_resume,
     settle_steps,
 )
@@ -77,7 +78,12 @@ def main(arguments: list[str]) -> None:
 
     # This rank's part of the model.
     ctx = megazoo.ParallelContext.from_torch(
-        parallel.tp, parallel.pp, sequence_parallel=parallel.sequence_parallel, device=parallel.device
+        parallel.tp,
+        parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
+        virtual_pipeline_size=parallel.virtual_pp,
+        stage_layers=parse_stage_layers(parallel.stage_layers),
+        device=parallel.device,
     )
     say = print_flushed if is_rank_zero() else lambda *_: None
     say(

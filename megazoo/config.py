@@ -13,6 +13,7 @@ from megazoo.data.conversations import CHATML
 from megazoo.errors import UserError
 from megazoo.flags import Argument, File, Name, optional
 from megazoo.models import find_config
+from megazoo.parallel.context import ParallelContext
 
 # The fields' docstrings are the flags' help.
 
@@ -63,10 +64,15 @@ class ParallelOptions:
     """Tensor-parallel size: ranks that share each layer."""
     pp: int = 1
     """Pipeline-parallel size: stages that the layers are cut into."""
+    virtual_pp: int = 1
+    """Stages of a pipeline rank; above 1, 1f1b is the interleaved schedule, with a smaller bubble and more traffic."""
+    stage_layers: str = "balanced"
+    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each stage: 5,6,6,5."""
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their memory."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the pipeline's forwards and backwards."""
+    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
+    """Order of the pipeline's forwards and backwards. zb-h1 leaves the weights' gradients for when a rank would wait: a
+    third of 1f1b's bubble, for some more memory on the later stages."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
 
@@ -304,7 +310,11 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
     model: the family's class. dp: the data-parallel size.
     """
     training, parallel = options.training, options.parallel
-    model.check(config, parallel.tp, parallel.pp)
+    model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
+    if parallel.schedule == "zb-h1" and parallel.virtual_pp > 1:
+        raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1, or schedule 1f1b")
+    how = {"virtual": parallel.virtual_pp, "stage_layers": parse_stage_layers(parallel.stage_layers)}
+    model.all_stages(config, ParallelContext.virtual(parallel.tp, parallel.pp, **how))
     unit = training.micro_batch_size * dp
     if training.global_batch_size % unit:
         below, above = training.global_batch_size // unit * unit, -(-training.global_batch_size // unit) * unit
@@ -327,6 +337,14 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
         _check_writable("--metrics", metrics.parent)
         if metrics.is_dir():
             raise UserError(f"--metrics {metrics} is a directory")
+
+
+def parse_stage_layers(text: str) -> str | tuple[int, ...]:
+    """What --stage-layers says: balanced, uniform, or numbers."""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        return text
 
 
 def check_steps(options: Options, first_step: int) -> None:
@@ -352,7 +370,17 @@ def _check_writable(flag: str, directory: Path) -> None:
 
 def check_values(options: Options) -> None:
     """Raise UserError for a number that is out of its range."""
-    positive = ("tp", "pp", "steps", "epochs", "global_batch_size", "micro_batch_size", "seq_length", "log_interval")
+    positive = (
+        "tp",
+        "pp",
+        "virtual_pp",
+        "steps",
+        "epochs",
+        "global_batch_size",
+        "micro_batch_size",
+        "seq_length",
+        "log_interval",
+    )
     positive += ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "max_positions")
     positive += ("recompute_interval", "initial_loss_scale", "loss_scale_window", "hysteresis")
     fractions = ("dropout", "beta1", "beta2")

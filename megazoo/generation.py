@@ -143,7 +143,7 @@ def share_of(count: int, parts: int, index: int) -> slice:
 
 def _run(model, groups: list[_Group], steps: int, streamer) -> None:
     """Generate, until every group is done. Each stage takes the groups in turn: one computes while another travels."""
-    ctx, stage = model.ctx, model.stages[0]
+    ctx = model.ctx
     last = ctx.pp_size - 1
     sent = []  # tensors on their way, with their works
 
@@ -152,30 +152,35 @@ def _run(model, groups: list[_Group], steps: int, streamer) -> None:
         while len(sent) > 2 * len(groups) * ctx.pp_size:
             sent.pop(0)[0].wait()
 
+    def choose(group: _Group, logits: torch.Tensor) -> None:
+        group.choice = group.chooser.advance(logits.float())
+        message = _message(group.choice) if last else None
+        for pp_rank in range(last):
+            send(message, pp_rank)
+
     for step in range(steps + 1):
-        for group in [group for group in groups if not group.done]:
-            if step:
-                choice = group.choice if stage.last else _received(group, last, ctx)
-                if streamer is not None:
-                    streamer.put(choice.tokens)
-                group.take(choice)
-                if group.done:
-                    continue
-            batch = group.batch()
-            if stage.first:
-                x = batch.input_ids
-            else:
-                x = receive_from_stage((*batch.shape, model.hidden_size), model.dtype, ctx.pp_rank - 1, ctx)
-            x = model.forward_stage(x, batch, stage)
-            if group.cache is not None:
-                group.cache.advance(batch.shape[1])
-            if not stage.last:
-                send(x.contiguous(), ctx.pp_rank + 1)
-                continue
-            group.choice = group.chooser.advance(model.whole_logits(x, batch)[:, -1].float())
-            message = _message(group.choice) if last else None
-            for pp_rank in range(last):
-                send(message, pp_rank)
+        for stage in model.stages:
+            for group in [group for group in groups if not group.done]:
+                if step and stage is model.stages[0]:
+                    choice = group.choice if ctx.pp_rank == last else _received(group, last, ctx)
+                    if streamer is not None:
+                        streamer.put(choice.tokens)
+                    group.take(choice)
+                    if group.done:
+                        continue
+                batch = group.batch()
+                if stage.first:
+                    x = batch.input_ids
+                else:
+                    before = (ctx.pp_rank - 1) % ctx.pp_size
+                    x = receive_from_stage((*batch.shape, model.hidden_size), model.dtype, before, ctx)
+                x = model.forward_stage(x, batch, stage)
+                if group.cache is not None and stage is model.stages[-1]:
+                    group.cache.advance(batch.shape[1])
+                if stage.last:
+                    choose(group, model.whole_logits(x, batch)[:, -1])
+                else:
+                    send(x.contiguous(), (ctx.pp_rank + 1) % ctx.pp_size)
     for work, _ in sent:
         work.wait()
 

@@ -50,8 +50,9 @@ def replica_rows(tensor, ctx):
     return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
 
 
-def context(tp=1, pp=1, dp=1, sp=False):
-    ctx = megazoo.ParallelContext.from_torch(tp, pp, dp, sequence_parallel=sp, device="cpu", timeout=GROUP_TIMEOUT)
+def context(tp=1, pp=1, dp=1, sp=False, v=1, stage_layers="balanced"):
+    how = {"sequence_parallel": sp, "virtual_pipeline_size": v, "stage_layers": stage_layers}
+    ctx = megazoo.ParallelContext.from_torch(tp, pp, dp, **how, device="cpu", timeout=GROUP_TIMEOUT)
     torch.set_num_threads(1)  # bits may depend on the number of threads
     return ctx
 
@@ -185,14 +186,15 @@ def _steps(
     micro_batch: int = 0,
     schedule: str = "1f1b",
     recompute=("none",),
+    rows: int = GLOBAL_BATCH,
     **optimizer,
 ):
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, seed=3)).recompute(*recompute)
     opt = megazoo.optim.AdamW(model, **{"lr": 1e-3, "clip_grad": CLIP, **optimizer})
-    micro_batch = micro_batch or (2 if ctx.pp_size > 1 else 4 // ctx.dp_size)  # at least two micro-batches
+    micro_batch = micro_batch or (2 if ctx.pp_size > 1 else rows // 2 // ctx.dp_size)  # at least two micro-batches
     for step in range(steps):
-        ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
+        ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step, rows))
         loss = model.train_batch(
             ids, targets=targets, num_microbatches=len(ids) // micro_batch, schedule=schedule, step=step
         )

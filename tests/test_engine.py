@@ -1,12 +1,21 @@
 """The pipeline engine against one process and against torch.distributed.pipelining: equal gradients, bit for bit."""
 
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from unittest import mock
+
 import pytest
 import torch
-from helpers import context, make_batch, randomize, replica_rows, tiny_config
+from helpers import MODELS, context, layout_name, make_batch, randomize, replica_rows, tiny_config, worst_relative
 
 import megazoo
+from megazoo.layers import PositionEmbedding, segment_mask
+from megazoo.models.gpt2 import GPT2
 from megazoo.parallel import pipeline
 from megazoo.parallel.data_parallel import GradientBuckets
+from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import MicroBatch
 
 MICROBATCHES = 4
@@ -16,48 +25,60 @@ def gradients(model):
     return {entry.name: entry.parameter.grad.clone() for entry in model.entries()}
 
 
-def engine_gradients(layout, schedule="1f1b"):
-    model = randomize(megazoo.from_config(tiny_config(tied=False), context(**layout), seed=3))
-    ids, targets = make_batch(0)
-    loss = model.train_batch(ids, targets=targets, num_microbatches=MICROBATCHES, schedule=schedule)
+# Eight layers, for as many stages.
+UNTIED = {"gpt2": tiny_config(tied=False, layers=8), "llama": replace(MODELS["llama"], layers=8, tie_embeddings=False)}
+
+
+def engine_gradients(layout, schedule="1f1b", model="gpt2", microbatches=MICROBATCHES, recompute="none"):
+    model = randomize(megazoo.from_config(UNTIED[model], context(**layout), seed=3)).recompute(recompute)
+    ids, targets = make_batch(0, 2 * microbatches)
+    loss = model.train_batch(ids, targets=targets, num_microbatches=microbatches, schedule=schedule)
     return loss, gradients(model)
 
 
-def plain_autograd_gradients():
+@cache
+def plain_autograd_gradients(model="gpt2", microbatches=MICROBATCHES):
     """The oracle: one process, torch's own backward, micro-batch by micro-batch."""
-    model = randomize(megazoo.from_config(tiny_config(tied=False), seed=3))
-    ids, targets = make_batch(0)
+    model = randomize(megazoo.from_config(UNTIED[model], seed=3))
+    ids, targets = make_batch(0, 2 * microbatches)
     labelled = (targets != -100).sum().float()
-    for x, y in zip(ids.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+    for x, y in zip(ids.chunk(microbatches), targets.chunk(microbatches), strict=True):
         batch = MicroBatch(tuple(x.shape), x, y)
         (model.loss_sum(model.forward_stage(x, batch, model.stages[0]), batch) / labelled).backward()
     return gradients(model)
 
 
-def library_gradients(pp):
-    """The same stages under torch.distributed.pipelining's 1F1B."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+def library_gradients(layout, microbatches):
+    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has several."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-    ctx = context(pp=pp)
-    model = randomize(megazoo.from_config(tiny_config(tied=False), ctx, seed=3))
-    ids, targets = make_batch(0)
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(UNTIED["gpt2"], ctx, seed=3))
+    ids, targets = make_batch(0, 2 * microbatches)
     labelled = (targets != -100).sum().float()
 
     class StageModule(torch.nn.Module):
-        def __init__(self):
+        def __init__(self, stage):
             super().__init__()
-            self.model = model
+            self.model, self.stage = model, stage
 
         def forward(self, x):
-            return self.model.forward_stage(x, MicroBatch(tuple(x.shape[:2])), self.model.stages[0])
+            return self.model.forward_stage(x, MicroBatch(tuple(x.shape[:2])), self.stage)
 
     def loss(logits, y):
         return model.loss_sum(logits, MicroBatch(tuple(y.shape), None, y)) / labelled
 
-    stage = PipelineStage(StageModule(), ctx.pp_rank, pp, torch.device("cpu"), group=ctx.pp_group)
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss, scale_grads=False)
+    stages = [
+        PipelineStage(StageModule(stage), stage.index, stage.count, torch.device("cpu"), group=ctx.pp_group)
+        for stage in model.stages
+    ]
+    how = {"loss_fn": loss, "scale_grads": False}
+    if len(stages) > 1:
+        schedule = ScheduleInterleaved1F1B(stages, microbatches, **how)
+    else:
+        schedule = Schedule1F1B(stages[0], microbatches, **how)
     arguments = (ids.contiguous(),) if model.stages[0].first else ()
-    schedule.step(*arguments, target=targets if model.stages[0].last else None, return_outputs=False)
+    schedule.step(*arguments, target=targets if model.stages[-1].last else None, return_outputs=False)
     return gradients(model)
 
 
@@ -72,20 +93,95 @@ def test_one_process_equals_plain_autograd():
     assert_equal_bits([engine_gradients({})[1]], plain_autograd_gradients())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_pipeline_gradients_equal_one_process_bit_for_bit(ranks, pp, schedule):
-    results = ranks(engine_gradients, pp, {"pp": pp}, schedule)
-    assert_equal_bits([part for _, part in results], plain_autograd_gradients())
+PIPELINES = [
+    ("1f1b", dict(pp=2)), ("1f1b", dict(pp=4)), ("gpipe", dict(pp=2)), ("gpipe", dict(pp=4)), ("zb-h1", dict(pp=2)),
+    ("zb-h1", dict(pp=4)), ("1f1b", dict(pp=2, v=2)), ("1f1b", dict(pp=2, v=3)), ("1f1b", dict(pp=4, v=2)),
+    ("gpipe", dict(pp=2, v=2)),
+]  # fmt: skip
+BITS = [(*pipeline, *more) for pipeline in PIPELINES for more in product(UNTIED, (1, 4, 5, 6), ("none", "full"))]
+
+
+def check_bits(ranks, schedule, layout, model, microbatches, recompute):
+    results = ranks(engine_gradients, layout["pp"], layout, schedule, model, microbatches, recompute)
+    assert_equal_bits([part for _, part in results], plain_autograd_gradients(model, microbatches))
     assert len({loss.item() for loss, _ in results}) == 1
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-def test_pipeline_gradients_equal_torch_pipelining_bit_for_bit(ranks, pp):
-    ours = [part for _, part in ranks(engine_gradients, pp, {"pp": pp})]
-    library = ranks(library_gradients, pp, pp)
+@pytest.mark.parametrize("case", random.Random(5).sample(BITS, 12) + [BITS[9 + 16 * i] for i in range(10)], ids=str)
+def test_pipeline_gradients_equal_one_process_bit_for_bit(ranks, case):
+    """Interleaved and with waiting weights, too, for numbers of micro-batches that pp does not divide."""
+    check_bits(ranks, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_all_pipelines_gradients_equal_one_process_bit_for_bit(ranks, case):
+    check_bits(ranks, *case)
+
+
+@pytest.mark.parametrize("layout", [dict(pp=2), dict(pp=4), dict(pp=2, v=2), dict(pp=4, v=2)], ids=layout_name)
+def test_pipeline_gradients_equal_torch_pipelining_bit_for_bit(ranks, layout):
+    ours = [part for _, part in ranks(engine_gradients, layout["pp"], layout)]
+    library = ranks(library_gradients, layout["pp"], layout, MICROBATCHES)
     for mine, theirs in zip(ours, library, strict=True):
         assert_equal_bits([mine], theirs)
+
+
+def waiting_weights(schedule):
+    """How many weight gradients waited in a batch, and how many linear weights there are."""
+    put, count = WeightQueue.put, []
+    model = megazoo.from_config(UNTIED["llama"], context(pp=2), seed=3)
+    ids, targets = make_batch(0)
+    with mock.patch.object(WeightQueue, "put", lambda queue, *what: count.append(1) or put(queue, *what)):
+        model.train_batch(ids, targets=targets, num_microbatches=MICROBATCHES, schedule=schedule)
+    return len(count), sum(p.dim() > 1 for p in model.parameters()) - model.stages[0].first  # but for the embedding
+
+
+def test_the_weights_of_all_linear_layers_wait_under_zb_h1_and_only_there(ranks):
+    assert [count for count, _ in ranks(waiting_weights, 2, "1f1b")] == [0, 0]
+    for count, weights in ranks(waiting_weights, 2, "zb-h1"):
+        assert count == weights * MICROBATCHES
+
+
+class TiedInThree(GPT2):
+    """A GPT-2 that adds one more table of positions at the start of several stages: one parameter."""
+
+    def __init__(self, config, ctx, seed=0):
+        super().__init__(config, ctx, seed)
+        if any(stage.index in (0, 1, 3) for stage in self.stages):
+            self.extra = PositionEmbedding(config.max_positions, config.hidden_size)
+        self.tie("extra.weight", *(stage for stage in (0, 1, 3) if stage < ctx.stage_count))
+
+    def forward_stage(self, x, batch, stage):
+        if stage.index in (0, 1, 3) and not stage.first:
+            x = x + self.extra(batch.positions(x.device))
+        if self.ctx.stage_count == 1:  # what four stages do, in one
+            mask = segment_mask(batch.segments, batch.shape[1])
+            x = self.embedding(x) + self.position_embedding(batch.positions(x.device))
+            for i, layer in enumerate(self.layers.values()):
+                x = x + self.extra(batch.positions(x.device)) if i in (2, 6) else x
+                x = layer(x, batch, mask)
+            return self.outputs(self.norm(x), batch)
+        return super().forward_stage(x, batch, stage)
+
+
+def train_tied(layout):
+    ctx = context(**layout, stage_layers=(2, 2, 2, 2) if layout else "balanced")
+    model = TiedInThree.build(tiny_config(tied=True, layers=8), ctx, seed=3)
+    optimizer, losses = megazoo.optim.AdamW(model, lr=1e-2), []
+    for step in range(5):
+        ids, targets = make_batch(step)
+        loss = model.train_batch(ids, targets=targets, num_microbatches=4, step=step)
+        losses.append((loss.item(), optimizer.step().item()))
+    return losses, model.extra.weight.detach().clone() if hasattr(model, "extra") else None
+
+
+@pytest.mark.parametrize("layout", [dict(pp=4), dict(pp=2, v=2)], ids=layout_name)
+def test_any_parameter_may_be_tied_between_any_stages(ranks, layout):
+    losses, weight = train_tied({})
+    for ours, tied in ranks(train_tied, layout["pp"], layout):
+        assert worst_relative(ours, losses) < 1e-5
+        assert tied is None or torch.allclose(tied, weight, atol=1e-6)
 
 
 def outputs_alive(microbatches):

@@ -200,7 +200,16 @@ def sample(layout, seed=7, **more):
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(tp=2), dict(pp=4), dict(dp=2), dict(tp=2, pp=2), dict(pp=2, dp=2), dict(tp=2, sp=True), dict(dp=8)],
+    [
+        dict(tp=2),
+        dict(pp=4),
+        dict(dp=2),
+        dict(tp=2, pp=2),
+        dict(pp=2, dp=2),
+        dict(tp=2, sp=True),
+        dict(dp=8),
+        dict(pp=2, v=2),
+    ],
     ids=layout_name,
 )
 def test_a_seed_draws_the_same_tokens_in_every_layout(ranks, layout):

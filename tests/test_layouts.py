@@ -1,7 +1,9 @@
 """One result in every layout: losses, gradient norms and gradients against one process."""
 
 import random
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -74,6 +76,45 @@ def test_every_gradient_equals_one_process(ranks, model, layout, mode):
 @pytest.mark.parametrize(("model", "layout", "mode"), ALL_CASES, ids=case_name)
 def test_every_gradient_equals_one_process_in_all_cases(ranks, model, layout, mode):
     check_training(ranks, model, layout, mode)
+
+
+# Interleaved and zero-bubble, with what they combine with; six micro-batches, which pp 4 does not divide, or four.
+PIPELINES = [("1f1b", 2, 2), ("1f1b", 2, 3), ("1f1b", 4, 2), ("1f1b", 4, 3), ("zb-h1", 2, 1), ("zb-h1", 4, 1)]
+BESIDE = [dict(), dict(tp=2), dict(dp=2), dict(tp=2, sp=True)]
+PIPELINE_CASES = [
+    (model, schedule, dict(pp=pp, v=virtual, **beside), mode, micro_batches)
+    for model, (schedule, pp, virtual), beside, mode, micro_batches in product(
+        ("gpt2", "llama"), PIPELINES, BESIDE, MODES[:1] + MODES[2:3], (4, 6)
+    )
+]
+
+
+@cache
+def one_process_of_many_layers(model: str, rows: int):
+    return train(DEEP[model], {}, 6, micro_batch=rows // 2, rows=rows)
+
+
+# As many layers as there are stages at pp 4 with three a rank; GPT-2 tied, LLaMA not.
+DEEP = {"gpt2": tiny_config(layers=12), "llama": replace(MODELS["llama"], layers=12, tie_embeddings=False)}
+
+
+def check_pipeline(ranks, model, schedule, layout, mode, micro_batches):
+    rows = micro_batches * layout.get("dp", 1)
+    how = {"schedule": schedule, "recompute": mode, "micro_batch": 1, "rows": rows}
+    histories = ranks(train, world(layout), DEEP[model], layout, 6, **how)
+    assert all(history == histories[0] for history in histories), "ranks disagree"
+    assert worst_relative(histories[0], one_process_of_many_layers(model, rows)) < 1e-5
+
+
+@pytest.mark.parametrize("case", random.Random(1).sample(PIPELINE_CASES, 10), ids=case_name)
+def test_pipelines_train_like_one_process(ranks, case):
+    check_pipeline(ranks, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINE_CASES, ids=case_name)
+def test_all_pipelines_train_like_one_process(ranks, case):
+    check_pipeline(ranks, *case)
 
 
 def gradients_of_loss(config, layout, direct):

@@ -30,7 +30,7 @@ class _VocabParallel(ShardedModule):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's logits: [..., hidden] -> [..., rows], for the tokens from `start` on."""
-        return column_parallel_linear(x, self.weight, None, self.ctx)
+        return column_parallel_linear(x, self.weight, None, self.ctx, self.weight_queue)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""

@@ -4,24 +4,28 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from megazoo.errors import UserError
-from megazoo.parallel import collectives, recompute
+from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.linear import WeightQueue, linear
 from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
 
 
 def column_parallel_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ctx: ParallelContext
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: ParallelContext,
+    queue: WeightQueue | None = None,
 ) -> torch.Tensor:
     """This rank's columns of y: x [..., in_features] (its part of the sequence, under sequence parallelism), weight and
-    bias cut over tp."""
+    bias cut over tp. queue: where the weight's gradient is to wait."""
     if not ctx.sequence_parallel:
-        return F.linear(collectives.enter_tensor_parallel(x, ctx), weight, bias)
+        return linear(collectives.enter_tensor_parallel(x, ctx), weight, bias, queue=queue)
     # Keep this rank's part of x for backward and gather it again there.
     gather = partial(collectives.enter_tensor_parallel, ctx=ctx)
-    return recompute.linear_of_recomputed(gather, x, weight, bias)
+    return linear(x, weight, bias, of=gather, queue=queue)
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -70,7 +74,7 @@ class ColumnParallelLinear(ShardedModule):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = column_parallel_linear(x, self.whole("weight"), self.whole("bias"), self.ctx)
+        y = column_parallel_linear(x, self.whole("weight"), self.whole("bias"), self.ctx, self.weight_queue)
         return collectives.gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
@@ -119,11 +123,11 @@ class RowParallelLinear(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.input_is_parallel:
             x = collectives.scatter_to_tensor_parallel(x, self.ctx, self.sizes)
-        return self._finish(F.linear(x, self.weight, self._own_bias))
+        return self._finish(linear(x, self.weight, self._own_bias, queue=self.weight_queue))
 
     def of_recomputed(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """self(function(x)), keeping x and not function(x) for backward."""
-        return self._finish(recompute.linear_of_recomputed(function, x, self.weight, self._own_bias))
+        return self._finish(linear(x, self.weight, self._own_bias, of=function, queue=self.weight_queue))
 
     @property
     def _own_bias(self) -> torch.Tensor | None:

@@ -16,8 +16,9 @@ from megazoo.models.batch import Batch
 from megazoo.models.sizes import check_sizes
 from megazoo.parallel.collectives import sum_between_stages
 from megazoo.parallel.compile import prepare_to_compile
-from megazoo.parallel.context import ParallelContext, Stage, balanced_stages
+from megazoo.parallel.context import ParallelContext, Stage, cut_into_stages
 from megazoo.parallel.data_parallel import GradientBuckets
+from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
@@ -38,9 +39,9 @@ class Model(nn.Module):
 
     def __init__(self, config, ctx: ParallelContext, seed: int = 0):
         super().__init__()
-        self.check(config, ctx.tp_size, ctx.pp_size)
+        self.check(config, ctx.tp_size, ctx.pp_size, ctx.virtual_size)
         self.config, self.ctx, self.seed = config, ctx, seed
-        self.stages: list[Stage] = [self.all_stages(config, ctx.pp_size)[ctx.pp_rank]]
+        self.stages: list[Stage] = self.all_stages(config, ctx)[ctx.pp_rank :: ctx.pp_size]
         self.tied: dict[str, tuple[int, ...]] = {}  # global name -> the pipeline ranks that share the parameter
         self._recompute, self._interval = "none", 1
         self._buckets: GradientBuckets | None = None
@@ -73,13 +74,14 @@ class Model(nn.Module):
     # Build.
 
     @classmethod
-    def check(cls, config, tp: int, pp: int) -> None:
-        """Raise UserError, naming what would do, if the model can't be cut into tp x pp."""
-        check_sizes(config, tp, pp)
+    def check(cls, config, tp: int, pp: int, virtual: int = 1) -> None:
+        """Raise UserError, naming what would do, if the model can't be cut into tp x pp, with so many stages a rank."""
+        check_sizes(config, tp, pp, virtual)
 
     @classmethod
-    def all_stages(cls, config, pp: int) -> list[Stage]:
-        return balanced_stages(config.layers, pp, *cls.stage_costs(config))
+    def all_stages(cls, config, ctx: ParallelContext) -> list[Stage]:
+        """The stages of all ranks, in the order of the forward."""
+        return cut_into_stages(config.layers, ctx.stage_count, ctx.stage_layers, cls.stage_costs(config))
 
     @classmethod
     def build(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
@@ -107,6 +109,15 @@ class Model(nn.Module):
             if isinstance(module, Dropout):
                 module.site = name
         return model
+
+    def tie(self, name: str, *stages: int) -> None:
+        """Say that the parameter `name` (a global name) is one, though several stages build it: -1 is the last stage.
+
+        Its gradients are summed, it counts once in the norm, and a checkpoint has it once.
+        """
+        ranks = tuple(dict.fromkeys(stage % self.ctx.stage_count % self.ctx.pp_size for stage in stages))
+        if len(ranks) > 1:
+            self.tied[name] = ranks
 
     def entries(self) -> Iterator[Entry]:
         """This rank's parameters with their global names and cuts, in the order of the forward."""
@@ -290,10 +301,12 @@ class Model(nn.Module):
         batches = self._with_targets(self.micro_batches(batch, num_microbatches, step, loss_fn is not None))
         if self._buckets is None:
             self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
-        self._buckets.start(num_microbatches)
-        with self._sums_later():
+        queue = WeightQueue(self._buckets.received) if schedule == "zb-h1" else None
+        self._buckets.start(num_microbatches, queue.weights if queue else ())
+        with self._gradients_later(queue):
             scale = self.loss_scale.value if self.loss_scale else 1.0
-            loss = run_pipeline(self, batches, SCHEDULES[schedule], loss_fn=loss_fn, loss_scale=scale).loss
+            how = {"loss_fn": loss_fn, "loss_scale": scale, "weight_queue": queue}
+            loss = run_pipeline(self, batches, SCHEDULES[schedule], **how).loss
         self._buckets.finish(scale)
         entries = list(self.entries())
         partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
@@ -376,16 +389,19 @@ class Model(nn.Module):
                 module.training = training
 
     @contextmanager
-    def _sums_later(self):
-        """Within this block gradients of copies over tp stay partial: they are summed once for all micro-batches."""
+    def _gradients_later(self, queue: WeightQueue | None):
+        """Within this block gradients of copies over tp stay partial: they are summed once for all micro-batches.
+
+        queue: where the gradients of linear weights wait.
+        """
         modules = [module for module in self.modules() if isinstance(module, ShardedModule)]
         for module in modules:
-            module.sums_later = True
+            module.sums_later, module.weight_queue = True, queue
         try:
             yield
         finally:
             for module in modules:
-                module.sums_later = False
+                module.sums_later, module.weight_queue = False, None
 
     def _with_targets(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         if self.stages[-1].last and batches[0].targets is None and batches[0].labels is None:

@@ -229,8 +229,8 @@ class MPT(Model):
                 self.score = ClassificationHead(c.hidden_size, c.num_labels)
             elif not tied:
                 self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if tied and ctx.pp_size > 1:  # the stages whose gradients are summed
-            self.tied = {"embedding.weight": (0, ctx.pp_size - 1)}
+        if tied:
+            self.tie("embedding.weight", 0, -1)
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]

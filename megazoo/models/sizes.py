@@ -4,8 +4,9 @@ from megazoo.errors import UserError
 from megazoo.models.classification import PROBLEMS
 
 
-def check_sizes(config, tp: int, pp: int) -> None:
-    """Raise UserError, naming what would do, if a model of this config can't be cut into tp x pp."""
+def check_sizes(config, tp: int, pp: int, virtual: int = 1) -> None:
+    """Raise UserError, naming what would do, if a model of this config can't be cut into tp x pp, with `virtual` stages
+    a rank."""
     sizes = ("vocab_size", "max_positions", "hidden_size", "layers", "heads", "kv_heads", "ffn_size")
     for name in sizes:
         if getattr(config, name, 1) < 1:
@@ -27,6 +28,9 @@ def check_sizes(config, tp: int, pp: int) -> None:
         raise UserError(f"tp {tp} doesn't divide {what}: use tp {_any_of(fits)}")
     if config.layers < pp:
         raise UserError(f"layers {config.layers} don't fill pp {pp} stages: use pp of at most {config.layers}")
+    if config.layers < pp * virtual:
+        what = f"layers {config.layers} don't fill pp {pp} x virtual-pp {virtual} = {pp * virtual} stages"
+        raise UserError(f"{what}: use virtual-pp of at most {config.layers // pp}")
 
 
 def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:

@@ -1,6 +1,7 @@
 """Where a rank stands: the (pp, dp, tp) mesh of ranks, its process groups, and the stages of the pipeline."""
 
 import os
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -34,6 +35,8 @@ class ParallelContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
     sequence_parallel: bool = False  # between tensor-parallel regions each tp rank has its part of the sequence
+    virtual_size: int = 1  # stages of a rank: stage s lives on pipeline rank s % pp_size
+    stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
 
     def __post_init__(self):
         if self.tp_size == 1:
@@ -47,6 +50,8 @@ class ParallelContext:
         data_parallel_size: int | None = None,
         *,
         sequence_parallel: bool = False,
+        virtual_pipeline_size: int = 1,
+        stage_layers: str | Sequence[int] = "balanced",
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
@@ -56,12 +61,18 @@ class ParallelContext:
         is CUDA where this machine has a device for each of its ranks. timeout bounds every wait on every group.
         sequence_parallel: between tensor-parallel regions cut the activations along the sequence (Korthikanti et al.
         2022): norms, dropouts and residuals then take 1 / tp of the memory, for the same bytes sent.
+        virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule. stage_layers: where the
+        stages are cut: "balanced" by cost, the embedding's and the head's included; "uniform" by layers; or the number
+        of layers of each.
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
         Raises UserError when the sizes don't multiply to the world.
         """
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
+        stages = {"virtual": virtual_pipeline_size, "stage_layers": stage_layers}
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+        here = cls.virtual(tp, pp, dp, rank=rank, sequence_parallel=sequence_parallel, **stages)
         device = choose_device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -69,24 +80,35 @@ class ParallelContext:
             share_cores()
         if not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ:
-                return cls(device=device)
+                return replace(here, device=device)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout)
         ranks = torch.arange(world).view(pp, dp, tp)
         groups = [_axis_group(ranks, axis, timeout) for axis in range(3)]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        here = cls.virtual(tp, pp, dp, rank=dist.get_rank(), sequence_parallel=sequence_parallel)
         return replace(here, device=device, mesh=mesh)
 
     @classmethod
     def virtual(
-        cls, tp: int = 1, pp: int = 1, dp: int = 1, *, rank: int = 0, sequence_parallel: bool = False
+        cls,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        *,
+        rank: int = 0,
+        sequence_parallel: bool = False,
+        virtual: int = 1,
+        stage_layers: str | Sequence[int] = "balanced",
     ) -> "ParallelContext":
-        """Rank `rank` of a tp x pp x dp world that need not exist."""
+        """Rank `rank` of a tp x pp x dp world that need not exist. virtual: the stages of a rank."""
         if not 0 <= rank < tp * pp * dp:
             raise UserError(f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks")
         here = {"tp_rank": rank % tp, "dp_rank": rank // tp % dp, "pp_rank": rank // (tp * dp)}
-        return cls(tp, pp, dp, **here, sequence_parallel=sequence_parallel)
+        if virtual > 1 and pp == 1:
+            raise UserError(f"virtual-pp {virtual} cuts the stages of a pipeline: use pp 2 or more")
+        stage_layers = stage_layers if isinstance(stage_layers, str) else tuple(stage_layers)
+        more = {"virtual_size": virtual, "stage_layers": stage_layers}
+        return cls(tp, pp, dp, **here, sequence_parallel=sequence_parallel, **more)
 
     @cached_property
     def tp_group(self) -> dist.ProcessGroup | None:
@@ -108,6 +130,10 @@ class ParallelContext:
         """Raise UserError in a virtual context: without its other ranks a model would give wrong numbers."""
         if self.world_size > 1 and self.mesh is None:
             raise UserError("a virtual context has no ranks to talk to: it can build a model, not run it")
+
+    @property
+    def stage_count(self) -> int:
+        return self.pp_size * self.virtual_size
 
     @property
     def world_size(self) -> int:
@@ -205,21 +231,31 @@ class Stage:
         return self.index == self.count - 1
 
 
-def balanced_stages(layers: int, stages: int, layer_cost: float, first_cost: float, last_cost: float) -> list[Stage]:
-    """Cut `layers` equal layers into contiguous stages whose slowest is as fast as can be.
+def cut_into_stages(
+    layers: int, count: int, how: str | tuple[int, ...], costs: tuple[float, float, float] = (1.0, 0.0, 0.0)
+) -> list[Stage]:
+    """`count` contiguous stages. how: "uniform", "balanced", or the layers of each stage; UserError for another.
 
-    first_cost and last_cost are what the embedding and the head add to the ends, in the unit of layer_cost.
-    Each layer goes to the stage that is cheapest with it, earlier stages first: with equal layers this is optimal.
+    costs: of a layer, and of what comes before and after the layers. balanced: the slowest stage is as fast as can be:
+    each layer goes to the stage that is cheapest with it, earlier stages first; with equal layers this is optimal.
     """
-    if layers < stages:
-        raise UserError(f"{layers} layers can't fill {stages} pipeline stages: use pp of at most {layers}")
-    load = [0.0] * stages
-    load[0] += first_cost
-    load[-1] += last_cost
-    counts = [0] * stages
-    for _ in range(layers):
-        cheapest = min(range(stages), key=lambda s: load[s])
-        load[cheapest] += layer_cost
-        counts[cheapest] += 1
-    ends = [sum(counts[: s + 1]) for s in range(stages)]
-    return [Stage(s, stages, range(ends[s] - counts[s], ends[s])) for s in range(stages)]
+    if layers < count:
+        raise UserError(f"layers {layers} don't fill {count} stages: use pp x virtual-pp of at most {layers}")
+    if isinstance(how, tuple):
+        if len(how) != count or sum(how) != layers or min(how) < 1:
+            what = f"stage-layers {','.join(map(str, how))}"
+            raise UserError(f"{what} must be {count} numbers above 0 that add up to {layers}")
+        counts = list(how)
+    elif how in ("uniform", "balanced"):
+        layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)
+        load, counts = [0.0] * count, [0] * count
+        load[0] += first
+        load[-1] += last
+        for _ in range(layers):
+            cheapest = min(range(count), key=lambda stage: load[stage])
+            load[cheapest] += layer
+            counts[cheapest] += 1
+    else:
+        raise UserError(f"stage-layers {how!r} is neither balanced nor uniform nor numbers such as 5,6,6,5")
+    ends = [sum(counts[: stage + 1]) for stage in range(count)]
+    return [Stage(stage, count, range(end - n, end)) for stage, (end, n) in enumerate(zip(ends, counts, strict=True))]

@@ -1,6 +1,7 @@
 """Gradients in contiguous fp32 buckets, summed over the data-parallel replicas while backward still runs."""
 
 import weakref
+from collections.abc import Container
 
 import torch
 
@@ -28,8 +29,9 @@ class GradientBuckets:
         myself = weakref.ref(self)  # what a hook holds, no garbage collector sees: the model would live on
 
         def received(parameter: torch.nn.Parameter) -> None:
-            if buckets := myself():
-                buckets._received(parameter)
+            buckets = myself()
+            if buckets and parameter not in buckets.elsewhere:
+                buckets.received(parameter)
 
         for members in _grouped(parameters[::-1], bucket_elements):
             bucket = torch.zeros(sum(p.numel() for p in members), dtype=torch.float32, device=ctx.device)
@@ -41,6 +43,7 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(received)
             self.buckets.append(bucket)
         self.missing: list[int] = []  # backwards that each bucket still waits for; empty when not counting
+        self.elsewhere: Container[torch.nn.Parameter] = ()
         self.launched = 0
         self.works: list = []
 
@@ -51,9 +54,13 @@ class GradientBuckets:
         for parameter, view in self.views.items():
             parameter.grad = view
 
-    def start(self, backwards: int) -> None:
-        """Zero the gradients and expect `backwards` contributions to each before it is summed over the replicas."""
+    def start(self, backwards: int, elsewhere: Container[torch.nn.Parameter] = ()) -> None:
+        """Zero the gradients and expect `backwards` contributions to each before it is summed over the replicas.
+
+        elsewhere: parameters of which not autograd but a call of `received` tells that they have had one.
+        """
         self.zero()
+        self.elsewhere = elsewhere
         self.missing = [0] * len(self.buckets)
         for index in self.bucket_of.values():
             self.missing[index] += backwards
@@ -71,7 +78,8 @@ class GradientBuckets:
             for bucket in self.buckets:
                 bucket /= loss_scale
 
-    def _received(self, parameter: torch.nn.Parameter) -> None:
+    def received(self, parameter: torch.nn.Parameter) -> None:
+        """A backward has added to the parameter's gradient."""
         if self.missing:
             self.missing[self.bucket_of[parameter]] -= 1
             full = next((i for i, missing in enumerate(self.missing) if missing), len(self.missing))

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
-from megazoo.parallel.schedule import Action, Exchange, Transfer, forward_only, with_exchanges
+from megazoo.parallel.linear import WeightQueue
+from megazoo.parallel.schedule import Action, Exchange, Transfer, forward_only, program
 
 IGNORED = -100  # a target that carries no loss
 MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest one
@@ -82,12 +83,14 @@ def run_pipeline(
     collect: Callable | None = None,
     loss_fn: Callable | None = None,
     loss_scale: float = 1.0,
+    weight_queue: WeightQueue | None = None,
 ) -> Result:
     """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of the global batch.
 
     model: has ctx, stages (this rank's), forward_stage(x, batch, stage), loss_sum(outputs, batch), label_count(batch),
-    whole_logits(outputs, batch), hidden_size and dtype. schedule: a table of `SCHEDULES`, after which each parameter's
-    gradient holds this replica's part of the gradient of that mean, times loss_scale; None runs the forwards only.
+    whole_logits(outputs, batch), hidden_size and dtype. schedule: of `SCHEDULES`, after which each parameter's gradient
+    holds this replica's part of the gradient of that mean, times loss_scale; None runs the forwards only. weight_queue:
+    where the linear layers leave their weights' gradients, for a schedule that has times of its own for them.
     global_batch False: the mean is over this replica's batch. collect(outputs, batch): what to keep of the last stage's
     outputs. loss_fn(logits, labels): a micro-batch's mean instead of loss_sum; the means are weighed by label_count.
     Every rank of the world (of the replica) calls this together and gets the same 0-dimensional fp32 loss (nan without
@@ -102,13 +105,14 @@ def run_pipeline(
     if last:
         labelled += sum(model.label_count(batch) for batch in batches)
         all_reduce(labelled, replicas)
-    table = (schedule or forward_only)(ctx.pp_rank, ctx.pp_size, len(batches))
-    run = _Run(model, batches, labelled.clamp(min=1).float(), collect, loss_fn, loss_scale)
-    for item in with_exchanges(table, ctx.pp_size, model.stages[-1].count):
+    run = _Run(model, batches, labelled.clamp(min=1).float(), collect, loss_fn, loss_scale, weight_queue)
+    for item in program(schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)):
         if isinstance(item, Exchange):
             run.exchange(item)
         elif item.kind == "F":
             run.forward(item, train=schedule is not None)
+        elif item.kind == "W":
+            run.weights.pop((item.stage, item.microbatch))()
         else:
             run.backward(item)
     run.finish()
@@ -123,13 +127,23 @@ def run_pipeline(
 class _Run:
     """The state of one pass over a table: tensors that arrived, tensors that will leave, graphs awaiting backward."""
 
-    def __init__(self, model, batches: list[MicroBatch], labelled: torch.Tensor, collect, loss_fn, loss_scale: float):
-        self.collect, self.loss_fn, self.loss_scale = collect, loss_fn, loss_scale
+    def __init__(
+        self,
+        model,
+        batches: list[MicroBatch],
+        labelled: torch.Tensor,
+        collect,
+        loss_fn,
+        loss_scale: float,
+        weight_queue: WeightQueue | None,
+    ):
+        self.collect, self.loss_fn, self.loss_scale, self.weight_queue = collect, loss_fn, loss_scale, weight_queue
         self.model, self.ctx, self.batches, self.labelled = model, model.ctx, batches, labelled
         self.stages = {stage.index: stage for stage in model.stages}
         self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
-        self.leaving: dict[tuple[str, int], torch.Tensor] = {}  # by kind and micro-batch
+        self.leaving: dict[Action, torch.Tensor] = {}  # by what will consume it
         self.graphs: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> input, output
+        self.weights: dict[tuple[int, int], Callable[[], None]] = {}  # likewise -> computes the weights' gradients
         self.open: deque = deque()
         self.losses: list[torch.Tensor] = []  # of each micro-batch, its part of the mean; in double: they are summed
         self.collected: list[torch.Tensor] = []
@@ -147,7 +161,7 @@ class _Run:
                     output = self._loss(output, batch) / self.labelled
                     self.losses.append(output.detach().double())
             else:
-                self.leaving["F", action.microbatch] = output.detach()
+                self.leaving[action._replace(stage=stage.index + 1)] = output.detach()
         if train:
             self.graphs[action.stage, action.microbatch] = (received, output)
 
@@ -171,8 +185,10 @@ class _Run:
             (output,), (torch.full_like(output, self.loss_scale) if gradient is None else gradient,),
             False, False, (), allow_unreachable=True, accumulate_grad=True,
         )  # fmt: skip
+        if action.kind == "I":
+            self.weights[action.stage, action.microbatch] = self.weight_queue.take()
         if received is not None:
-            self.leaving["B", action.microbatch] = received.grad
+            self.leaving[action._replace(stage=action.stage - 1)] = received.grad
 
     def exchange(self, exchange: Exchange) -> None:
         """Start an exchange's sends and receives in one go. Nothing is waited for but exchanges long past."""
@@ -182,7 +198,7 @@ class _Run:
             ops.append(dist.P2POp(dist.irecv, buffer, self.ctx.global_rank(transfer.source), self.ctx.pp_group))
             self.arrived[transfer.consumer] = (buffer, [])
         for transfer in exchange.sends:
-            sent.append(self.leaving.pop((transfer.consumer.kind, transfer.consumer.microbatch)).contiguous())
+            sent.append(self.leaving.pop(transfer.consumer).contiguous())
             ops.append(dist.P2POp(dist.isend, sent[-1], self.ctx.global_rank(transfer.target), self.ctx.pp_group))
         works = dist.batch_isend_irecv(ops)
         fused = len(works) != len(ops)  # NCCL returns one work for all, gloo one for each

@@ -1,16 +1,24 @@
 """Pipeline schedules as pure tables: what each rank does, in what order. No processes needed.
 
-A table is a rank's list of actions. `with_exchanges` adds the point-to-point traffic that the actions imply, and
-`simulate` runs the tables of all ranks in one process under the strictest rules of a communication library.
+A table is a rank's list of actions. `timeline` says when each would run, which `program` takes to order the
+point-to-point traffic, the same on both its sides.
 """
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from megazoo.errors import UserError
 
+COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
 
 class Action(NamedTuple):
-    """Forward ("F") or backward ("B") of one micro-batch through one stage. Stage s lives on rank s % pp."""
+    """What a rank does with one micro-batch in one stage; stage s lives on rank s % pp.
+
+    kind: "F" forward; "B" backward; or backward in two parts: "I", of the inputs, and "W", of the weights.
+    """
 
     kind: str
     stage: int
@@ -32,98 +40,168 @@ class Exchange(NamedTuple):
     receives: tuple[Transfer, ...]
 
 
-def forward_only(rank: int, pp: int, microbatches: int) -> list[Action]:
-    """Evaluation: every micro-batch forward, in order."""
-    return [Action("F", rank, m) for m in range(microbatches)]
+# The tables. virtual: the stages of a rank; a rank's stages are pp apart.
 
 
-def gpipe(rank: int, pp: int, microbatches: int) -> list[Action]:
+def forward_only(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
+    """Evaluation: every micro-batch forward, in groups of at least pp, each group through all of the rank's stages."""
+    return [
+        Action("F", rank + pp * chunk, m)
+        for group in _groups(microbatches, pp)
+        for chunk in range(virtual)
+        for m in group
+    ]
+
+
+def gpipe(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
     """All forwards, then all backwards: simple, and all micro-batches in flight at once (Huang et al. 2019)."""
-    return forward_only(rank, pp, microbatches) + [Action("B", rank, m) for m in range(microbatches)]
+    return forward_only(rank, pp, virtual, microbatches) + _backwards(rank, pp, virtual, microbatches)
 
 
-def one_f_one_b(rank: int, pp: int, microbatches: int) -> list[Action]:
+def one_f_one_b(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
     """1F1B: after a warm-up, one forward and one backward in turn; min(pp - rank, microbatches) in flight.
 
-    The bubble is that of gpipe, (pp - 1) / microbatches (PipeDream-Flush, Narayanan et al. 2021).
+    The bubble is that of gpipe, (pp - 1) / microbatches (PipeDream-Flush). With several stages a rank it is the
+    interleaved schedule, whose bubble is as many times smaller, for as many times the traffic (Narayanan et al. 2021).
     """
-    warm_up = min(pp - rank - 1, microbatches)
-    table = [Action("F", rank, m) for m in range(warm_up)]
-    for m in range(microbatches - warm_up):
-        table += [Action("F", rank, warm_up + m), Action("B", rank, m)]
-    return table + [Action("B", rank, m) for m in range(microbatches - warm_up, microbatches)]
+    forwards, backwards = (make(rank, pp, virtual, microbatches) for make in (forward_only, _backwards))
+    warm_up = pp - rank - 1
+    if virtual > 1:
+        warm_up = 2 * warm_up + (virtual - 1) * max(map(len, _groups(microbatches, pp)))
+    table = forwards[:warm_up]
+    for pair in zip(forwards[warm_up:], backwards, strict=False):
+        table += pair
+    return table + backwards[max(0, len(forwards) - warm_up) :]
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+def zb_h1(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
+    """1F1B with backward in two parts: a rank's weights wait until their time would be idle, `rank` micro-batches long.
+
+    The bubble is a third of 1F1B's where F, I and W take equally long, in the memory of 1F1B's first stage
+    (ZB-H1: Qi et al. 2023).
+    """
+    if virtual > 1:
+        raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1")
+    table, waiting = [], 0
+    for action in one_f_one_b(rank, pp, 1, microbatches):
+        if action.kind == "F":
+            table.append(action)
+            continue
+        table.append(action._replace(kind="I"))
+        waiting += 1
+        if waiting > rank:
+            table.append(Action("W", rank, action.microbatch - rank))
+            waiting -= 1
+    return table + [Action("W", rank, m) for m in range(microbatches - waiting, microbatches)]
 
 
-def with_exchanges(table: list[Action], pp: int, stages: int) -> list[Action | Exchange]:
-    """A rank's table with its traffic: after each action its result leaves together with the next one's arrival."""
+SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1,
+}  # fmt: skip
 
-    def arriving(action: Action) -> Transfer | None:
-        source = action.stage - 1 if action.kind == "F" else action.stage + 1
-        return Transfer(action, source % pp, action.stage % pp) if 0 <= source < stages else None
 
-    def leaving(action: Action) -> Transfer | None:
-        target = action.stage + 1 if action.kind == "F" else action.stage - 1
-        consumer = Action(action.kind, target, action.microbatch)
-        return Transfer(consumer, action.stage % pp, target % pp) if 0 <= target < stages else None
+def _groups(microbatches: int, pp: int) -> list[range]:
+    """The micro-batches in groups of equal size, nearly, of at least pp: fewer would leave ranks waiting."""
+    count = max(1, microbatches // pp)
+    cuts = [microbatches * number // count for number in range(count + 1)]
+    return [range(*ends) for ends in pairwise(cuts)]
 
+
+def _backwards(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
+    forwards = forward_only(rank, pp, virtual, microbatches)
+    last = rank + pp * (virtual - 1)
+    return [Action("B", rank + last - stage, m) for _, stage, m in forwards]
+
+
+# When, and what travels.
+
+
+class Span(NamedTuple):
+    """When an action begins and ends."""
+
+    start: float
+    end: float
+
+
+def timeline(tables: Sequence[Sequence[Action]], cost: dict[str, float] | None = None) -> dict[Action, Span]:
+    """When every action of all ranks' tables runs, if each does its own in order, as soon as what it needs is there.
+
+    cost: the time of each kind of action; by default a backward takes two forwards. Transfers take no time. Raises
+    UserError if the tables wait for each other.
+    """
+    cost, spans = cost or COST, {}
+    position, clock = [0] * len(tables), [0.0] * len(tables)
+    last = max(action.stage for table in tables for action in table)
+    unfinished = True
+    while unfinished:
+        unfinished = progress = False
+        for rank, table in enumerate(tables):
+            while position[rank] < len(table):
+                action = table[position[rank]]
+                needed = source_of(action, last)
+                if needed and needed not in spans:
+                    unfinished = True
+                    break
+                start = max(clock[rank], spans[needed].end if needed else 0.0)
+                clock[rank] = start + cost[action.kind]
+                spans[action] = Span(start, clock[rank])
+                position[rank] += 1
+                progress = True
+        if unfinished and not progress:
+            stuck = "; ".join(
+                f"rank {r} at {t[p]}" for r, (t, p) in enumerate(zip(tables, position, strict=True)) if p < len(t)
+            )
+            raise UserError(f"the schedule deadlocks: {stuck}")
+    return spans
+
+
+def source_of(action: Action, last: int) -> Action | None:
+    """What makes an action's input on another stage, if anything does. last: the last stage."""
+    if action.kind == "F":
+        return action._replace(stage=action.stage - 1) if action.stage else None
+    if action.kind == "W" or action.stage == last:
+        return None
+    return action._replace(stage=action.stage + 1)
+
+
+@lru_cache(maxsize=256)
+def program(
+    schedule: Callable[[int, int, int, int], list[Action]], rank: int, pp: int, virtual: int, microbatches: int
+) -> tuple[Action | Exchange, ...]:
+    """A rank's table with its traffic.
+
+    All ranks start their transfers in one order, that of the timeline: even where a library moves one exchange of a
+    rank after the other, none can wait for one that waits for it. A result leaves as soon as it is there; what another
+    rank sends is waited for where that order allows, and taken in when it is needed.
+    """
+    tables = [schedule(each, pp, virtual, microbatches) for each in range(pp)]
+    spans = timeline(tables)
+    place = {action: number for number, action in enumerate(tables[rank])}
+    transfers = []
+    for consumer in spans:
+        source = source_of(consumer, pp * virtual - 1)
+        if source and rank in (source.stage % pp, consumer.stage % pp):
+            transfers.append((spans[source].end, source, consumer))
+    slots: list[tuple[list, list]] = [([], []) for _ in range(len(place) + 1)]
+    slot = 0
+    for _, source, consumer in sorted(transfers):
+        transfer = Transfer(consumer, source.stage % pp, consumer.stage % pp)
+        if transfer.source == rank:
+            slot = max(slot, place[source] + 1)
+        slots[slot][transfer.target == rank].append(transfer)
     steps: list[Action | Exchange] = []
-    for before, action in zip([None, *table], [*table, None], strict=True):
-        sends = (leaving(before),) if before and leaving(before) else ()
-        receives = (arriving(action),) if action and arriving(action) else ()
+    for (sends, receives), action in zip(slots, [*tables[rank], None], strict=True):
         if sends or receives:
-            steps.append(Exchange(sends, receives))
+            steps.append(Exchange(tuple(sends), tuple(receives)))
         if action:
             steps.append(action)
-    return steps
+    return tuple(steps)
 
 
-class Simulation(NamedTuple):
-    """makespan: time from the first action to the last. peaks: each rank's most micro-batches in flight at once."""
-
-    makespan: float
-    peaks: list[int]
-
-
-def simulate(programs: list[list[Action | Exchange]], cost: dict[str, float] | None = None) -> Simulation:
-    """Run every rank's program in simulated time; raise UserError on a deadlock.
-
-    Exchanges follow the strictest rules that a library may have: a rank's exchanges happen in order, a tensor moves
-    only when both sides have reached its exchange, and a rank starts the next exchange only when all of the one
-    before has moved. An action waits for what it receives. Transfers take no time. cost: time of "F" and "B".
-    """
-    cost = cost or {"F": 1.0, "B": 2.0}
-    ranks = range(len(programs))
-    position, clock = [0 for _ in ranks], [0.0 for _ in ranks]
-    in_flight, peaks = [0 for _ in ranks], [0 for _ in ranks]
-    posted: dict[tuple[Transfer, int], float] = {}  # (transfer, rank) -> when that side reached it
-    open_exchange: list[Exchange | None] = [None for _ in ranks]
-
-    def moved(transfers) -> bool:
-        return all((t, t.source) in posted and (t, t.target) in posted for t in transfers)
-
-    def step(rank: int) -> bool:
-        item, last = programs[rank][position[rank]], open_exchange[rank]
-        if isinstance(item, Exchange):
-            if last and not moved(last.sends + last.receives):
-                return False
-            posted.update({(transfer, rank): clock[rank] for transfer in item.sends + item.receives})
-            open_exchange[rank] = item
-        else:
-            arriving = [t for t in last.receives if t.consumer == item] if last else []
-            if not moved(arriving):
-                return False
-            start = max([clock[rank], *(posted[t, side] for t in arriving for side in (t.source, t.target))])
-            clock[rank] = start + cost[item.kind]
-            in_flight[rank] += {"F": 1, "B": -1}[item.kind]
-            peaks[rank] = max(peaks[rank], in_flight[rank])
-        position[rank] += 1
-        return True
-
-    while unfinished := [rank for rank in ranks if position[rank] < len(programs[rank])]:
-        if not sum(step(rank) for rank in unfinished):  # each rank that can go on goes one step
-            stuck = "; ".join(f"rank {rank} at {programs[rank][position[rank]]}" for rank in unfinished)
-            raise UserError(f"the schedule deadlocks: {stuck}")
-    return Simulation(max(clock), peaks)
+def in_flight(table: Sequence[Action]) -> int:
+    """The most micro-batches of a rank's stages whose activations are held at once: from F until B, or W."""
+    held = peak = 0
+    for action in table:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        peak = max(peak, held)
+    return peak

@@ -10,6 +10,7 @@ from torch import nn
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.random import derive_seed
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
@@ -156,10 +157,12 @@ class ShardedModule(nn.Module):
 
     ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward takes a parameter that
     several tp ranks hold through `whole`, so that its gradient is the sum of what they contribute. sums_later: whoever
-    runs backward makes those sums himself, once for many backwards (`sum_over_copies`).
+    runs backward makes those sums himself, once for many backwards (`sum_over_copies`). weight_queue: where gradients
+    of linear weights wait, if they do.
     """
 
     sums_later = False
+    weight_queue: WeightQueue | None = None
 
     def __init__(self, ctx: ParallelContext | None = None):
         super().__init__()
