@@ -102,6 +102,8 @@ def main(arguments: list[str]) -> None:
         betas=(options.optimizer.beta1, options.optimizer.beta2),
         weight_decay=options.optimizer.weight_decay,
         clip_grad=options.optimizer.clip_grad,
+        zero=parallel.zero,
+        offload=parallel.offload_optimizer,
         loss_scale=LossScale(training.initial_loss_scale, training.loss_scale_window, training.hysteresis),
     )
     if goes_on:

@@ -73,6 +73,10 @@ class ParallelOptions:
     schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
     """Order of the pipeline's forwards and backwards. zb-h1 leaves the weights' gradients for when a rank would wait: a
     third of 1f1b's bubble, for some more memory on the later stages."""
+    zero: Literal[0, 1] = 0
+    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state on the CPU, and make the update there."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
 

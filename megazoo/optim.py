@@ -5,7 +5,8 @@ import math
 import torch
 
 from megazoo.errors import UserError
-from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.collectives import all_reduce, gather_ranges
+from megazoo.parallel.shard import Entry
 from megazoo.precision import LossScale
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
@@ -20,12 +21,16 @@ class AdamW:
         lr: step size; assign to `opt.lr` to change it. betas, eps: as in Adam.
         weight_decay: on parameters of two and more dimensions; biases and norms have none.
         clip_grad: largest global gradient norm; 0 turns clipping off.
+        zero: 1 shares the state and the update among the replicas (ZeRO-1): each has 1 / dp of them. `train_batch` then
+            leaves in .grad the sum over the replicas for this one's share only.
+        offload: keep the state on the CPU, and make the update there.
 
     For a float16 model it makes a loss scale, which `train_batch` applies and takes out again; a step whose gradients
     overflowed on any rank is skipped on all: `skipped` says so, and step returns inf. loss_scale: one to use instead.
 
-    The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, of its shape; for one of lower precision also `master`,
-    the fp32 weights that are updated and then rounded into it: most steps are smaller than its precision.
+    The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]` of this rank's part of
+    it, flattened; for one of lower precision, or that is offloaded, also `master`, the fp32 weights that are updated
+    and then rounded into it: most steps are smaller than its precision.
     """
 
     def __init__(
@@ -36,21 +41,35 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         clip_grad: float = 1.0,
+        *,
+        zero: int = 0,
+        offload: bool = False,
         loss_scale: LossScale | None = None,
     ):
+        if zero not in (0, 1):
+            raise UserError(f"zero {zero} is neither 0 nor 1")
         self.lr, self.betas, self.eps, self.weight_decay, self.clip_grad = lr, betas, eps, weight_decay, clip_grad
         if model.dtype == torch.float16:
             model.loss_scale = loss_scale or LossScale()
         self.loss_scale, self.skipped = model.loss_scale, False
         self.ctx = model.ctx
+        self.device = torch.device("cpu") if offload else self.ctx.device
         self.entries = list(model.entries())
+        self._buckets = model.gradient_buckets if zero and self.ctx.dp_size > 1 else None
+        if self._buckets:
+            self._buckets.sharded = True
+        self.ranges = {entry.name: self.range_of(entry, self.ctx.dp_rank) for entry in self.entries}
         self.state: dict[str, dict[str, torch.Tensor]] = {}
         for entry in self.entries:
-            state = {name: torch.zeros_like(entry.parameter, dtype=torch.float32) for name in MOMENTS}
-            if entry.parameter.dtype != torch.float32:
-                state[MASTER] = entry.parameter.detach().float()
+            mine = self._mine(entry.parameter.detach(), entry)
+            pinned = {"pin_memory": offload and self.ctx.device.type == "cuda"}
+            state = {
+                name: torch.zeros(mine.shape, dtype=torch.float32, device=self.device, **pinned) for name in MOMENTS
+            }
+            if offload or mine.dtype != torch.float32:
+                state[MASTER] = torch.empty_like(state[MOMENTS[0]]).copy_(mine)
             self.state[entry.name] = state
-        self.steps = torch.zeros((), dtype=torch.float32, device=self.ctx.device)
+        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
     def step(self) -> torch.Tensor:
@@ -64,11 +83,13 @@ class AdamW:
         self.steps += 1
         # The fused kernel divides gradients by grad_scale, so that clipping needs no pass of its own.
         clips = self.clip_grad > 0 and norm > self.clip_grad
-        scale = (norm + 1e-6) / self.clip_grad if clips else None
+        scale = ((norm + 1e-6) / self.clip_grad).to(self.device) if clips else None
         for decay in (True, False):
             group = [e for e in self.entries if (e.parameter.dim() > 1) == decay and e.parameter.grad is not None]
             if group:
                 self._update(group, self.weight_decay if decay else 0.0, scale)
+        if self._buckets:
+            self._buckets.gather()
         return norm
 
     def zero_grad(self) -> None:
@@ -82,11 +103,44 @@ class AdamW:
         total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         for entry in self.entries:
             if entry.parameter.grad is not None:
-                for piece in entry.counted_pieces(self.ctx):
-                    total += square_sum(entry.parameter.grad[piece.index()])
-        all_reduce(total, self.ctx.tp_group)
-        all_reduce(total, self.ctx.pp_group)
+                total += self._square_sum(entry)
+        for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group if self._buckets else None):
+            all_reduce(total, group)
         return total.sqrt().float()
+
+    def range_of(self, entry: Entry, dp_rank: int) -> tuple[int, int]:
+        """The elements of a parameter, flattened, that a replica has the state of."""
+        return self._buckets.range_of(entry.parameter, dp_rank) if self._buckets else (0, entry.parameter.numel())
+
+    def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
+        """A parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others must call this, too."""
+        states = {}
+        for name, tensor in self.state[entry.name].items():
+            if name == MASTER and entry.parameter.dtype == torch.float32:
+                continue  # the parameter itself, on the CPU
+            if self._buckets:
+                ranges = [self.range_of(entry, dp_rank) for dp_rank in range(self.ctx.dp_size)]
+                whole = tensor.new_empty(entry.parameter.numel())
+                whole[slice(*self.ranges[entry.name])] = tensor
+                gather_ranges(whole, ranges, writer, self.ctx.dp_group)
+                tensor = whole
+            states[name] = tensor.view(entry.parameter.shape)
+        return states
+
+    def _mine(self, tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """The elements of a tensor of the parameter's shape that this replica updates."""
+        return tensor.view(-1)[slice(*self.ranges[entry.name])]
+
+    def _square_sum(self, entry: Entry) -> torch.Tensor | float:
+        """Of the gradient's elements that this rank counts."""
+        gradient, pieces = entry.parameter.grad, entry.counted_pieces(self.ctx)
+        if not self._buckets:
+            return sum(square_sum(gradient[piece.index()]) for piece in pieces)
+        counted = torch.zeros(gradient.shape, dtype=torch.bool, device=gradient.device)
+        for piece in pieces:
+            counted[piece.index()] = True
+        counted, gradient = self._mine(counted, entry), self._mine(gradient, entry)
+        return square_sum(gradient if counted.all() else gradient[counted])
 
     def _overflowed(self) -> bool:
         """Whether a gradient on any rank is infinite or not a number."""
@@ -96,20 +150,21 @@ class AdamW:
             all_reduce(overflow, group)
         return bool(overflow)
 
-    def _update(self, group, weight_decay: float, grad_scale: torch.Tensor | None) -> None:
+    def _update(self, group: list[Entry], weight_decay: float, grad_scale: torch.Tensor | None) -> None:
+        mine = [self._mine(e.parameter, e) for e in group]
         # The kernel behind torch.optim.AdamW(fused=True), whose constructor would import torch._dynamo.
         torch._fused_adamw_(
-            [self.state[e.name].get(MASTER, e.parameter) for e in group],
-            [e.parameter.grad.float() for e in group],
+            [self.state[e.name].get(MASTER, part) for e, part in zip(group, mine, strict=True)],
+            [self._mine(e.parameter.grad, e).to(self.device, torch.float32) for e in group],
             *([self.state[e.name][moment] for e in group] for moment in MOMENTS),
             [],
             [self.steps] * len(group),
             lr=self.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay, eps=self.eps,
             amsgrad=False, maximize=False, grad_scale=grad_scale,
         )  # fmt: skip
-        for e in group:
+        for e, part in zip(group, mine, strict=True):
             if MASTER in self.state[e.name]:
-                e.parameter.copy_(self.state[e.name][MASTER])
+                part.copy_(self.state[e.name][MASTER])
 
 
 def square_sum(tensor: torch.Tensor, chunk: int = 1 << 16) -> torch.Tensor:

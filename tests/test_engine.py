@@ -212,12 +212,12 @@ def reduced_in_small_buckets():
     """Train a batch with many buckets; returns how many had left before the end, of how many, and the gradients."""
     ctx = context(dp=2)
     model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
-    model._buckets = GradientBuckets([entry.parameter for entry in model.entries()], ctx, bucket_elements=2000)
-    left, finish = [], model._buckets.finish
-    model._buckets.finish = lambda scale: left.append(model._buckets.launched) or finish(scale)
+    model.gradient_buckets = GradientBuckets([entry.parameter for entry in model.entries()], ctx, bucket_elements=2000)
+    left, finish = [], model.gradient_buckets.finish
+    model.gradient_buckets.finish = lambda scale: left.append(model.gradient_buckets.launched) or finish(scale)
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
     model.train_batch(ids, targets=targets, num_microbatches=2)
-    return left[0], len(model._buckets.buckets), gradients(model)
+    return left[0], len(model.gradient_buckets.buckets), gradients(model)
 
 
 def test_buckets_leave_while_the_last_backward_runs(ranks):

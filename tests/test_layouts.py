@@ -80,10 +80,10 @@ def test_every_gradient_equals_one_process_in_all_cases(ranks, model, layout, mo
 
 # Interleaved and zero-bubble, with what they combine with; six micro-batches, which pp 4 does not divide, or four.
 PIPELINES = [("1f1b", 2, 2), ("1f1b", 2, 3), ("1f1b", 4, 2), ("1f1b", 4, 3), ("zb-h1", 2, 1), ("zb-h1", 4, 1)]
-BESIDE = [dict(), dict(tp=2), dict(dp=2), dict(tp=2, sp=True)]
+BESIDE = [(dict(), 0), (dict(tp=2), 0), (dict(dp=2), 0), (dict(dp=2), 1), (dict(tp=2, sp=True), 0)]
 PIPELINE_CASES = [
-    (model, schedule, dict(pp=pp, v=virtual, **beside), mode, micro_batches)
-    for model, (schedule, pp, virtual), beside, mode, micro_batches in product(
+    (model, schedule, dict(pp=pp, v=virtual, **beside), mode, micro_batches, zero)
+    for model, (schedule, pp, virtual), (beside, zero), mode, micro_batches in product(
         ("gpt2", "llama"), PIPELINES, BESIDE, MODES[:1] + MODES[2:3], (4, 6)
     )
 ]
@@ -98,15 +98,15 @@ def one_process_of_many_layers(model: str, rows: int):
 DEEP = {"gpt2": tiny_config(layers=12), "llama": replace(MODELS["llama"], layers=12, tie_embeddings=False)}
 
 
-def check_pipeline(ranks, model, schedule, layout, mode, micro_batches):
+def check_pipeline(ranks, model, schedule, layout, mode, micro_batches, zero):
     rows = micro_batches * layout.get("dp", 1)
-    how = {"schedule": schedule, "recompute": mode, "micro_batch": 1, "rows": rows}
+    how = {"schedule": schedule, "recompute": mode, "micro_batch": 1, "rows": rows, "zero": zero}
     histories = ranks(train, world(layout), DEEP[model], layout, 6, **how)
     assert all(history == histories[0] for history in histories), "ranks disagree"
     assert worst_relative(histories[0], one_process_of_many_layers(model, rows)) < 1e-5
 
 
-@pytest.mark.parametrize("case", random.Random(1).sample(PIPELINE_CASES, 10), ids=case_name)
+@pytest.mark.parametrize("case", random.Random(1).sample(PIPELINE_CASES, 12), ids=case_name)
 def test_pipelines_train_like_one_process(ranks, case):
     check_pipeline(ranks, *case)
 

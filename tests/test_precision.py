@@ -121,8 +121,8 @@ def test_weights_load_into_another_dtype(tmp_path):
         theirs = megazoo.optim.AdamW(into)
         load(Checkpoint(tmp_path / str(saved)), into, theirs)
         for entry in model.entries():
-            exact = optimizer.state[entry.name].get("master", entry.parameter)
-            loaded = theirs.state[entry.name].get("master", dict(into.named_parameters())[entry.name])
+            exact = optimizer.state[entry.name].get("master", entry.parameter.view(-1))
+            loaded = theirs.state[entry.name].get("master", dict(into.named_parameters())[entry.name].view(-1))
             assert torch.equal(loaded, exact)
 
 
@@ -135,8 +135,9 @@ def curve(dtype, file, job):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_training_follows_fp32(tmp_path, dtype):
-    """The default job, smaller: over sixty steps of real text the losses agree within 2 %."""
+    """Over sixty steps of real text the losses agree within 2 %, at a rate at which fp32 itself has no spikes."""
     job = "--hidden-size 64 --layers 2 --seq-length 64 --global-batch-size 16 --steps 60 --initial-loss-scale 1024"
+    job += " --lr 2e-3"
     expected, ours = (curve(kind, tmp_path / kind, job) for kind in ("float32", dtype))
     assert max(abs(b / a - 1) for a, b in zip(expected, ours, strict=True)) < 0.02
     assert ours[-1] < 3.6

@@ -72,7 +72,7 @@ def write_shards(
         def weight(entry: Entry) -> Lazy:
             return lazy(entry.name, entry.spec, ctx, dtype or source.dtype_of(entry.name))
 
-        def states(entry: Entry) -> dict[str, Lazy]:
+        def states(entry: Entry, _writer: int) -> dict[str, Lazy]:
             names = {state: f"{entry.name}.{state}" for state in source.states_of(entry.name)}
             return {state: lazy(name, entry.spec, ctx, source.dtype_of(name)) for state, name in names.items()}
 

@@ -138,7 +138,7 @@ def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -
         for entry in optimizer.entries:
             for state, tensor in optimizer.state[entry.name].items():
                 name = best_weights(entry, tensor.dtype) if state == MASTER else f"{entry.name}.{state}"
-                checkpoint.read_into(name, tensor, entry.spec, model.ctx)
+                checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, model.ctx)
         optimizer.steps.fill_(checkpoint.trainer["optimizer_steps"])
         if optimizer.loss_scale and "loss_scale" in checkpoint.trainer:
             optimizer.loss_scale.load(checkpoint.trainer["loss_scale"])
@@ -150,10 +150,11 @@ def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -
 # What a rank writes.
 
 Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | Lazy]]]
-FilesOf = Callable[[Entry], dict[str, torch.Tensor | Lazy]]
+# The optimizer's states of a parameter, for the replica that writes them; the others may be called to help with them.
+StatesOf = Callable[[Entry, int], dict[str, torch.Tensor | Lazy]]
 
 
-def files_of_rank(model: Model, weight_of: Callable[[Entry], torch.Tensor | Lazy], states_of: FilesOf | None) -> Files:
+def files_of_rank(model: Model, weight_of: Callable[[Entry], torch.Tensor | Lazy], states_of: StatesOf | None) -> Files:
     """A rank's files and their tensors, by their global names. A file's name has {tp} where the tp rank stands."""
     ctx = model.ctx
     owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]  # the same on all tp ranks
@@ -163,8 +164,11 @@ def files_of_rank(model: Model, weight_of: Callable[[Entry], torch.Tensor | Lazy
         files[f"model_{place}.safetensors"] = {e.name: (e.spec, weight_of(e)) for e in entries}
     if states_of:
         writers = dict(zip((entry.name for entry in owned), _writers(owned, ctx.dp_size), strict=True))
-        mine = [entry for entry in entries if writers[entry.name] == ctx.dp_rank]
-        states = {f"{e.name}.{state}": (e.spec, t) for e in mine for state, t in states_of(e).items()}
+        states = {}
+        for e in entries:
+            tensors = states_of(e, writers[e.name])
+            if writers[e.name] == ctx.dp_rank:
+                states |= {f"{e.name}.{state}": (e.spec, tensor) for state, tensor in tensors.items()}
         files[f"optimizer_{place}_dp_{ctx.dp_rank}.safetensors"] = states
     return files
 
@@ -212,8 +216,7 @@ class _Contents(NamedTuple):
 
 
 def _contents(step: int, model: Model, optimizer: AdamW | None, trainer: dict | None) -> _Contents:
-    states = (lambda entry: optimizer.state[entry.name]) if optimizer else None
-    files = files_of_rank(model, lambda entry: entry.parameter, states)
+    files = files_of_rank(model, lambda entry: entry.parameter, optimizer and optimizer.whole_states)
     steps = {"optimizer_steps": int(optimizer.steps.item())} if optimizer else {}
     if optimizer and optimizer.loss_scale:
         steps["loss_scale"] = optimizer.loss_scale.state()

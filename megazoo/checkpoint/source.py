@@ -13,7 +13,7 @@ from megazoo.errors import UserError
 from megazoo.models import FAMILIES, family_of
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.shard import Box, ParameterSpec, Piece
+from megazoo.parallel.shard import Box, Entry, ParameterSpec, Piece
 from megazoo.tokenizer import FILES
 
 
@@ -82,6 +82,22 @@ class Source:
     def read_into(self, name: str, destination: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext) -> None:
         """Fill a rank's part of the global tensor `name`; only the bytes that it owns are read."""
         self.read_pieces(name, destination, spec, spec.pieces(ctx.tp_size, ctx.tp_rank))
+
+    @torch.no_grad()
+    def read_range(
+        self, name: str, destination: torch.Tensor, wanted: tuple[int, int], entry: Entry, ctx: ParallelContext
+    ) -> None:
+        """Fill `destination`, [n], with elements first to last of a rank's part of the global tensor `name`, flattened.
+
+        Of the rows that these lie in, only the bytes that the rank owns are read.
+        """
+        (first, last), shape = wanted, entry.parameter.shape
+        columns = max(1, entry.parameter.numel() // shape[0])
+        start, stop = first // columns, -(-last // columns)
+        pieces = [piece.in_rows(start, stop) for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank)]
+        rows = torch.empty(stop - start, *shape[1:], dtype=destination.dtype)
+        self.read_pieces(name, rows, entry.spec, [piece for piece in pieces if piece])
+        destination.copy_(rows.view(-1)[first - start * columns : last - start * columns])
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of the weights, in dtype or as stored."""

@@ -4,7 +4,7 @@ model: that stands, whole, in the model's own file."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -44,7 +44,6 @@ class Model(nn.Module):
         self.stages: list[Stage] = self.all_stages(config, ctx)[ctx.pp_rank :: ctx.pp_size]
         self.tied: dict[str, tuple[int, ...]] = {}  # global name -> the pipeline ranks that share the parameter
         self._recompute, self._interval = "none", 1
-        self._buckets: GradientBuckets | None = None
         self.loss_scale: LossScale | None = None  # of float16; its optimizer makes it
         self.companions: dict[str, bytes] = {}  # tokenizer files and the like that came with the weights, on rank 0
         self.generation: dict = {}  # what its generation_config.json says
@@ -127,6 +126,13 @@ class Model(nn.Module):
                     full = f"{prefix}.{name}"
                     stages = self.tied.get(full, (self.ctx.pp_rank,))
                     yield Entry(full, getattr(module, name), spec, stages)
+
+    @cached_property
+    def gradient_buckets(self) -> GradientBuckets:
+        """Where `train_batch` leaves the gradients, and sums them over the replicas."""
+        entries = list(self.entries())
+        late = {e.parameter for e in entries if len(e.stages) > 1 or e.spec.has_partial_gradient(self.ctx)}
+        return GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
 
     # Layers.
 
@@ -299,21 +305,20 @@ class Model(nn.Module):
             raise UserError(f"unknown schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
         batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
         batches = self._with_targets(self.micro_batches(batch, num_microbatches, step, loss_fn is not None))
-        if self._buckets is None:
-            self._buckets = GradientBuckets([entry.parameter for entry in self.entries()], self.ctx)
-        queue = WeightQueue(self._buckets.received) if schedule == "zb-h1" else None
-        self._buckets.start(num_microbatches, queue.weights if queue else ())
+        buckets = self.gradient_buckets
+        queue = WeightQueue(buckets.received) if schedule == "zb-h1" else None
+        buckets.start(num_microbatches, queue.weights if queue else ())
         with self._gradients_later(queue):
             scale = self.loss_scale.value if self.loss_scale else 1.0
             how = {"loss_fn": loss_fn, "loss_scale": scale, "weight_queue": queue}
             loss = run_pipeline(self, batches, SCHEDULES[schedule], **how).loss
-        self._buckets.finish(scale)
         entries = list(self.entries())
         partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
         sum_over_copies(partial, self.ctx)
         for entry in entries:
             if len(entry.stages) > 1:
                 sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
+        buckets.finish(scale)
         return loss
 
     @torch.no_grad()

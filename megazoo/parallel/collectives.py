@@ -21,6 +21,38 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
+def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
+    """Sum `flat` [n] over `group`, each rank its own part of n / size only, in place. Returns the work if async_op."""
+    if group is None or group.size() == 1:
+        return None
+    return _reduce_scatter(_own_shard(flat, group), flat, group=group, async_op=async_op)
+
+
+def all_gather_shards(flat: torch.Tensor, group) -> None:
+    """Give every rank of `group` each one's part of `flat` [n], n / size long, in place."""
+    if group is not None and group.size() > 1:
+        _all_gather(flat, _own_shard(flat, group), group=group)
+
+
+def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:
+    return flat.view(group.size(), -1)[group.rank()]
+
+
+def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group) -> None:
+    """Give rank `target` of `group` every rank's elements of `flat` [n], from ranges[rank], in place; all call it."""
+    sources = [rank for rank, (first, last) in enumerate(ranges) if rank != target and first < last]
+    if group.rank() == target:
+        ops = [(dist.irecv, rank) for rank in sources]
+    else:
+        ops = [(dist.isend, target)] if group.rank() in sources else []
+    peers = [
+        dist.P2POp(op, flat[slice(*ranges[peer if op is dist.irecv else group.rank()])], group=group, group_peer=peer)
+        for op, peer in ops
+    ]
+    for work in dist.batch_isend_irecv(peers) if peers else ():
+        work.wait()
+
+
 def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
     """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it."""
     padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()  # ranks must send equal shapes
