@@ -11,12 +11,14 @@ import resource
 import sys
 import time
 from contextlib import closing
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, Saver, load, load_weights, open_source
+from megazoo.checkpoint.format import LATEST
 from megazoo.command_line import parse_options, run_file
 from megazoo.config import (
     DataOptions,
@@ -29,6 +31,7 @@ from megazoo.config import (
     settle_steps,
 )
 from megazoo.data import Batches, check_data, check_template, open_datasets, prepare_datasets
+from megazoo.elastic import StopSignal, is_restart, naming_absent_ranks
 from megazoo.launch import (
     data_parallel_size,
     is_rank_zero,
@@ -38,7 +41,7 @@ from megazoo.launch import (
     torchrun_line,
     world_size,
 )
-from megazoo.metrics import Metrics, Progress, clock
+from megazoo.metrics import Metrics, Progress
 from megazoo.models import FAMILIES, family_of, parameter_count
 from megazoo.optim import AdamW, learning_rate
 from megazoo.parallel.collectives import broadcast_from_stage
@@ -51,6 +54,9 @@ from megazoo.tokenizer import BESIDE, FILES, open_tokenizer, tokenizer_files
 def main(arguments: list[str]) -> None:
     # Settings, checked before anything is built.
     options = parse_options(arguments, __doc__)
+    if is_restart() and options.checkpoint.save and (options.checkpoint.save / LATEST).is_file():
+        arguments = [*arguments, "--load", str(options.checkpoint.save), "--no-load-weights-only"]
+        options = parse_options(arguments, __doc__)
     if options.model.import_:
         run_file(options.model.import_)
     source = open_source(options.checkpoint.load) if options.checkpoint.load else None
@@ -66,13 +72,14 @@ def main(arguments: list[str]) -> None:
     first_step, consumed, consumed_tokens = state["step"], state["consumed_samples"], state["consumed_tokens"]
     dp = data_parallel_size(parallel.tp, parallel.pp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp)
+    if is_restart() and first_step >= training.steps:
+        return  # a rank died after the last step
     if not training.epochs:
         check_steps(options, first_step)
     device = choose_device(parallel.device, parallel.tp * parallel.pp if world_size() == 1 else None)
     if training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp)
-
     if is_rank_zero():
         prepare_datasets(sources, tokenizer, options.data.chat_template)  # before any rank waits in a collective
 
@@ -84,6 +91,7 @@ def main(arguments: list[str]) -> None:
         virtual_pipeline_size=parallel.virtual_pp,
         stage_layers=parse_stage_layers(parallel.stage_layers),
         device=parallel.device,
+        timeout=timedelta(seconds=parallel.timeout),
     )
     say = print_flushed if is_rank_zero() else lambda *_: None
     say(
@@ -142,7 +150,12 @@ def main(arguments: list[str]) -> None:
     keep, eval_loss, test_loss = options.checkpoint, None, None
     saver = Saver(keep.save, model, optimizer, background=keep.async_save, keep_last=keep.keep_last, say=say)
     starts = range(consumed, consumed + (training.steps - first_step) * rows, rows)
-    with saver, closing(train.ahead(starts, options.data.data_workers)) as batches:
+    with (
+        saver,
+        StopSignal(ctx) as stop,
+        naming_absent_ranks(ctx),
+        closing(train.ahead(starts, options.data.data_workers)) as batches,
+    ):
         for step in range(first_step + 1, training.steps + 1):
             began = time.perf_counter()
             batch, tokens = next(batches), train.tokens(consumed)
@@ -173,24 +186,29 @@ def main(arguments: list[str]) -> None:
                 say(f"step {step}: the gradients overflowed, step skipped; loss scale {optimizer.loss_scale.value:g}")
             if line := progress.line(step, tokens, loss, norm, optimizer.lr):
                 say(line)
+            signalled = stop.agreed()
             last = step == training.steps
             if has_valid and (last or (log.eval_interval and step % log.eval_interval == 0)):
                 eval_loss = evaluate(step, valid, "validation", "eval")
             if has_test and last:
                 test_loss = evaluate(step, test, "test", "test")
-            if keep.save and (last or (keep.save_interval and step % keep.save_interval == 0)):
+            if keep.save and (last or signalled or (keep.save_interval and step % keep.save_interval == 0)):
                 trainer = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
                 trainer["settings"] = settings_to_resume(options)
                 saver.save(step, trainer, may_fail=keep.on_save_error == "continue" and not last)
+            if signalled:
+                break
 
     # What came of it, and what to do next.
-    say(f"\ntrained steps {first_step + 1} to {training.steps} in {clock(time.perf_counter() - progress.start)}")
+    how = f"stopped by {signalled}: " if signalled else ""
+    say(f"\n{how}trained steps {first_step + 1} to {step} in {progress.time()}")
     losses = {"training": loss, "validation": eval_loss, "test": test_loss}
     told = ", ".join(f"{name} loss {value:.4f}" for name, value in losses.items() if value is not None)
     say(f"  {told} nats a token")
     if saver.saved:
         say(f"  checkpoint    {saver.saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
-        again = [*arguments, "--load", str(options.checkpoint.save), "--steps", str(2 * training.steps)]
+        more = [] if signalled else ["--steps", str(2 * training.steps)]
+        again = [*arguments, "--load", str(options.checkpoint.save), *more]
         say(f"  go on         {python_line(again) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, again)}")
     else:
         say("  nothing was saved: --save DIR keeps a checkpoint")

@@ -77,6 +77,8 @@ class ParallelOptions:
     """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them."""
     offload_optimizer: bool = False
     """Keep the optimizer's state on the CPU, and make the update there."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for another before the job ends, and says which one it waited for."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
 
@@ -169,7 +171,8 @@ class CheckpointOptions:
     """What is kept. Checkpoints load in any layout."""
 
     save: File = None
-    """Directory for checkpoints; one is written at the end, too."""
+    """Directory for checkpoints; one is written at the end, and when SIGTERM or SIGUSR1 stops the run. A run that
+    torchrun starts again (--max-restarts) goes on from the last one."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
     async_save: bool = False

@@ -34,6 +34,10 @@ class Progress:
         self.start = self.last_time = time.perf_counter()
         self.tokens = 0  # since the last line
 
+    def time(self) -> str:
+        """Since the start."""
+        return clock(time.perf_counter() - self.start)
+
     def line(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> str | None:
         """The line of a step, of so many tokens, or None if it is not its turn. The first and the last have one."""
         self.tokens += tokens

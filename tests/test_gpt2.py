@@ -102,12 +102,26 @@ def test_presets_have_the_published_sizes(preset, published):
 
 def test_stages_are_balanced_by_the_cost_of_their_ends():
     # gpt2-124m: the head costs as much as five layers, so the last stage gets fewer of them.
-    counts = [len(stage.layers) for stage in GPT2.all_stages(find_config("gpt2-124m"), 4)]
+    counts = [len(stage.layers) for stage in GPT2.all_stages(find_config("gpt2-124m"), ParallelContext.virtual(pp=4))]
     assert sum(counts) == 12
     assert counts[-1] < min(counts[:-1])
-    uniform = GPT2.all_stages(GPT2Config(vocab_size=61, layers=5, hidden_size=32, heads=4), 4)
+    small = GPT2Config(vocab_size=61, layers=5, hidden_size=32, heads=4)
+    uniform = GPT2.all_stages(small, ParallelContext.virtual(pp=4))
     assert sorted(len(stage.layers) for stage in uniform) == [1, 1, 1, 2]
     assert [i for stage in uniform for i in stage.layers] == list(range(5))
+
+
+def test_stages_may_be_cut_evenly_or_by_numbers():
+    def counts(**how):
+        return [len(s.layers) for s in GPT2.all_stages(find_config("gpt2-124m"), ParallelContext.virtual(pp=2, **how))]
+
+    assert counts(stage_layers="uniform") == [6, 6]
+    assert counts(stage_layers=(8, 4)) == [8, 4]
+    assert counts(stage_layers="uniform", virtual=3) == [2] * 6
+    assert counts(virtual=2)[-1] < min(counts(virtual=2)[:-1]), "the head is in the last"
+    for wrong in ((6, 5), (12,), (12, 0), "even"):
+        with pytest.raises(UserError, match="stage-layers"):
+            counts(stage_layers=wrong)
 
 
 def test_every_rank_of_gpt3_adds_up_to_the_whole_model():

@@ -1,0 +1,115 @@
+"""What a run does when it is told to stop, when it is started again, and when a rank dies or stalls."""
+
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from threading import Event, Thread
+
+import torch
+import torch.distributed as dist
+
+from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.context import ParallelContext
+
+PATIENCE = 20.0  # seconds from a signal to the end of the step; then SIGTERM does what it does by itself
+GRACE = 3.0  # seconds in which ranks that wait in vain tell each other so
+OUT_OF_REACH = 5.0  # seconds more, after which the job's store is taken to be out of reach
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started this program again after a rank died (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGUSR1 (which Slurm sends before the time is up) instead of dying of them.
+
+    Use it as a context; `agreed` tells all ranks together whether any of them was told to stop. A rank that is stuck
+    and can't answer SIGTERM dies of it after all: a launcher sends it, too, to end what is left of a broken job.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self, ctx: ParallelContext):
+        self.ctx, self.noted, self._answered = ctx, 0, Event()
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        # Python's handlers wait until a collective returns; the interpreter writes to this pipe at once.
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._write = (write, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
+        Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        write, before = self._write
+        signal.set_wakeup_fd(before)
+        os.close(write)  # ends the thread
+
+    def agreed(self) -> str | None:
+        """The name of a signal that some rank was sent, the same on every rank; None if none was."""
+        number = torch.tensor(self.noted, device=self.ctx.device)
+        for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
+            all_reduce(number, group, dist.ReduceOp.MAX)
+        if number:
+            self._answered.set()
+        return signal.Signals(number.item()).name if number else None
+
+    def _note(self, number: int, _frame) -> None:
+        self.noted = number
+
+    def _watch(self) -> None:
+        while numbers := os.read(self._read, 16):
+            if signal.SIGTERM in numbers and not self._answered.wait(PATIENCE):
+                os._exit(128 + signal.SIGTERM)
+        os.close(self._read)
+
+
+@contextmanager
+def naming_absent_ranks(ctx: ParallelContext):
+    """If a wait for other ranks fails inside, or takes longer than the groups' timeout, tell on stderr who is absent.
+
+    Every rank that waited in vain says so in the job's store; those that have not are the ones waited for.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if ctx.world_size > 1 and _is_of_communication(error):
+            teller = Thread(target=_tell_absent, args=(ctx, str(error).splitlines()[0]), daemon=True)
+            teller.start()
+            teller.join(GRACE + OUT_OF_REACH)
+            if teller.is_alive():
+                line = f"rank {ctx.rank} on {os.uname().nodename} can't reach the others any more, nor the job's store"
+                print(f"{line}: is a node or its network down?", file=sys.stderr, flush=True)
+        raise
+
+
+def _is_of_communication(error: RuntimeError) -> bool:
+    words = ("timed out", "timeout", "connection", "gloo", "nccl", "socket")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
+
+
+def _tell_absent(ctx: ParallelContext, reason: str) -> None:
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"waited in vain/{ctx.rank}", "")
+        time.sleep(GRACE)
+        there = [rank for rank in range(ctx.world_size) if store.check([f"waited in vain/{rank}"])]
+    except RuntimeError as error:
+        print(f"rank {ctx.rank} can't reach the job's store: {error}", file=sys.stderr, flush=True)
+        return
+    absent = [rank for rank in range(ctx.world_size) if rank not in there]
+    if ctx.rank == min(there) and "timed out" in reason.lower():  # else a connection broke: the launcher says whose
+        who = ", ".join(f"rank {rank} ({_place(rank, ctx)})" for rank in absent) or "no rank: all waited for each other"
+        line = f"no word from {who}: it stalled longer than the timeout, or died"
+        print(f"{line} ({reason})", file=sys.stderr, flush=True)
+
+
+def _place(rank: int, ctx: ParallelContext) -> str:
+    here = ParallelContext.virtual(ctx.tp_size, ctx.pp_size, ctx.dp_size, rank=rank)
+    return f"tp {here.tp_rank}, pp {here.pp_rank}, dp {here.dp_rank}"
