@@ -10,7 +10,7 @@ allocator's waste, some GB a rank.
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ from megazoo.optim import MOMENTS, AdamW
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import MAX_OPEN_EXCHANGES, MicroBatch
+from megazoo.parallel.recompute import MODES
 from megazoo.parallel.schedule import SCHEDULES, Action, in_flight, timeline
 from megazoo.parallel.shard import sum_over_copies
 from megazoo.precision import LossScale
@@ -155,6 +156,33 @@ def _costs(model: Model, stage: Stage, training: TrainingOptions, queue: WeightQ
     return costs
 
 
+def _costs_of_alike(
+    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None
+) -> dict[str, Cost]:
+    """As _costs, but of many layers only a few are run, and the others taken to be like them.
+
+    The peak is then exact or, where something after the layers' backward needs more than they, above what it is.
+    """
+    unit = training.recompute_interval if training.recompute == "full" else 1
+    rest = len(stage.layers) % unit
+    if len(stage.layers) <= 2 * unit + rest:
+        return _costs(model, stage, training, queue)
+    one, two = (
+        _costs(model, replace(stage, layers=stage.layers[: count * unit + rest]), training, queue) for count in (1, 2)
+    )
+    more, costs, before = len(stage.layers) // unit - 2, {}, "F"  # before: the action after which this one comes
+    for kind in two:
+        a, b = one[kind], two[kind]
+        costs[kind] = Cost(
+            b.flops + more * (b.flops - a.flops),
+            b.sent + more * (b.sent - a.sent),
+            b.peak + more * (two[before].held - one[before].held),
+            b.held + more * (b.held - a.held),
+        )
+        before = kind
+    return costs
+
+
 def boundary_shape(training: TrainingOptions, model: Model) -> tuple[int, int, int]:
     """Of what a stage sends to another."""
     ctx = model.ctx
@@ -218,12 +246,38 @@ class Plan:
         return asdict(self)
 
 
-class Planner:
-    """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts, too."""
+@dataclass(frozen=True)
+class Layout:
+    """What a search has found. Of a step, of the rank that has most: total bytes of memory, and bytes sent over tp, pp
+    and dp. bubble, step_flops: as bubble_of_stages and step_flops in Plan. time: step_flops, and as many more for each
+    byte as FLOPS_A_BYTE says: what layouts are ranked by."""
 
-    def __init__(self, config):
-        self.config, self.family = config, FAMILIES[family_of(config)]
-        self._known: dict[tuple, list[dict[str, Cost]]] = {}
+    tp: int
+    pp: int
+    dp: int
+    virtual_pp: int
+    recompute: str
+    sequence_parallel: bool
+    zero: int
+    microbatches: int
+    total: int
+    bubble: float
+    sent_tp: float
+    sent_pp: float
+    sent_dp: float
+    step_flops: float
+    time: float
+
+
+class Planner:
+    """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts, too.
+
+    quick: meter a few layers of each stage only (see _costs_of_alike).
+    """
+
+    def __init__(self, config, quick: bool = False):
+        self.config, self.family, self.quick = config, FAMILIES[family_of(config)], quick
+        self._known: dict[tuple, list[dict[str, Cost]] | Static] = {}
 
     def check(self, parallel: ParallelOptions, training: TrainingOptions, dp: int) -> None:
         """Raise UserError if pretrain_gpt.py would refuse the run, or dp can't be."""
@@ -249,7 +303,9 @@ class Planner:
                     for piece in entry.counted_pieces(model.ctx):
                         counted += math.prod(stop - start for start, stop in piece.box)
                 costs = self.costs(model, p, t)
-                model_flops += sum(cost.flops for each in self.costs(model, p, t, useful=True) for cost in each.values())
+                model_flops += sum(
+                    cost.flops for each in self.costs(model, p, t, useful=True) for cost in each.values()
+                )
                 for stage, each in zip(model.stages, costs, strict=True):
                     for kind, cost in each.items():
                         slowest[kind, stage.index] = max(cost.flops, slowest.get((kind, stage.index), 0))
@@ -269,84 +325,175 @@ class Planner:
             model_flops / tokens, ranks,
         )  # fmt: skip
 
-    def build(self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int) -> Model:
-        """A rank's stages, without memory."""
+    def search(
+        self, gpus: int, memory: int, parallel: ParallelOptions, training: TrainingOptions
+    ) -> Iterator["Layout"]:
+        """The layouts of `gpus` ranks of which each fits into `memory` bytes, in no order.
+
+        Searched are tp (a power of two, at most LARGEST_TP), pp, dp, virtual-pp (where it divides the layers), and
+        recompute: the least that fits. Sequence parallelism and ZeRO-1 send no more than what they replace, so that
+        they are on where tp and dp are above 1. The rest is as given. Of the tp ranks the first is looked at: if one
+        has more, it does.
+        """
+        for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
+            for pp in (n for n in range(1, min(gpus, self.config.layers) + 1) if gpus % (tp * n) == 0):
+                dp, deepest = gpus // (tp * pp), self.config.layers // pp
+                deep = [v for v in range(2, deepest + 1) if deepest % v == 0 and self.config.layers % (pp * v) == 0]
+                for virtual in [1, *(deep if pp > 1 and parallel.schedule != "zb-h1" else ())]:
+                    how = {"tp": tp, "pp": pp, "virtual_pp": virtual, "sequence_parallel": tp > 1, "zero": int(dp > 1)}
+                    layout = replace(parallel, **how, stage_layers="balanced")
+                    try:
+                        self.check(layout, training, dp)
+                    except UserError:
+                        continue
+                    for recompute in MODES:
+                        if found := self._fitting(layout, replace(training, recompute=recompute), dp, memory):
+                            yield found
+                            break
+
+    def _fitting(self, parallel: ParallelOptions, training: TrainingOptions, dp: int, memory: int) -> "Layout | None":
+        """The layout, if each rank fits."""
+        p, t = parallel, training
+        microbatches = t.global_batch_size // (dp * t.micro_batch_size)
+        models: dict[tuple, Model] = {}
+        ranks, flops, tables = [], {}, []
+        for pp_rank in range(p.pp):
+            stages = self.family.all_stages(self.config, self.context(p, dp, pp_rank, 0))[pp_rank :: p.pp]
+            alike = tuple((stage.first, stage.last, len(stage.layers)) for stage in stages)
+            if alike not in models:
+                models[alike] = self.build(p, dp, pp_rank, 0)
+                if self.static(models[alike], p, t).device_bytes > memory:
+                    return None
+            tables.append(SCHEDULES[p.schedule](pp_rank, p.pp, p.virtual_pp, microbatches))
+            costs = self.costs(models[alike], p, t)
+            ranks.append(self.rank_plan(models[alike], p, t, tables[-1], costs))
+            if ranks[-1].total > memory:
+                return None
+            flops |= {
+                (kind, stage.index): cost.flops
+                for stage, each in zip(stages, costs, strict=True)
+                for kind, cost in each.items()
+            }
+        bubble, step_flops = _bubble(tables, flops)
+        sent = {axis: max(getattr(rank, f"sent_{axis}") for rank in ranks) for axis in FLOPS_A_BYTE}
+        time = step_flops + sum(n * FLOPS_A_BYTE[axis] for axis, n in sent.items())
+        return Layout(
+            p.tp, p.pp, dp, p.virtual_pp, t.recompute, p.sequence_parallel, p.zero, microbatches,
+            max(rank.total for rank in ranks), bubble, sent["tp"], sent["pp"], sent["dp"], step_flops, time,
+        )  # fmt: skip
+
+    def context(self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int) -> ParallelContext:
+        """The virtual context of a rank, on meta."""
         p = parallel
         ctx = ParallelContext.virtual(
             p.tp, p.pp, dp, rank=pp_rank * dp * p.tp + tp_rank, sequence_parallel=p.sequence_parallel,
             virtual=p.virtual_pp, stage_layers=parse_stage_layers(p.stage_layers),
         )  # fmt: skip
-        return self.family.on_meta(self.config, replace(ctx, device=META))
+        return replace(ctx, device=META)
 
-    def costs(
-        self, model: Model, parallel: ParallelOptions, training: TrainingOptions, useful: bool = False
-    ) -> list[dict[str, Cost]]:
-        """What the actions of each stage of a rank take. useful: if nothing is recomputed."""
-        t = replace(training, recompute="none", recompute_interval=1) if useful else training
-        how = (parallel.tp, model.ctx.sequence_parallel, parallel.schedule == "zb-h1", t.recompute, t.recompute_interval)
-        how += (t.micro_batch_size, t.seq_length, t.dtype)
-        key = (*how, _key(model))
+    def build(self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int) -> Model:
+        """A rank's stages, without memory."""
+        return self.family.on_meta(self.config, self.context(parallel, dp, pp_rank, tp_rank))
+
+    def costs(self, model: Model, parallel: ParallelOptions, training: TrainingOptions) -> list[dict[str, Cost]]:
+        """What the actions of each stage of a rank take."""
+        t, later = training, parallel.schedule == "zb-h1"
+        how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype)
+        key = (*how, t.recompute, t.recompute == "full" and t.recompute_interval, _key(model))
         if key not in self._known:
             # Replicas change nothing here, and without them the buckets sum nothing.
-            low = self.family.empty(self.config, replace(model.ctx, dp_size=1, dp_rank=0), dtype=getattr(torch, t.dtype))
+            alone = replace(model.ctx, dp_size=1, dp_rank=0)
+            low = self.family.empty(self.config, alone, dtype=getattr(torch, t.dtype))
             low.recompute(t.recompute, t.recompute_interval)
             buckets = low.gradient_buckets
-            queue = WeightQueue(buckets.received) if parallel.schedule == "zb-h1" else None
+            queue = WeightQueue(buckets.received) if later else None
             buckets.start(1, queue.weights if queue else ())
             with low._gradients_later(queue):
-                self._known[key] = [_costs(low, stage, t, queue) for stage in low.stages]
+                of_stage = _costs_of_alike if self.quick else _costs
+                self._known[key] = [of_stage(low, stage, t, queue) for stage in low.stages]
         return self._known[key]
 
     def rank_plan(
         self, model: Model, parallel: ParallelOptions, training: TrainingOptions, table: list[Action], costs: list
     ) -> RankPlan:
         """What a rank takes that runs `table`; `tp` is left empty. costs: of its stages' actions."""
-        model = self.family.empty(self.config, model.ctx, dtype=getattr(torch, training.dtype))
-        ctx, entries = model.ctx, list(model.entries())
-        static = self.static_bytes(model, parallel)
-        costs = {stage.index: each for stage, each in zip(model.stages, costs, strict=True)}
-        boundary = math.prod(boundary_shape(training, model)) * model.dtype.itemsize if ctx.pp_size > 1 else 0
-        activations = _peak(table, costs) + (MAX_OPEN_EXCHANGES + 1) * boundary  # that are on their way
+        ctx, static = model.ctx, self.static(model, parallel, training)
+        pp_rank = table[0].stage % ctx.pp_size  # of the model's or of one that is like it
+        by_stage = dict(zip(range(pp_rank, ctx.stage_count, ctx.pp_size), costs, strict=True))
+        itemsize = getattr(torch, training.dtype).itemsize
+        boundary = math.prod(boundary_shape(training, model)) * itemsize if ctx.pp_size > 1 else 0
+        activations = round(_peak(table, by_stage)) + (MAX_OPEN_EXCHANGES + 1) * boundary  # that are on their way
         last = ctx.stage_count - 1
         sends = sum(a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W")
-
-        # What follows the last backward.
-        buckets, before = model.gradient_buckets, ctx.tp_group.sent if ctx.tp_group else 0.0
-        buckets.start(1)
-        sum_over_copies([(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(ctx)], ctx)
-        tied = sum((len(e.stages) - 1) * e.parameter.grad.nbytes for e in entries if len(e.stages) > 1)
-        buckets.finish()
-        if buckets.sharded:
-            buckets.gather()
-        after = ctx.tp_group.sent if ctx.tp_group else 0.0
         return RankPlan(
-            pp=ctx.pp_rank,
+            pp=pp_rank,
             tp=[],
             layers=sum(len(stage.layers) for stage in model.stages),
-            parameters=sum(e.parameter.numel() for e in entries),
-            **static,
-            activations=round(activations),
-            total=round(activations) + sum(n for name, n in static.items() if name != "optimizer_host"),
+            parameters=static.parameters,
+            weights=static.weights,
+            gradients=static.gradients,
+            optimizer=static.optimizer,
+            optimizer_host=static.optimizer_host,
+            activations=activations,
+            total=activations + static.device_bytes,
             in_flight=in_flight(table),
-            flops=sum(costs[a.stage][a.kind].flops for a in table),
-            sent_tp=sum(costs[a.stage][a.kind].sent for a in table) + after - before,
-            sent_pp=sends * boundary + tied,
-            sent_dp=ctx.dp_group.sent if ctx.dp_group else 0.0,
+            flops=sum(by_stage[a.stage][a.kind].flops for a in table),
+            sent_tp=sum(by_stage[a.stage][a.kind].sent for a in table) + static.sent_tp,
+            sent_pp=sends * boundary + static.sent_tied,
+            sent_dp=static.sent_dp,
         )
 
-    def static_bytes(self, model: Model, parallel: ParallelOptions) -> dict[str, int]:
-        """Bytes of weights, gradients and the optimizer's state."""
-        optimizer = AdamW(model, zero=parallel.zero, loss_scale=LossScale())
-        states = list(optimizer.state.values())
-        here = sum(tensor.nbytes for state in states for tensor in state.values())
-        # Offloaded, it has fp32 masters of every dtype: as much again as one of the two moments.
-        there = sum(state[name].nbytes for state in states for name in (*MOMENTS, MOMENTS[0]))
-        return {
-            "weights": sum(parameter.nbytes for parameter in model.parameters()),
-            "gradients": sum(bucket.nbytes for bucket in model.gradient_buckets.buckets),
-            "optimizer": 0 if parallel.offload_optimizer else here,
-            "optimizer_host": there if parallel.offload_optimizer else 0,
-        }
+    def static(self, model: Model, parallel: ParallelOptions, training: TrainingOptions) -> "Static":
+        """What a rank has all the time, and what it sends after the last backward."""
+        dp, tied = model.ctx.dp_size, tuple(model.tied.values())
+        how = (parallel.tp, model.ctx.sequence_parallel, dp, parallel.zero, parallel.offload_optimizer, training.dtype)
+        key = (*how, tied, _key(model))
+        if key not in self._known:
+            low = self.family.empty(self.config, model.ctx, dtype=getattr(torch, training.dtype))
+            self._known[key] = _static(low, parallel)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Static:
+    """Bytes that a rank has all the time, as in RankPlan, and those that it sends after the last backward."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_host: int
+    sent_tp: float
+    sent_tied: float
+    sent_dp: float
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def _static(model: Model, parallel: ParallelOptions) -> Static:
+    ctx, entries = model.ctx, list(model.entries())
+    states = list(AdamW(model, zero=parallel.zero, loss_scale=LossScale()).state.values())
+    here = sum(tensor.nbytes for state in states for tensor in state.values())
+    # Offloaded, it has fp32 masters whatever the dtype: as much again as one of the two moments.
+    there = sum(state[name].nbytes for state in states for name in (*MOMENTS, MOMENTS[0]))
+    before, buckets = ctx.tp_group.sent if ctx.tp_group else 0.0, model.gradient_buckets
+    buckets.start(1)
+    sum_over_copies([(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(ctx)], ctx)
+    buckets.finish()
+    if buckets.sharded:
+        buckets.gather()
+    return Static(
+        parameters=sum(e.parameter.numel() for e in entries),
+        weights=sum(e.parameter.nbytes for e in entries),
+        gradients=sum(bucket.nbytes for bucket in buckets.buckets),
+        optimizer=0 if parallel.offload_optimizer else here,
+        optimizer_host=there if parallel.offload_optimizer else 0,
+        sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
+        sent_tied=sum((len(e.stages) - 1) * e.parameter.grad.nbytes for e in entries),
+        sent_dp=ctx.dp_group.sent if ctx.dp_group else 0.0,
+    )
 
 
 def _key(model: Model) -> tuple:
