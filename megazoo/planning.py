@@ -34,6 +34,7 @@ from megazoo.precision import LossScale
 
 META = torch.device("meta")
 LARGEST_TP = 8  # in a search: tensor-parallel ranks that share a node
+LARGEST_VIRTUAL = 4  # in a search
 # In a search: FLOPs in the time of one byte sent, of an H100 at 500 TFLOP/s with 450 GB/s in a node, 50 GB/s outside.
 FLOPS_A_BYTE = {"tp": 1_000, "pp": 10_000, "dp": 10_000}
 
@@ -309,7 +310,7 @@ class Planner:
                 for stage, each in zip(model.stages, costs, strict=True):
                     for kind, cost in each.items():
                         slowest[kind, stage.index] = max(cost.flops, slowest.get((kind, stage.index), 0))
-                if (key := _key(model)) not in alike:
+                if (key := tuple(_keys(model))) not in alike:
                     alike[key] = self.rank_plan(model, p, t, tables[pp_rank], costs)
                 alike[key].tp.append(tp_rank)
             ranks += alike.values()
@@ -330,15 +331,21 @@ class Planner:
     ) -> Iterator["Layout"]:
         """The layouts of `gpus` ranks of which each fits into `memory` bytes, in no order.
 
-        Searched are tp (a power of two, at most LARGEST_TP), pp, dp, virtual-pp (where it divides the layers), and
-        recompute: the least that fits. Sequence parallelism and ZeRO-1 send no more than what they replace, so that
-        they are on where tp and dp are above 1. The rest is as given. Of the tp ranks the first is looked at: if one
-        has more, it does.
+        Searched are tp (a power of two, at most LARGEST_TP), pp (no deeper than what fits without recomputation), dp,
+        virtual-pp (at most LARGEST_VIRTUAL, where it divides the layers), and recompute: the least that fits. Sequence
+        parallelism and ZeRO-1 send no more than what they replace, so that they are on where tp and dp are above 1. The
+        rest is as given. Of the tp ranks the first is looked at: if one has more, it does.
         """
+        if gpus < 1:
+            raise UserError(f"gpus {gpus} must be at least 1")
+        one = replace(training, global_batch_size=training.micro_batch_size)
+        self.check(replace(parallel, tp=1, pp=1, virtual_pp=1, stage_layers="balanced"), one, 1)
         for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
             for pp in (n for n in range(1, min(gpus, self.config.layers) + 1) if gpus % (tp * n) == 0):
-                dp, deepest = gpus // (tp * pp), self.config.layers // pp
-                deep = [v for v in range(2, deepest + 1) if deepest % v == 0 and self.config.layers % (pp * v) == 0]
+                dp, enough = gpus // (tp * pp), False
+                deep = [
+                    v for v in range(2, LARGEST_VIRTUAL + 1) if deepest % v == 0 and self.config.layers % (pp * v) == 0
+                ]
                 for virtual in [1, *(deep if pp > 1 and parallel.schedule != "zb-h1" else ())]:
                     how = {"tp": tp, "pp": pp, "virtual_pp": virtual, "sequence_parallel": tp > 1, "zero": int(dp > 1)}
                     layout = replace(parallel, **how, stage_layers="balanced")
@@ -349,7 +356,10 @@ class Planner:
                     for recompute in MODES:
                         if found := self._fitting(layout, replace(training, recompute=recompute), dp, memory):
                             yield found
+                            enough |= recompute == "none"
                             break
+                if enough:
+                    break
 
     def _fitting(self, parallel: ParallelOptions, training: TrainingOptions, dp: int, memory: int) -> "Layout | None":
         """The layout, if each rank fits."""
@@ -399,8 +409,9 @@ class Planner:
         """What the actions of each stage of a rank take."""
         t, later = training, parallel.schedule == "zb-h1"
         how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype)
-        key = (*how, t.recompute, t.recompute == "full" and t.recompute_interval, _key(model))
-        if key not in self._known:
+        how += (t.recompute, t.recompute == "full" and t.recompute_interval)
+        keys = [(*how, key) for key in _keys(model)]
+        if new := [number for number, key in enumerate(keys) if key not in self._known]:
             # Replicas change nothing here, and without them the buckets sum nothing.
             alone = replace(model.ctx, dp_size=1, dp_rank=0)
             low = self.family.empty(self.config, alone, dtype=getattr(torch, t.dtype))
@@ -409,9 +420,11 @@ class Planner:
             queue = WeightQueue(buckets.received) if later else None
             buckets.start(1, queue.weights if queue else ())
             with low._gradients_later(queue):
-                of_stage = _costs_of_alike if self.quick else _costs
-                self._known[key] = [of_stage(low, stage, t, queue) for stage in low.stages]
-        return self._known[key]
+                for number in new:
+                    if keys[number] not in self._known:
+                        of_stage = _costs_of_alike if self.quick else _costs
+                        self._known[keys[number]] = of_stage(low, low.stages[number], t, queue)
+        return [self._known[key] for key in keys]
 
     def rank_plan(
         self, model: Model, parallel: ParallelOptions, training: TrainingOptions, table: list[Action], costs: list
@@ -447,7 +460,7 @@ class Planner:
         """What a rank has all the time, and what it sends after the last backward."""
         dp, tied = model.ctx.dp_size, tuple(model.tied.values())
         how = (parallel.tp, model.ctx.sequence_parallel, dp, parallel.zero, parallel.offload_optimizer, training.dtype)
-        key = (*how, tied, _key(model))
+        key = (*how, tied, *_keys(model))
         if key not in self._known:
             low = self.family.empty(self.config, model.ctx, dtype=getattr(torch, training.dtype))
             self._known[key] = _static(low, parallel)
@@ -496,10 +509,21 @@ def _static(model: Model, parallel: ParallelOptions) -> Static:
     )
 
 
-def _key(model: Model) -> tuple:
-    """Equal for ranks that do alike: the same stages, but for the numbers of their layers, of the same shapes."""
-    shapes = tuple((re.sub(r"\d+", "", name), tuple(p.shape)) for name, p in model.named_parameters())
-    return tuple((stage.first, stage.last, len(stage.layers)) for stage in model.stages), shapes
+def _keys(model: Model) -> list[tuple]:
+    """Of each stage, equal for those that do alike: as many layers, of the same shapes, though of other numbers.
+
+    What is in no layer belongs to the first stage or the last.
+    """
+    layers: dict[int | None, list] = {}
+    for name, parameter in model.named_parameters():
+        match = re.match(r"layers\.(\d+)\.(.*)", name)
+        number, rest = (int(match[1]), match[2]) if match else (None, name)
+        layers.setdefault(number, []).append((rest, tuple(parameter.shape)))
+    keys = []
+    for stage in model.stages:
+        outside = tuple(layers.get(None, ())) if stage.first or stage.last else ()
+        keys.append((stage.first, stage.last, outside, tuple(tuple(layers[i]) for i in stage.layers)))
+    return keys
 
 
 def _peak(table: list[Action], costs: dict[int, dict[str, Cost]]) -> float:
