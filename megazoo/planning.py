@@ -177,7 +177,7 @@ def _costs_of_alike(
         costs[kind] = Cost(
             b.flops + more * (b.flops - a.flops),
             b.sent + more * (b.sent - a.sent),
-            b.peak + more * (two[before].held - one[before].held),
+            b.peak + more * max(two[each].held - one[each].held for each in (before, kind)),
             b.held + more * (b.held - a.held),
         )
         before = kind
@@ -304,9 +304,8 @@ class Planner:
                     for piece in entry.counted_pieces(model.ctx):
                         counted += math.prod(stop - start for start, stop in piece.box)
                 costs = self.costs(model, p, t)
-                model_flops += sum(
-                    cost.flops for each in self.costs(model, p, t, useful=True) for cost in each.values()
-                )
+                useful = self.costs(model, p, replace(t, recompute="none"))
+                model_flops += sum(cost.flops for each in useful for cost in each.values())
                 for stage, each in zip(model.stages, costs, strict=True):
                     for kind, cost in each.items():
                         slowest[kind, stage.index] = max(cost.flops, slowest.get((kind, stage.index), 0))
@@ -343,9 +342,7 @@ class Planner:
         for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
             for pp in (n for n in range(1, min(gpus, self.config.layers) + 1) if gpus % (tp * n) == 0):
                 dp, enough = gpus // (tp * pp), False
-                deep = [
-                    v for v in range(2, LARGEST_VIRTUAL + 1) if deepest % v == 0 and self.config.layers % (pp * v) == 0
-                ]
+                deep = [v for v in range(2, LARGEST_VIRTUAL + 1) if self.config.layers % (pp * v) == 0]
                 for virtual in [1, *(deep if pp > 1 and parallel.schedule != "zb-h1" else ())]:
                     how = {"tp": tp, "pp": pp, "virtual_pp": virtual, "sequence_parallel": tp > 1, "zero": int(dp > 1)}
                     layout = replace(parallel, **how, stage_layers="balanced")
