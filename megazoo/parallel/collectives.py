@@ -1,37 +1,55 @@
 """Every collective of megazoo. Pairs used by autograd are one Function each: what is a sum forward is a copy
 backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section 3)."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 
+from megazoo.errors import UserError
 from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
 
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+def _run(collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options):
+    """collective(*tensors, group=group, **options), which is of torch.distributed.
+
+    whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the bytes of it that a
+    rank sends are counted instead: each rank's part goes round a ring, in an all-reduce twice (NCCL's algorithm).
+    """
+    if not isinstance(group, VirtualGroup):
+        return collective(*tensors, group=group, **options)
+    if not whole.is_meta:
+        raise UserError(NO_RANKS)
+    rounds = 2 if collective is dist.all_reduce else 1
+    group.sent += rounds * (group.size() - 1) / group.size() * whole.numel() * whole.element_size()
+    return None
+
+
 def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool = False):
     """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if async_op."""
     if group is None or group.size() == 1:
         return None
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    return _run(dist.all_reduce, tensor, group=group, whole=tensor, op=op, async_op=async_op)
 
 
 def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
     """Sum `flat` [n] over `group`, each rank its own part of n / size only, in place. Returns the work if async_op."""
     if group is None or group.size() == 1:
         return None
-    return _reduce_scatter(_own_shard(flat, group), flat, group=group, async_op=async_op)
+    return _run(_reduce_scatter, _own_shard(flat, group), flat, group=group, whole=flat, async_op=async_op)
 
 
 def all_gather_shards(flat: torch.Tensor, group) -> None:
     """Give every rank of `group` each one's part of `flat` [n], n / size long, in place."""
     if group is not None and group.size() > 1:
-        _all_gather(flat, _own_shard(flat, group), group=group)
+        _run(_all_gather, flat, _own_shard(flat, group), group=group, whole=flat)
 
 
 def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:
@@ -56,15 +74,15 @@ def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int
 def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
     """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it."""
     padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()  # ranks must send equal shapes
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
+    parts = padded.new_empty(len(sizes), *padded.shape)
+    _run(dist.all_gather, list(parts), padded, group=group, whole=parts)
     return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
 def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [..., sequence, size]."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
-    _all_gather(parts.flatten(0, -2), tensor.contiguous().flatten(0, -2), group=group)
+    _run(_all_gather, parts.flatten(0, -2), tensor.contiguous().flatten(0, -2), group=group, whole=parts)
     return rearrange(parts, "ranks ... part size -> ... (ranks part) size")
 
 
@@ -72,7 +90,7 @@ def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [..., part, size]."""
     parts = rearrange(tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()).contiguous()
     mine = torch.empty_like(parts[0])
-    _reduce_scatter(mine.flatten(0, -2), parts.flatten(0, -2), group=group)
+    _run(_reduce_scatter, mine.flatten(0, -2), parts.flatten(0, -2), group=group, whole=parts)
     return mine
 
 

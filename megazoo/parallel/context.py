@@ -15,6 +15,21 @@ from megazoo.errors import UserError
 
 AXES = ("pp", "dp", "tp")  # slowest to fastest: tp ranks are neighbours, so that they share a node
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not run it"
+
+
+class VirtualGroup:
+    """Stands for a process group of which only this rank is there. On the meta device, where there are shapes and no
+    values, collectives over it do nothing but add up `sent`, the bytes that a rank sends (see collectives.py)."""
+
+    def __init__(self, size: int, rank: int):
+        self._size, self._rank, self.sent = size, rank, 0.0
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +37,8 @@ class ParallelContext:
     """One rank's place in a world of pp x dp x tp ranks, and the groups through which it talks.
 
     A context is an explicit value: layers take the ambient one when they are built (`with ctx:`) and keep it.
-    The default is a world of one, which needs no process group. A virtual context has sizes and ranks but no
-    groups: enough to build any rank of any world on the meta device, not to run it.
+    The default is a world of one, which needs no process group. A virtual context has sizes and ranks but only
+    VirtualGroups: enough to build any rank of any world, and to run it on the meta device, without values.
     """
 
     tp_size: int = 1
@@ -111,16 +126,21 @@ class ParallelContext:
         return cls(tp, pp, dp, **here, sequence_parallel=sequence_parallel, **more)
 
     @cached_property
-    def tp_group(self) -> dist.ProcessGroup | None:
-        return self.mesh and self.mesh.get_group("tp")
+    def tp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self._group("tp", self.tp_size, self.tp_rank)
 
     @cached_property
-    def pp_group(self) -> dist.ProcessGroup | None:
-        return self.mesh and self.mesh.get_group("pp")
+    def pp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self._group("pp", self.pp_size, self.pp_rank)
 
     @cached_property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        return self.mesh and self.mesh.get_group("dp")
+    def dp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self._group("dp", self.dp_size, self.dp_rank)
+
+    def _group(self, axis: str, size: int, rank: int) -> dist.ProcessGroup | VirtualGroup | None:
+        if self.mesh is None:
+            return VirtualGroup(size, rank) if size > 1 else None
+        return self.mesh.get_group(axis)
 
     def new_cpu_group(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup | None:
         """A group of all ranks for CPU tensors, for a thread of its own; every rank calls it. None for one rank."""
@@ -129,7 +149,7 @@ class ParallelContext:
     def require_ranks(self) -> None:
         """Raise UserError in a virtual context: without its other ranks a model would give wrong numbers."""
         if self.world_size > 1 and self.mesh is None:
-            raise UserError("a virtual context has no ranks to talk to: it can build a model, not run it")
+            raise UserError(NO_RANKS)
 
     @property
     def stage_count(self) -> int:

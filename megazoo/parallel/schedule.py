@@ -123,11 +123,11 @@ class Span(NamedTuple):
     end: float
 
 
-def timeline(tables: Sequence[Sequence[Action]], cost: dict[str, float] | None = None) -> dict[Action, Span]:
+def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> dict[Action, Span]:
     """When every action of all ranks' tables runs, if each does its own in order, as soon as what it needs is there.
 
-    cost: the time of each kind of action; by default a backward takes two forwards. Transfers take no time. Raises
-    UserError if the tables wait for each other.
+    cost: the time of each kind of action, or of each (kind, stage); by default a backward takes two forwards.
+    Transfers take no time. Raises UserError if the tables wait for each other.
     """
     cost, spans = cost or COST, {}
     position, clock = [0] * len(tables), [0.0] * len(tables)
@@ -143,7 +143,7 @@ def timeline(tables: Sequence[Sequence[Action]], cost: dict[str, float] | None =
                     unfinished = True
                     break
                 start = max(clock[rank], spans[needed].end if needed else 0.0)
-                clock[rank] = start + cost[action.kind]
+                clock[rank] = start + cost[action.kind if action.kind in cost else action[:2]]
                 spans[action] = Span(start, clock[rank])
                 position[rank] += 1
                 progress = True
