@@ -201,6 +201,7 @@ def test_flops_by_hand():
     assert sum(rank.flops * len(rank.tp) for rank in cut.ranks) == pytest.approx(8 * s * by_hand, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_few_layers_stand_for_many():
     """What a search does gives what all layers would, or above."""
     for name in ("gpt2", "llama"):

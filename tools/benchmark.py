@@ -65,7 +65,7 @@ class Result(NamedTuple):
     def row(self) -> str:
         ratios = f"{statistics.median(self.ratios):.2f} ({min(self.ratios):.2f} to {max(self.ratios):.2f})"
         seconds = (f"{statistics.median(side):.3g} s" for side in (self.ours, self.reference))
-        memory = (f"{peak / 1e6:,.0f} MB" for peak in self.memory) if self.memory else "  "
+        memory = (f"{peak / 1e6:,.0f} MB" if peak else "" for peak in self.memory) if self.memory else "  "
         return f"| {self.name} | {' | '.join(seconds)} | {ratios} | {' | '.join(memory)} |"
 
 
