@@ -19,7 +19,11 @@ def run(tool, *arguments):
 
 def test_plot_metrics_draws_a_png(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    lines = [{"step": step, "loss": 3 / step} for step in (1, 2, 3)] + [{"step": 3, "eval_loss": 1.5}]
+    lines = [{"step": step, "loss": 3 / step} for step in (1, 2, 3)] + [
+        {"step": 3, "eval_loss": 1.5},
+        {"step": 3, "test_loss": 1.6},
+        {"step": 3, "test_loss": 1.6},
+    ]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = run("plot_metrics.py", metrics, metrics, "--output", tmp_path / "loss.png")
     assert done.returncode == 0, done.stderr
@@ -41,3 +45,27 @@ def test_plot_metrics_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             run_program(plot_metrics.main)
         assert (stop.value.code, capsys.readouterr().err) == (2, f"plot_metrics.py: error: {message}\n")
+
+
+def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import plot_schedule
+
+    how = ["--pp", "4", "--microbatches", "8", "--output"]
+    plot_schedule.main(["--schedule", "zb-h1", *how, str(tmp_path / "a.svg")])
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn.count("<!-- W") == 4 * 8
+    assert "<!-- zb-h1, virtual-pp 1: bubble 12.5% of the work -->" in drawn  # 3 of 24
+    plot_schedule.main(["--virtual-pp", "2", *how, str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for arguments, message in {
+        ("--pp", "0"): "pp, virtual-pp and microbatches must each be at least 1",
+        ("--pp", "1", "--virtual-pp", "2"): "virtual-pp cuts the stages of a pipeline: use pp 2 or more",
+        ("--schedule", "zb-h1", "--virtual-pp", "2"): "schedule zb-h1 has one stage a rank: use virtual-pp 1",
+        ("--output", "a.pdf"): "a.pdf must end in .png or .svg",
+        ("--cost", "1", "2"): "cost must be three times above 0: of F, I and W",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["plot_schedule.py", *arguments])
+        with pytest.raises(SystemExit):
+            run_program(plot_schedule.main)
+        assert capsys.readouterr().err == f"plot_schedule.py: error: {message}\n"

@@ -28,6 +28,8 @@ def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
+            if "test_loss" in record:  # one number at the end, no curve
+                continue
             curve, key = (validation, "eval_loss") if "eval_loss" in record else (training, "loss")
             curve[record["step"]] = record[key]
         except (ValueError, KeyError, TypeError) as error:

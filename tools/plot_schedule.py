@@ -1,0 +1,91 @@
+"""Draw a pipeline schedule: what each rank does when, and who waits for whom.
+
+$ python tools/plot_schedule.py --schedule zb-h1 --pp 4 --microbatches 8 --output schedule.svg
+
+A row is a rank, a box an action of one micro-batch: forward (F), backward (B), or its two halves, of the inputs (I) and
+of the weights (W). Interleaved stages have darker boxes from one to the next. An arrow goes from what made an input to
+the action that had to wait for it. Transfers take no time here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megazoo.errors import UserError
+from megazoo.flags import parse_flags
+from megazoo.launch import run_program
+from megazoo.parallel.schedule import COST, SCHEDULES, source_of, timeline
+
+COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
+
+
+@dataclass
+class Options:
+    """Which schedule, and how long its actions take."""
+
+    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
+    """Order of the forwards and backwards."""
+    pp: int = 4
+    """Pipeline-parallel size: ranks."""
+    virtual_pp: int = 1
+    """Stages of a rank."""
+    microbatches: int = 8
+    """Of one replica, in a step."""
+    cost: Annotated[tuple[float, ...], tyro.conf.arg(metavar="F I W")] = (1.0, 1.0, 1.0)
+    """Time of a forward, of the inputs' backward and of the weights'; B takes the last two together."""
+    output: Path = Path("schedule.png")
+    """File to write, .png or .svg."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    if min(options.pp, options.virtual_pp, options.microbatches) < 1:
+        raise UserError("pp, virtual-pp and microbatches must each be at least 1")
+    if options.virtual_pp > 1 and options.pp == 1:
+        raise UserError("virtual-pp cuts the stages of a pipeline: use pp 2 or more")
+    if len(options.cost) != 3 or min(options.cost) <= 0:
+        raise UserError("cost must be three times above 0: of F, I and W")
+    if options.output.suffix not in (".png", ".svg"):
+        raise UserError(f"{options.output} must end in .png or .svg")
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("to draw, install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    forward, inputs, weights = options.cost
+    cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
+    schedule = SCHEDULES[options.schedule]
+    tables = [schedule(r, options.pp, options.virtual_pp, options.microbatches) for r in range(options.pp)]
+    spans = timeline(tables, cost)
+    end = max(span.end for span in spans.values())
+    figure, axes = pyplot.subplots(figsize=(min(40.0, 2 + end * 0.35), 1 + 0.6 * options.pp))
+    for rank, table in enumerate(tables):
+        free = 0.0  # since when the rank has been idle
+        for action in table:
+            span, source = spans[action], source_of(action, options.pp * options.virtual_pp - 1)
+            shade = 1 - 0.5 * (action.stage // options.pp) / options.virtual_pp
+            color = [part * shade for part in matplotlib.colors.to_rgb(COLORS[action.kind])]
+            axes.barh(rank, span.end - span.start, left=span.start, color=color, edgecolor="white", height=0.9)
+            middle = (span.start + span.end) / 2
+            axes.text(middle, rank, f"{action.kind}{action.microbatch}", ha="center", va="center", fontsize=7)
+            if source and span.start > free:
+                arrow = {"arrowstyle": "->", "color": "#555555", "lw": 0.8}
+                axes.annotate("", (span.start, rank), (span.start, source.stage % options.pp), arrowprops=arrow)
+            free = span.end
+    busy = sum(span.end - span.start for span in spans.values()) / options.pp
+    axes.set(
+        yticks=range(options.pp), yticklabels=[f"rank {r}" for r in range(options.pp)], xlabel="time", xlim=(0, end)
+    )
+    axes.set_title(f"{options.schedule}, virtual-pp {options.virtual_pp}: bubble {end / busy - 1:.1%} of the work")
+    axes.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(options.output, dpi=150)
+    print(f"drew {options.output}")
+
+
+if __name__ == "__main__":
+    run_program(main)
