@@ -9,7 +9,6 @@ $ python pretrain_gpt.py --load runs/a --tp 4 --steps 2000           go on from 
 import math
 import resource
 import sys
-import time
 from contextlib import closing
 from datetime import timedelta
 
@@ -41,12 +40,13 @@ from megazoo.launch import (
     torchrun_line,
     world_size,
 )
-from megazoo.metrics import Metrics, Progress
-from megazoo.models import FAMILIES, family_of, parameter_count
+from megazoo.metrics import Metrics, Progress, peak_flops, traced_steps
+from megazoo.models import FAMILIES, family_of, flops_per_token, parameter_count
 from megazoo.optim import AdamW, learning_rate
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import choose_device
+from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.precision import LossScale
 from megazoo.tokenizer import BESIDE, FILES, open_tokenizer, tokenizer_files
 
@@ -145,26 +145,32 @@ def main(arguments: list[str]) -> None:
         return loss
 
     # The training loop.
-    metrics = Metrics(log.metrics if is_rank_zero() else None)
-    progress = Progress(first_step, training.steps, log.log_interval)
+    rank_flops = flops_per_token(config, training.seq_length) / ctx.world_size  # of each token
+    peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(ctx.device)
+    progress = Progress(first_step, training.steps, log.log_interval, rank_flops / peak if peak else None)
     keep, eval_loss, test_loss = options.checkpoint, None, None
     saver = Saver(keep.save, model, optimizer, background=keep.async_save, keep_last=keep.keep_last, say=say)
     starts = range(consumed, consumed + (training.steps - first_step) * rows, rows)
     with (
         saver,
+        closing(Metrics(*((log.metrics, log.tensorboard) if is_rank_zero() else (None, None)), first_step)) as metrics,
+        traced_steps(log.profile, log.profile_steps, ctx.rank) as step_done,
         StopSignal(ctx) as stop,
         naming_absent_ranks(ctx),
         closing(train.ahead(starts, options.data.data_workers)) as batches,
     ):
         for step in range(first_step + 1, training.steps + 1):
-            began = time.perf_counter()
-            batch, tokens = next(batches), train.tokens(consumed)
-            loss = model.train_batch(**batch, num_microbatches=microbatches, schedule=parallel.schedule, step=step)
-            optimizer.lr = learning_rate(step, **rate_schedule(options.optimizer))
-            scale = optimizer.loss_scale and optimizer.loss_scale.value
-            norm = optimizer.step().item()
-            consumed, consumed_tokens = consumed + rows, consumed_tokens + tokens
-            seconds, loss = time.perf_counter() - began, loss.item()
+            with Stopwatch(ctx.device) as watch:
+                with spent("data"):
+                    batch, tokens = next(batches), train.tokens(consumed)
+                loss = model.train_batch(**batch, num_microbatches=microbatches, schedule=parallel.schedule, step=step)
+                optimizer.lr = learning_rate(step, **rate_schedule(options.optimizer))
+                scale = optimizer.loss_scale and optimizer.loss_scale.value
+                with spent("optimizer"):
+                    norm = optimizer.step().item()
+            step_done()
+            consumed, consumed_tokens, loss = consumed + rows, consumed_tokens + tokens, loss.item()
+            speed = rank_flops * tokens / watch.seconds
             hopeless = not math.isfinite(norm) and not (optimizer.skipped and scale > 1)
             if hopeless or not math.isfinite(loss):
                 what = f"the loss is {loss} and its gradient norm {norm} at step {step}: try a smaller --lr"
@@ -175,8 +181,11 @@ def main(arguments: list[str]) -> None:
                 loss=loss,
                 grad_norm=None if optimizer.skipped else norm,
                 lr=optimizer.lr,
-                tokens_per_second=tokens / seconds,
-                step_time=seconds,
+                tokens_per_second=tokens / watch.seconds,
+                tflops=speed / 1e12,
+                **({"mfu": speed / peak} if peak else {}),
+                step_time=watch.seconds,
+                **{f"{part}_time": seconds for part, seconds in watch.times().items()},
                 consumed_samples=consumed,
                 consumed_tokens=consumed_tokens,
                 peak_memory=peak_memory(ctx),

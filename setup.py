@@ -20,6 +20,7 @@ setup(
     extras_require={
         "zst": ["zstandard"],
         "plots": ["matplotlib"],
-        "test": ["pytest>=8", "pytest-timeout", "ruff", "transformers>=5", "protobuf", "zstandard"],
+        "tensorboard": ["tensorboard"],
+        "test": ["pytest>=8", "pytest-timeout", "ruff", "tensorboard", "transformers>=5", "protobuf", "zstandard"],
     },
 )

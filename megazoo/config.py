@@ -1,5 +1,6 @@
 """The settings of the training program: one set of dataclasses makes the flags, their help and the TOML keys."""
 
+import importlib.util
 import math
 import os
 from dataclasses import dataclass, field, fields, replace
@@ -200,6 +201,14 @@ class LoggingOptions:
     """Batches of an evaluation; 0: never evaluate."""
     metrics: File = None
     """File that gets one JSON object a step, appended."""
+    tensorboard: File = None
+    """Directory that gets the same for TensorBoard."""
+    peak_tflops: optional(float, "FLOAT", "the device's in bf16, where known") = None
+    """TFLOP/s of one rank's device: what mfu, the model FLOPs utilization, is a share of."""
+    profile: File = None
+    """Directory that gets a trace of a few steps from each rank, to look at in Perfetto or chrome://tracing."""
+    profile_steps: tuple[int, int] = (3, 5)
+    """The first and the last step of --profile, counted from where this run starts."""
 
 
 @dataclass
@@ -337,9 +346,12 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
         what = f"the {tokenizer.vocab_size} of the tokenizer {tokenizer.source}"
         raise UserError(f"vocab-size {config.vocab_size} is smaller than {what}")
-    save, metrics = options.checkpoint.save, options.logging.metrics
-    if save:
-        _check_writable("--save", save)
+    save, metrics, log = options.checkpoint.save, options.logging.metrics, options.logging
+    for flag, directory in {"--save": save, "--tensorboard": log.tensorboard, "--profile": log.profile}.items():
+        if directory:
+            _check_writable(flag, directory)
+    if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UserError("--tensorboard needs the package tensorboard: install it, or leave --tensorboard out")
     if metrics:
         _check_writable("--metrics", metrics.parent)
         if metrics.is_dir():
@@ -364,6 +376,9 @@ def check_steps(options: Options, first_step: int) -> None:
         raise UserError(
             f"--load {options.checkpoint.load} is at step {first_step} already: {wanted} leaves nothing to do"
         )
+    (first, last), left = options.logging.profile_steps, training.steps - first_step
+    if options.logging.profile and not 1 <= first <= last <= left:
+        raise UserError(f"profile-steps {first} {last} must be two of the run's 1 to {left}")
 
 
 def _check_writable(flag: str, directory: Path) -> None:

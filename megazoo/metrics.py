@@ -1,36 +1,101 @@
-"""What a run tells while it goes on: lines on the terminal and a file with one JSON object a step."""
+"""What a run tells while it goes on: lines on the terminal, a file with one JSON object a step, TensorBoard, traces."""
 
 import json
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from megazoo.launch import is_rank_zero
 
+# TFLOP/s of dense bf16 products (fp16 on the V100), by a part of the device's name; the first that fits counts.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H200 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "H800": 989,
+    "GH200": 989,
+    "GB200": 2500,
+    "B200": 2250,
+    "A100": 312,
+    "A800": 312,
+    "L40S": 362,
+    "V100": 125,
+    "MI300X": 1307,
+}
+
+
+def peak_flops(device) -> float | None:
+    """FLOP/s of a torch.device in bf16, as its maker tells; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+
 
 class Metrics:
-    """Appends JSON objects to a file, a line each; does nothing without one."""
+    """Appends JSON objects to a file, a line each, and their numbers to TensorBoard's; does nothing without either.
 
-    def __init__(self, path: Path | None):
-        self.path = path
+    step: after which the run starts; what TensorBoard has of later ones is hidden.
+    """
+
+    def __init__(self, path: Path | None, tensorboard: Path | None = None, step: int = 0):
+        self.path, self.board = path, None
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # seconds, and much memory
 
-    def write(self, **values) -> None:
+            self.board = SummaryWriter(str(tensorboard), purge_step=step + 1)
+
+    def write(self, step: int, **values) -> None:
+        """Numbers of a step, or of an evaluation after it, which begin with eval_ or test_. None: there is none."""
         if self.path:
             with open(self.path, "a") as file:
-                file.write(json.dumps(values) + "\n")
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.board:
+            for key, value in values.items():
+                kind, name = (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
+                if value is not None:
+                    self.board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        if self.board:
+            self.board.close()
+
+
+@contextmanager
+def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
+    """Yields what to call after each step. The first and last of `steps`, counted from 1, and those between are traced
+    by torch.profiler, into directory/rank_N.json.gz."""
+    if not directory:
+        yield lambda: None
+        return
+    from torch import profiler
+
+    directory.mkdir(parents=True, exist_ok=True)
+    first, last = steps
+    wait, warmup = max(first - 2, 0), min(first - 1, 1)
+    with profiler.profile(
+        schedule=profiler.schedule(wait=wait, warmup=warmup, active=last - first + 1, repeat=1),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(directory / f"rank_{rank}.json.gz")),
+    ) as trace:
+        yield trace.step
 
 
 class Progress:
     """Lines such as "step 20/700  loss 3.1  ...  8,192 tokens/s  1:05 left", every `interval` steps.
 
-    step: where the run starts; steps: where it ends.
+    step: where the run starts; steps: where it ends. mfu: of one token a second; None where it is not known.
     """
 
-    def __init__(self, step: int, steps: int, interval: int):
-        self.first, self.steps, self.interval = step, steps, interval
+    def __init__(self, step: int, steps: int, interval: int, mfu: float | None = None):
+        self.first, self.steps, self.interval, self.mfu = step, steps, interval, mfu
         self.start = self.last_time = time.perf_counter()
         self.tokens = 0  # since the last line
 
@@ -49,7 +114,7 @@ class Progress:
         self.last_time, self.tokens = now, 0
         return (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
-            f"{rate:,.0f} tokens/s  {clock(left)} left"
+            f"{rate:,.0f} tokens/s  " + (f"mfu {rate * self.mfu:.1%}  " if self.mfu else "") + f"{clock(left)} left"
         )
 
 

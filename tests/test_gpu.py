@@ -8,6 +8,7 @@ import torch
 
 import megazoo
 import pretrain_gpt
+from megazoo.parallel.timing import Stopwatch, spent
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,3 +68,15 @@ def test_a_classifier_and_a_score_on_cuda():
     classifier = megazoo.from_config(dataclasses.replace(config, num_labels=3, pad_token_id=0), ctx)
     assert classifier.train_batch(ids, labels=torch.tensor([0, 1, 2, 0]), num_microbatches=2).isfinite()
     assert score(megazoo.from_config(config, ctx), ids, ids).log_likelihood.isfinite().all()
+
+
+def test_events_of_the_stream_tell_what_the_device_was_busy_with():
+    x = torch.randn(4096, 4096, device="cuda")
+    with Stopwatch(x.device) as watch:
+        with spent("forward"):
+            for _ in range(20):
+                x = x @ x * 1e-3
+        with spent("optimizer"):
+            x.sum().item()
+    times = watch.times()
+    assert times["forward"] > 0.5 * watch.seconds > times["optimizer"]

@@ -14,7 +14,7 @@ from test_tools import ROOT, run
 import megazoo
 from megazoo.config import ParallelOptions, TrainingOptions
 from megazoo.launch import run_program
-from megazoo.models import FAMILIES, family_of, find_config, parameter_count
+from megazoo.models import FAMILIES, family_of, find_config, flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import Exchange, one_f_one_b, program
@@ -49,6 +49,14 @@ def test_parameters_are_those_of_the_built_model(preset):
             assert planned.parameters == built
             assert planned.weights == 2 * built
             assert planned.optimizer == 12 * built
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_flops_of_a_token_are_those_that_are_metered(preset):
+    """The training program's count, of weights and heads, against the meter's, of what runs on meta."""
+    config = find_config(preset)
+    told = plan(config, quick=True).model_flops_per_token
+    assert flops_per_token(config, 16) == pytest.approx(told, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "mpt-tiny"])

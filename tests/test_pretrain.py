@@ -1,11 +1,13 @@
 """The training program as users start it: launchers, files, resuming, and one line for each mistake."""
 
+import gzip
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from megazoo.checkpoint import Checkpoint, save
 from megazoo.config import Options
 from megazoo.flags import settings_of
 from megazoo.launch import run_program
+from megazoo.models import flops_per_token
 from megazoo.models.gpt2 import GPT2
+from megazoo.parallel.schedule import zb_h1
 from megazoo.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -158,8 +162,10 @@ def test_metrics_evaluation_and_summary(tmp_path, capsys):
     arguments = ["--steps", "3", "--eval-interval", "2", "--metrics", str(metrics), "--save", str(tmp_path / "run")]
     pretrain_gpt.main([*SMALL, *arguments])
     steps = [record for record in records(metrics) if "loss" in record]
-    keys = "step loss grad_norm lr tokens_per_second step_time consumed_samples consumed_tokens peak_memory"
-    assert [set(record) for record in steps] == [set(keys.split())] * 3
+    keys = "step loss grad_norm lr tokens_per_second tflops step_time consumed_samples consumed_tokens peak_memory"
+    parts = {f"{part}_time" for part in ("data", "forward", "backward", "communication", "optimizer")}
+    assert [set(record) for record in steps] == [set(keys.split()) | parts] * 3
+    assert all(0 < sum(record[part] for part in parts) <= record["step_time"] for record in steps)
     assert steps[2]["consumed_tokens"] == 3 * 8 * 32
     evaluations = [record for record in records(metrics) if "eval_loss" in record]
     assert [record["step"] for record in evaluations] == [2, 3]
@@ -168,6 +174,41 @@ def test_metrics_evaluation_and_summary(tmp_path, capsys):
     assert re.search(r"step 2/3  loss \d\.\d{4}  grad norm .* tokens/s  \d+:\d\d left", out)
     for words in ("validation loss", "step_00000003", f"--load {tmp_path}/run --steps 6", "plot_metrics.py"):
         assert words in out
+
+
+def test_tensorboard_and_mfu(tmp_path, capsys):
+    """TensorBoard's reader finds what the metrics file says, a resumed run in place of what came after its start."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics, board = tmp_path / "metrics.jsonl", tmp_path / "board"
+    arguments = ["--metrics", str(metrics), "--tensorboard", str(board), "--peak-tflops", "0.5", "--save"]
+    pretrain_gpt.main([*SMALL, *arguments, str(tmp_path / "a"), "--steps", "3", "--save-interval", "2"])
+    resumed = ["--load", str(tmp_path / "a" / "step_00000002"), "--steps", "4", "--device", "cpu"]
+    pretrain_gpt.main([*arguments, str(tmp_path / "b"), *resumed])
+    told = EventAccumulator(str(board)).Reload()
+    steps = {record["step"]: record for record in records(metrics) if "loss" in record}
+    for key in ("loss", "mfu", "forward_time"):
+        points = {event.step: event.value for event in told.Scalars(f"train/{key}")}
+        assert points == pytest.approx({step: record[key] for step, record in steps.items()}, rel=1e-6)
+    assert [event.step for event in told.Scalars("eval/loss")] == [4]
+    flops = flops_per_token(Checkpoint(tmp_path / "b").config, 32)
+    for record in steps.values():
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 0.5e12)
+        assert record["tflops"] == pytest.approx(record["mfu"] / 2)
+    assert re.search(r"tokens/s  mfu \d+\.\d%  ", capsys.readouterr().out)
+
+
+def test_profile_names_the_actions(ranks, tmp_path):
+    layout = ["--pp", "2", "--schedule", "zb-h1", "--steps", "3"]
+    ranks(pretrain_gpt.main, 2, [*SMALL, *layout, "--profile", str(tmp_path), "--profile-steps", "2", "3"])
+    for rank in (0, 1):
+        with gzip.open(tmp_path / f"rank_{rank}.json.gz") as file:
+            events = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+        names = Counter(event["name"] for event in events)
+        actions = [str(action) for action in zb_h1(rank, 2, 1, 4)]
+        assert {name: names[name] for name in actions} == dict.fromkeys(actions, 2)  # of two steps
+        assert names["exchange"]
+        assert names["optimizer"] == names["data"] == 2
 
 
 def test_toml_file_and_command_line(tmp_path):

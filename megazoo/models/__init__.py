@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megazoo.errors import UserError, nearest
+from megazoo.layers import CausalSelfAttention, ColumnParallelLinear, RowParallelLinear
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.hugging_face import Fields
@@ -109,6 +110,16 @@ def parameter_count(config) -> int:
     """The number of parameters of the whole model; a tied head counts once."""
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops_per_token(config, seq_length: int) -> int:
+    """Of a training step: those of all matrix products, forward and backward, nothing twice; attention's not halved
+    for its mask. What MFU counts (Chowdhery et al. 2022, appendix B)."""
+    model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
+    products = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    products += [] if model.num_labels else [model.output_head.weight]
+    scores = sum(m.output.weight.shape[1] for m in model.modules() if isinstance(m, CausalSelfAttention))
+    return 6 * sum(weight.numel() for weight in products) + 12 * scores * seq_length
 
 
 def from_config(

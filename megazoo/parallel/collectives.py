@@ -11,6 +11,7 @@ from einops import rearrange
 from megazoo.errors import UserError
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
+from megazoo.parallel.timing import spent
 
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -24,7 +25,8 @@ def _run(collective: Callable, *tensors: torch.Tensor | list, group, whole: torc
     rank sends are counted instead: each rank's part goes round a ring, in an all-reduce twice (NCCL's algorithm).
     """
     if not isinstance(group, VirtualGroup):
-        return collective(*tensors, group=group, **options)
+        with spent("communication", collective.__name__):
+            return collective(*tensors, group=group, **options)
     if not whole.is_meta:
         raise UserError(NO_RANKS)
     rounds = 2 if collective is dist.all_reduce else 1
@@ -97,7 +99,8 @@ def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
 def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
     """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
     if ctx.pp_size > 1:
-        dist.broadcast(tensor, src=ctx.global_rank(pp_rank), group=ctx.pp_group)
+        with spent("communication", "broadcast"):
+            dist.broadcast(tensor, src=ctx.global_rank(pp_rank), group=ctx.pp_group)
     return tensor
 
 
@@ -121,6 +124,7 @@ def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
     return values
 
 
+@spent("communication", "sum_between_stages")
 def sum_between_stages(tensor: torch.Tensor, pp_ranks: list[int], ctx: ParallelContext, chunk: int = 1 << 22) -> None:
     """Sum `tensor` in place over the pipeline ranks `pp_ranks`, of which this is one: the gradient of a tied parameter.
 

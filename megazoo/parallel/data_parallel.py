@@ -8,6 +8,7 @@ from torch import nn
 
 from megazoo.parallel.collectives import all_gather_shards, all_reduce, reduce_scatter_shards
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.timing import spent
 
 BUCKET_ELEMENTS = 1 << 23  # 32 MB of fp32
 ALIGNMENT = 64  # elements: shards begin where a kernel's vectors do, so that it computes them as it would the whole
@@ -88,8 +89,9 @@ class GradientBuckets:
         divide by the loss scale."""
         self._launch(len(self.buckets))
         self.missing = []
-        for work in self.works:
-            work.wait()
+        with spent("communication", "wait"):
+            for work in self.works:
+                work.wait()
         self.works = []
         if loss_scale != 1.0:
             for bucket in self.buckets:

@@ -11,6 +11,7 @@ from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.schedule import Action, Exchange, Transfer, forward_only, program
+from megazoo.parallel.timing import spent
 
 IGNORED = -100  # a target that carries no loss
 MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest one
@@ -109,12 +110,14 @@ def run_pipeline(
     for item in program(schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)):
         if isinstance(item, Exchange):
             run.exchange(item)
-        elif item.kind == "F":
-            run.forward(item, train=schedule is not None)
-        elif item.kind == "W":
-            run.weights.pop((item.stage, item.microbatch))()
-        else:
-            run.backward(item)
+            continue
+        with spent("forward" if item.kind == "F" else "backward", str(item)):
+            if item.kind == "F":
+                run.forward(item, train=schedule is not None)
+            elif item.kind == "W":
+                run.weights.pop((item.stage, item.microbatch))()
+            else:
+                run.backward(item)
     run.finish()
     loss = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if last:
@@ -190,6 +193,7 @@ class _Run:
         if received is not None:
             self.leaving[action._replace(stage=action.stage - 1)] = received.grad
 
+    @spent("communication", "exchange")
     def exchange(self, exchange: Exchange) -> None:
         """Start an exchange's sends and receives in one go. Nothing is waited for but exchanges long past."""
         ops, sent = [], []
@@ -210,14 +214,16 @@ class _Run:
         while len(self.open) > MAX_OPEN_EXCHANGES:
             self._close_oldest()
 
+    @spent("communication", "wait")
     def finish(self) -> None:
         while self.open:
             self._close_oldest()
 
     def _take(self, action: Action) -> torch.Tensor | None:
         buffer, works = self.arrived.pop(action, (None, []))
-        for work in works:
-            work.wait()
+        with spent("communication", "wait"):
+            for work in works:
+                work.wait()
         return buffer
 
     def _buffer(self, transfer: Transfer) -> torch.Tensor:

@@ -24,6 +24,9 @@ class Action(NamedTuple):
     stage: int
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"{self.kind} stage {self.stage} micro-batch {self.microbatch}"
+
 
 class Transfer(NamedTuple):
     """What `consumer` needs from another rank: the activations of a forward or the gradient of a backward."""

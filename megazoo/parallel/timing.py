@@ -1,0 +1,70 @@
+"""What the time of a step goes on, and the names of its parts in a profiler's trace."""
+
+import time
+from contextlib import contextmanager
+
+import torch
+
+PARTS = ("data", "forward", "backward", "communication", "optimizer")
+_running: "Stopwatch | None" = None
+
+
+class Stopwatch:
+    """Within `with stopwatch:` splits time among the parts that `spent` names.
+
+    By the wall clock; on CUDA by events in the stream, which nothing waits for: end the block, and ask for `times`,
+    where the device has been waited for anyway. seconds: of the whole block, by the wall clock.
+    """
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []  # a part, and when it began
+        self.seconds = 0.0
+
+    def __enter__(self) -> "Stopwatch":
+        global _running
+        _running, self._began = self, time.perf_counter()
+        self.turn_to("other")
+        return self
+
+    def __exit__(self, *_) -> None:
+        global _running
+        self.turn_to("end")
+        _running, self.seconds = None, time.perf_counter() - self._began
+
+    def turn_to(self, part: str) -> str:
+        """Count for `part` from now on; returns what it was before."""
+        if self._cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        before = self._marks[-1][0] if self._marks else part
+        self._marks.append((part, now))
+        return before
+
+    def times(self) -> dict[str, float]:
+        """Seconds of each of PARTS."""
+        times = dict.fromkeys((*PARTS, "other"), 0.0)
+        for (part, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            times[part] += begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+        return {part: times[part] for part in PARTS}
+
+
+@contextmanager
+def spent(part: str, name: str | None = None):
+    """Count this block's time for a part, to a Stopwatch if one runs; what a block within it counts is its own alone.
+
+    A profiler that runs shows the block as `name`, by default the part's.
+    """
+    watch = _running
+    before = watch.turn_to(part) if watch else None
+    try:
+        if torch.autograd._profiler_enabled():
+            with torch.autograd.profiler.record_function(name or part):
+                yield
+        else:
+            yield
+    finally:
+        if watch:
+            watch.turn_to(before)
