@@ -33,7 +33,7 @@ def test_training_under_1f1b_with_full_recomputation(ranks):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", [("none",), ("selective",), ("full",)], ids=str)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("layout", [dict(pp=2), dict(tp=2), dict(tp=2, pp=2, sp=True)], ids=layout_name)
 @pytest.mark.parametrize("model", ["gpt2", "llama", "mpt"])
 def test_every_schedule_and_mode(ranks, model, layout, schedule, mode):
