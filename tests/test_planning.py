@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import context, run_script, tiny_config
+from helpers import PeakMemory, context, give_back_freed_memory, run_script, tiny_config
 from test_tools import ROOT, run
 
 import megazoo
@@ -91,11 +91,7 @@ print(train_twice(config_from_dict("{family}", {sizes}), {layout}, {rows}, "{dty
 
 def train_twice(config, layout, rows, dtype, recompute) -> int:
     """The peak of the memory of two steps of two micro-batches, the model's and the optimizer's included, bytes."""
-    import ctypes
-
-    from helpers import PeakMemory
-
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    give_back_freed_memory()
 
     def steps(config, sequence):
         model = megazoo.from_config(config, ctx, dtype=getattr(torch, dtype)).recompute(recompute)
