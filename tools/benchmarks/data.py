@@ -1,0 +1,115 @@
+"""Text to token files against tiktoken alone, and opening and reading such files against reading their bytes."""
+
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from benchmarks.common import CORES, TOOLS, Result, Setup, alone, proportional
+
+
+def cases(setup: Setup) -> Iterator[Result]:
+    documents = 200_000
+    with tempfile.TemporaryDirectory(dir=setup.directory, prefix="megazoo-benchmark-") as name:
+        directory = Path(name)
+        alone(make_corpus, directory, documents, 32_000)
+        corpus, prefix = directory / "corpus.jsonl", directory / "out" / "a"
+        tool = [sys.executable, TOOLS / "preprocess_data.py", "--input", corpus, "--output-prefix", prefix]
+        tool += ["--tokenizer", directory, "--workers", CORES, "--append-eod"]
+        ours, reference, peaks = [], [], []
+        for _ in range(setup.pairs + 1):
+            shutil.rmtree(prefix.parent, ignore_errors=True)
+            began = time.perf_counter()
+            peaks.append(proportional(tool))
+            ours.append(time.perf_counter() - began)
+            reference.append(alone(seconds_of_tiktoken, directory, corpus))
+        what = f"preprocess_data, {documents:,} documents, start to end, against tiktoken's encode_batch alone"
+        yield Result(what, ours[1:], reference[1:], (max(peaks), 0))
+        for tokens in (10, 100, 1000):
+            found = alone(seconds_of_opening, directory / "b", tokens * 10**6, setup.pairs)
+            opened, read, made, copied, resident = found
+            what = f"open {tokens:,} million tokens and make a batch, against reading the index"
+            yield Result(what, opened, read, (resident, 0))
+            yield Result("200 batches of 16 x 1,025 of them, against copying the tokens", made, copied)
+
+
+def make_corpus(directory: Path, count: int, tokens: int) -> None:
+    """corpus.jsonl, so many documents cut from the text of Python's library, and tokenizer.json, a BPE of it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from megazoo.data.corpus import standard_library
+
+    text = "".join(document.decode(errors="ignore") for document in standard_library())
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=tokens, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    bpe.train_from_iterator([text[start : start + 10_000] for start in range(0, len(text), 10_000)], trainer)
+    bpe.save(str(directory / "tokenizer.json"))
+    generator = random.Random(0)
+    with open(directory / "corpus.jsonl", "w") as file:
+        for _ in range(count):
+            start = generator.randrange(len(text) - 800)
+            file.write(json.dumps({"text": text[start : start + generator.randint(1, 800)]}) + "\n")
+
+
+def seconds_of_tiktoken(directory: Path, corpus: Path) -> float:
+    from megazoo.tokenizer import open_tokenizer
+
+    encoding = open_tokenizer(str(directory))._bpe
+    with open(corpus) as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    began = time.perf_counter()
+    encoding.encode_ordinary_batch(texts, num_threads=CORES)
+    return time.perf_counter() - began
+
+
+def seconds_of_opening(prefix: Path, tokens: int, pairs: int) -> tuple[list, list, list, list, int]:
+    """Of each run: opening, reading the index; 200 batches, copying as many tokens. And the memory of opening."""
+    from megazoo.data import Batches, check_data, open_datasets
+    from megazoo.data.indexed import write_index
+    from megazoo.parallel import ParallelContext
+    from megazoo.tokenizer import ByteTokenizer
+
+    lengths = np.random.default_rng(0).multinomial(tokens, np.full(tokens // 500, 500 / tokens))
+    with open(f"{prefix}.bin", "wb") as file:
+        for start in range(0, tokens, 1 << 20):
+            numbers = np.random.default_rng(start).integers(0, 50000, min(1 << 20, tokens - start), dtype=np.uint16)
+            numbers.tofile(file)
+    write_index(f"{prefix}.idx", lengths, np.dtype(np.uint16))
+    opened, read, made, copied, resident = [], [], [], [], []
+    for pair in range(pairs + 1):
+        before, began = anonymous(), time.perf_counter()
+        sources = check_data([str(prefix)], "99,1")
+        blend = open_datasets(sources, ByteTokenizer(), seq_length=1024, vocab_size=50257, seed=pair).training
+        batches = Batches(blend, 16, ParallelContext())
+        batches(0)
+        opened.append(time.perf_counter() - began)
+        resident.append(anonymous() - before)
+        began = time.perf_counter()
+        np.fromfile(f"{prefix}.idx", np.uint8)
+        read.append(time.perf_counter() - began)
+        places = [index for _, index in blend.places(0, 16 * 200)]
+        whole = np.memmap(f"{prefix}.bin", np.uint16, "r")
+        began = time.perf_counter()
+        for place in places:
+            torch.from_numpy(whole[place * 1024 : place * 1024 + 1025].astype(np.int64))
+        copied.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        for batch in range(200):
+            batches(16 * batch)
+        made.append(time.perf_counter() - began)
+    return opened[1:], read[1:], made[1:], copied[1:], max(resident)
+
+
+def anonymous() -> int:
+    """Bytes of this process's own memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

@@ -1,0 +1,63 @@
+"""A pipeline of two stages: its steps against the schedule's own length, and zb-h1 against 1F1B."""
+
+from collections.abc import Iterator
+
+import torch
+from benchmarks.common import Result, Setup, on_ranks
+
+SIZES = {"vocab_size": 8192, "max_positions": 256, "hidden_size": 512, "heads": 8}
+
+
+def cases(setup: Setup) -> Iterator[Result]:
+    steps, ideal = on_ranks(steps_and_ideal, 2, 8, setup.pairs)[0]
+    yield Result("pp 2, 1f1b, 8 micro-batches: a step, against the schedule with each stage's compute", steps, ideal)
+    ours, reference = on_ranks(steps_of_both, 2, 4, setup.pairs)[0]
+    yield Result("pp 2, 4 micro-batches: a step of zb-h1, against 1f1b", ours, reference)
+
+
+def build():
+    """A GPT-2 of two stages that take as long as each other: the second has a layer less and the head."""
+    import megazoo
+    from megazoo.models.gpt2 import GPT2Config
+
+    rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
+    ctx = megazoo.ParallelContext.from_torch(1, 2, device="cpu", stage_layers=(9, 7))
+    return megazoo.from_config(GPT2Config(**SIZES, **rates, layers=16), ctx)
+
+
+def step(model, microbatches: int, schedule: str):
+    """One step's time, by a Stopwatch that starts on all ranks at once."""
+    import torch.distributed as dist
+
+    from megazoo.parallel.timing import Stopwatch
+
+    ids = torch.randint(0, SIZES["vocab_size"], (microbatches, 256))
+    dist.barrier()
+    with Stopwatch(model.ctx.device) as watch:
+        model.train_batch(ids, labels=ids, num_microbatches=microbatches, schedule=schedule)
+    return watch
+
+
+def steps_and_ideal(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
+    """Of each step its time, and what its table would take if each action took its rank's mean, and transfers none."""
+    from megazoo.parallel.collectives import all_gather_objects
+    from megazoo.parallel.schedule import one_f_one_b, timeline
+
+    model, steps, ideal = build(), [], []
+    tables = [one_f_one_b(rank, 2, 1, microbatches) for rank in range(2)]
+    for _ in range(pairs + 1):
+        watch = step(model, microbatches, "1f1b")
+        times = watch.times()
+        ranks = all_gather_objects((watch.seconds, times["forward"], times["backward"]), model.ctx)
+        cost = {("F", stage): forward / microbatches for stage, (_, forward, _) in enumerate(ranks)}
+        cost |= {("B", stage): backward / microbatches for stage, (_, _, backward) in enumerate(ranks)}
+        steps.append(max(seconds for seconds, _, _ in ranks))
+        ideal.append(max(span.end for span in timeline(tables, cost).values()))
+    return steps[1:], ideal[1:]
+
+
+def steps_of_both(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
+    model = build()
+    runs = [[step(model, microbatches, schedule).seconds for schedule in ("zb-h1", "1f1b")] for _ in range(pairs + 1)]
+    ours, reference = zip(*runs[1:], strict=True)
+    return list(ours), list(reference)
