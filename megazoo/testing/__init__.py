@@ -1,0 +1,17 @@
+"""For tests: ranks on this machine, and a check that a model trains in every layout as in one process."""
+
+from megazoo.testing.check import Verdict, check_parallel
+from megazoo.testing.layouts import Layout, all_layouts
+from megazoo.testing.ranks import GROUP_TIMEOUT, RankError, RankPool
+from megazoo.testing.shrink import shrink
+
+__all__ = [
+    "GROUP_TIMEOUT",
+    "Layout",
+    "RankError",
+    "RankPool",
+    "Verdict",
+    "all_layouts",
+    "check_parallel",
+    "shrink",
+]

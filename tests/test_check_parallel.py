@@ -1,0 +1,232 @@
+"""The check of layouts: it passes for every preset, and names the place of each of a list of planted bugs."""
+
+import random
+import re
+import textwrap
+
+import pytest
+from test_tools import run
+
+from megazoo.errors import UserError
+from megazoo.models import FAMILIES, find_config
+from megazoo.testing import Layout, all_layouts, check_parallel, shrink
+
+PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
+
+# What breaks, where it must be noticed, and how it must be told.
+BUGS = {
+    "a missing all-reduce": (
+        "gpt2",
+        "tp2",
+        r"module layers\.0\.attention\.output: its output differs on ranks 0 .*, 1",
+        """
+        from megazoo.layers import RowParallelLinear
+        RowParallelLinear._finish = lambda self, part: part + self.whole("bias")
+        """,
+    ),
+    "a missing all-reduce in backward": (
+        "gpt2",
+        "tp2",
+        r"gradient of norm\.bias: differs at step 1 on ranks 0 .*, 1",
+        """
+        from megazoo.parallel import collectives
+        collectives.enter_tensor_parallel = lambda x, ctx: x
+        """,
+    ),
+    "a wrong slice of the fused QKV": (
+        "gpt2",
+        "tp2",
+        r"module layers\.0\.attention\.output: its input differs on ranks 0 .*, 1",
+        """
+        from megazoo.parallel.shard import Cut, Shard
+        cuts = Shard.cuts
+        def contiguous(self, tp_size, tp_rank):
+            if tp_size == 1 or len(self.parts) != 3:
+                return cuts(self, tp_size, tp_rank)
+            each, first = self.parts[0] // tp_size, tp_rank * sum(self.parts) // tp_size
+            return [Cut(first + part * each, part * each, each, True) for part in range(3)]
+        Shard.cuts = contiguous
+        """,
+    ),
+    "a bias added tp times": (
+        "gpt2",
+        "tp2",
+        r"module layers\.0\.attention\.output: its output differs on ranks 0 .*, 1",
+        """
+        from megazoo.layers import RowParallelLinear
+        from megazoo.parallel import collectives
+        RowParallelLinear._own_bias = property(lambda self: self.bias)
+        RowParallelLinear._finish = lambda self, part: collectives.leave_tensor_parallel(part, self.ctx)
+        """,
+    ),
+    "a local layer index": (
+        "gpt2",
+        "pp2",
+        r"module layers\.2\.attention\.output: its input differs on rank 1",
+        """
+        from dataclasses import replace
+        from megazoo.layers import CausalSelfAttention
+        from megazoo.models.gpt2 import GPT2
+        init = GPT2.__init__
+        def scaled(self, *arguments):
+            init(self, *arguments)
+            for index, layer in enumerate(self.layers.values()):
+                layer.attention.scale /= index + 1
+        GPT2.__init__ = scaled
+        """,
+    ),
+    "an unscaled loss": (
+        "gpt2",
+        "dp2",
+        r"loss: .* instead of .*, though no module's output differs",
+        """
+        import torch
+        from megazoo.parallel import pipeline
+        reduce = pipeline.all_reduce
+        calls = []
+        def forgets_the_labels(tensor, group):
+            calls.append(tensor)
+            if len(calls) % 2 == 0:
+                reduce(tensor, group)
+        pipeline.all_reduce = forgets_the_labels
+        """,
+    ),
+    "gradients that are not divided by the loss scale": (
+        "gpt2",
+        "dp2",
+        r"loss scale: every gradient is 2 x what it should be",
+        """
+        from megazoo.parallel import pipeline
+        init = pipeline._Run.__init__
+        def doubled(self, model, *arguments):
+            init(self, model, *arguments)
+            self.loss_scale *= model.ctx.dp_size
+        pipeline._Run.__init__ = doubled
+        """,
+    ),
+    "a double tied gradient": (
+        "gpt2",
+        "pp2",
+        r"tie: the gradient of embedding\.weight, which stages share, is 2 x what it should be",
+        """
+        from megazoo.models import base
+        between = base.sum_between_stages
+        def twice(tensor, *arguments):
+            between(tensor, *arguments)
+            between(tensor, *arguments)
+        base.sum_between_stages = twice
+        """,
+    ),
+    "ALiBi slopes not sliced": (
+        "mpt",
+        "tp2",
+        r"module layers\.0\.attention\.output: its input differs on rank 1 ",
+        """
+        from megazoo.layers import CausalSelfAttention
+        heads = CausalSelfAttention.heads.fget
+        CausalSelfAttention.heads = property(lambda self: range(len(heads(self))))
+        """,
+    ),
+    "dropout in step across dp": (
+        "gpt2",
+        "dp2",
+        r"dropout embedding_dropout: the same masks on ranks 0 .*, 1",
+        """
+        from megazoo.models import batch
+        derive_seed = batch.derive_seed
+        batch.derive_seed = lambda *what: derive_seed(*what[:-1])
+        """,
+    ),
+    "a norm that counts copies twice": (
+        "gpt2",
+        "tp2",
+        r"gradient norm: .* instead of .* at step 1, though no gradient differs",
+        """
+        from megazoo.parallel.shard import Entry
+        Entry.counted_pieces = lambda self, ctx: self.spec.pieces(ctx.tp_size, ctx.tp_rank)
+        """,
+    ),
+    "a norm's gradient not summed under sequence parallelism": (
+        "llama",
+        "tp2+sp",
+        r"gradient of norm\.weight: differs at step 1 on ranks 0 .*, 1 .*, and of 8 more",
+        """
+        from megazoo.models import base
+        base.sum_over_copies = lambda *_: None
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_named(bug, tmp_path):
+    model, layout, told, code = BUGS[bug]
+    (tmp_path / "bug.py").write_text(textwrap.dedent(code))
+    (verdict,) = check_parallel(shrink(find_config(model)), [layout], import_=tmp_path / "bug.py")
+    assert re.match(told, verdict.cause or "it passed"), verdict
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_pass(preset):
+    """Shrunk; of the layouts of four ranks some."""
+    config = shrink(find_config(preset))
+    layouts = random.Random(preset).sample(all_layouts(config, 4), 2)
+    assert [verdict.cause for verdict in check_parallel(config, layouts)] == [None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_pass_in_all_layouts(preset):
+    config = shrink(find_config(preset))
+    for verdict in check_parallel(config, all_layouts(config, 8)):
+        assert verdict.passed, f"{verdict.layout}: {verdict.cause}"
+
+
+def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path):
+    passing = run("check_parallel.py", "--model", "gpt2", "--shrink", "--layouts", "dp2+zero")
+    assert passing.returncode == 0, passing.stderr
+    assert re.search(r"^dp2\+zero +\d\.\de.\d\d  \d.* - .*  pass$", passing.stdout, re.MULTILINE), passing.stdout
+    text = "from megazoo.parallel import collectives\ndel collectives.leave_tensor_parallel\n"
+    (tmp_path / "bug.py").write_text(text)
+    done = run("check_parallel.py", "--model", "gpt2", "--layouts", "tp2", "--import", tmp_path / "bug.py")
+    assert (done.returncode, done.stderr) == (1, "check_parallel.py: error: 1 of 1 layouts failed\n")
+    assert "FAIL  it ends with AttributeError: module 'megazoo.parallel.collectives' has no attribute" in done.stdout
+
+
+def test_shrinking_keeps_the_structure():
+    for preset in PRESETS:
+        config, small = find_config(preset), shrink(find_config(preset))
+        for name in ("heads", "kv_heads", "tie_embeddings", "alibi", "qk_norm", "activation", "rope_scaling"):
+            assert getattr(small, name, None) == getattr(config, name, None)
+        assert small.vocab_size * small.hidden_size * small.layers < 1e6
+
+
+def test_layouts_by_name():
+    for name in ("tp2", "tp2pp4dp2v2+sp+zero", "pp4+zb-h1", "dp8+zero"):
+        assert str(Layout.named(name)) == name
+    assert Layout.named("pp2tp4") == Layout(tp=4, pp=2)
+    for name in ("", "tp", "tp0", "tp2 pp2", "tp2+fast", "2"):
+        with pytest.raises(UserError, match="unknown layout"):
+            Layout.named(name)
+    layouts = all_layouts(shrink(find_config("gpt2")), 8)
+    assert len(set(layouts)) == len(layouts) > 80
+    assert Layout.named("tp2pp2dp2+sp+zero+zb-h1") in layouts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give one of --model, --preset and --load"),
+        (("--model", "gpt2", "--layouts", "tp2,x"), "unknown layout 'x'"),
+        (("--model", "gpt2", "--layouts", "tp3"), "tp3: "),
+        (("--model", "gpt2", "--layouts", "dp5"), "dp5: dp 5 must divide the 24 rows of the check"),
+        (("--model", "gpt2", "--layouts", "tp1+sp"), "tp1+sp: sequence parallelism needs tp above 1"),
+        (("--model", "gpt2", "--layouts", "pp2v2+zb-h1"), "pp2v2+zb-h1: zb-h1 has one stage a rank"),
+        (("--model", "gpt2", "--steps", "0"), "steps 0 must be at least 1, and ranks 4 at least 2"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, message):
+    done = run("check_parallel.py", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"check_parallel.py: error: {message}")
+    assert done.stderr.count("\n") == 1
