@@ -306,7 +306,7 @@ def test_stages_between_the_first_and_the_last_open_no_data(ranks, token_files):
     directory = token_files.parent
     np.arange(55 * 20, dtype=np.uint16).__mod__(200).astype(np.uint16).tofile(token_files.with_suffix(".bin"))
     write_index(token_files.with_suffix(".idx"), np.full(20, 55), np.dtype(np.uint16))
-    write_lines(directory / "b.jsonl", *({"prompt": "a" * number, "completion": "b"} for number in range(1, 20)))
+    write_lines(directory / "b.jsonl", *({"prompt": "a" * number, "completion": "b"} for number in range(1, 15)))
     sizes = "--hidden-size 16 --heads 2 --layers 4 --max-positions 16 --seq-length 16 --device cpu --pp 4".split()
     sizes += "--global-batch-size 4 --micro-batch-size 1 --steps 2 --eval-steps 1 --split 80,10,10".split()
     data = ["--data", "0.5", str(token_files), "0.5", str(directory / "b.jsonl")]
