@@ -30,9 +30,10 @@ from megazoo.config import (
     settings_to_resume,
     settle_steps,
 )
-from megazoo.data import Batches, check_data, check_template, open_datasets, prepare_datasets
+from megazoo.data import Batches, check_data, check_template, json_files, open_datasets, prepare_datasets
 from megazoo.elastic import StopSignal, is_restart, naming_absent_ranks
 from megazoo.launch import (
+    after_rank_zero,
     data_parallel_size,
     is_rank_zero,
     python_line,
@@ -79,8 +80,8 @@ def main(arguments: list[str]) -> None:
     if training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp)
-    if is_rank_zero():
-        prepare_datasets(sources, tokenizer, options.data.chat_template)  # before any rank waits in a collective
+    if json_files(sources):  # before any rank waits in a collective, for --timeout at most
+        _store = after_rank_zero(lambda: prepare_datasets(sources, tokenizer, options.data.chat_template))
 
     # This rank's part of the model.
     ctx = megazoo.ParallelContext.from_torch(

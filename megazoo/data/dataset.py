@@ -82,8 +82,13 @@ def open_datasets(
 
 def prepare_datasets(sources: Sources, tokenizer: Tokenizer, chat_template: str) -> None:
     """Make the tokens that are kept beside JSONL files, which takes a while the first time."""
-    for name in filter(_is_json_file, sources.names):
+    for name in json_files(sources):
         cached_tokens(Path(name), tokenizer.source, chat_template)
+
+
+def json_files(sources: Sources) -> list[str]:
+    """The JSONL files among the sources."""
+    return [name for name in sources.names if _is_json_file(name)]
 
 
 def check_data(data: Sequence[str], split: str) -> Sources:
@@ -152,6 +157,7 @@ def _open(
         tokens, *learnt = cached_tokens(Path(name), tokenizer.source, chat_template)
     else:
         tokens, learnt = IndexedTokens(name), []
+        _check_ends(tokens, eod)
     if not len(tokens.tokens):
         raise UserError(f"{name} has no tokens")
     cuts = list(pairwise(_cuts(len(tokens.documents) - 1, shares)))
@@ -161,6 +167,14 @@ def _open(
         PackedDataset(stream, seq_length, eod, vocab_size, f"{tokens.prefix}.bin", first)
         for stream, first in (tokens.stream(*cut) for cut in cuts)
     ]
+
+
+def _check_ends(tokens: IndexedTokens, eod: int | None) -> None:
+    """Refuse token files whose first document has no end, if documents are to be told apart by it."""
+    first, _ = tokens.stream(0, min(1, len(tokens.documents) - 1))
+    if eod is not None and len(first) and first[-1] != eod:
+        what = f"{tokens.prefix}.bin: its first document doesn't end with the tokenizer's {eod}"
+        raise UserError(f"{what}, by which separate-documents tells them apart: --append-eod writes it")
 
 
 def _cuts(documents: int, shares: tuple[float, ...]) -> list[int]:
