@@ -122,6 +122,17 @@ def test_a_worker_that_dies_is_told_in_one_line(tmp_path, monkeypatch):
         preprocess(Recipe((str(source),), "byte"), tmp_path / "out", 1)
 
 
+def test_two_runs_do_not_write_the_same_files(tmp_path):
+    recipe = Recipe((str(write_jsonl(tmp_path / "a.jsonl", ["a"])),), "byte")
+
+    def again(_):
+        with pytest.raises(UserError, match=r"out_text_document\.bin\.partial: another run is writing it"):
+            preprocess(recipe, tmp_path / "out", 0)
+
+    preprocess(recipe, tmp_path / "out", 0, progress=again)
+    assert read_back(tmp_path / "out_text_document") == ["a"]
+
+
 class Interrupted(Exception):
     pass
 

@@ -3,6 +3,7 @@
 Nothing here imports torch, so that a worker is small and starts at once.
 """
 
+import fcntl
 import gzip
 import io
 import json
@@ -126,11 +127,12 @@ def preprocess(
     state = Path(f"{prefix}.progress.json")
     identity = {**asdict(recipe), "files": [[os.path.getsize(f), os.stat(f).st_mtime_ns] for f in recipe.inputs]}
     partial = {key: [Path(f"{prefix}_{key}_document.{kind}.partial") for kind in ("bin", "len")] for key in recipe.keys}
-    done = _resumed(state, json.loads(json.dumps(identity)), partial)
     with ExitStack() as stack:
         files = {}
         for key, paths in partial.items():
-            files[key] = [stack.enter_context(open(path, "r+b" if path.exists() else "w+b")) for path in paths]
+            files[key] = [stack.enter_context(_alone(path)) for path in paths]
+        done = _resumed(state, json.loads(json.dumps(identity)), partial)
+        for key in partial:
             for file, size in zip(files[key], done.written(key), strict=True):
                 file.truncate(size)
                 file.seek(size)
@@ -151,14 +153,27 @@ def preprocess(
             progress(chunk.read)
             if number % SAVED_EVERY == 0:
                 _save(state, identity, done, [file for pair in files.values() for file in pair])
-    state.unlink(missing_ok=True)  # from here on there is nothing to go on from
-    for key, (tokens, lengths) in partial.items():
-        final = Path(f"{prefix}_{key}_document")
-        Path(f"{final}.idx").unlink(missing_ok=True)  # of tokens that are now replaced
-        os.replace(tokens, f"{final}.bin")
-        write_index(f"{final}.idx", np.fromfile(lengths, "<i4"), dtype)
-        lengths.unlink()
+        for file in (file for pair in files.values() for file in pair):
+            file.flush()
+        state.unlink(missing_ok=True)  # from here on there is nothing to go on from
+        for key, (tokens, lengths) in partial.items():
+            final = Path(f"{prefix}_{key}_document")
+            Path(f"{final}.idx").unlink(missing_ok=True)  # of tokens that are now replaced
+            os.replace(tokens, f"{final}.bin")
+            write_index(f"{final}.idx", np.fromfile(lengths, "<i4"), dtype)
+            lengths.unlink()
     return done
+
+
+def _alone(path: Path):
+    """A file to read and write, while no other process has it; UserError if one does, as both would spoil it."""
+    file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115, the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"{path}: another run is writing it", exit_code=1) from None
+    return file
 
 
 def _resumed(state: Path, identity: dict, partial: dict[str, list[Path]]) -> Progress:
