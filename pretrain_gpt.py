@@ -22,6 +22,7 @@ from megazoo.command_line import parse_options, run_file
 from megazoo.config import (
     DataOptions,
     OptimizerOptions,
+    Options,
     check_run,
     check_steps,
     model_config,
@@ -29,9 +30,10 @@ from megazoo.config import (
     settings_to_resume,
     settle_steps,
 )
-from megazoo.data import Batches, check_data, check_template, open_datasets, prepare_datasets
+from megazoo.data import Batches, check_data, check_template, json_files, open_datasets, prepare_datasets
 from megazoo.elastic import StopSignal, is_restart, naming_absent_ranks
 from megazoo.launch import (
+    after_rank_zero,
     data_parallel_size,
     is_rank_zero,
     python_line,
@@ -72,16 +74,14 @@ def main(arguments: list[str]) -> None:
     first_step, consumed, consumed_tokens = state["step"], state["consumed_samples"], state["consumed_tokens"]
     dp = data_parallel_size(parallel.tp, parallel.pp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp)
-    if is_restart() and first_step >= training.steps:
-        return  # a rank died after the last step
-    if not training.epochs:
-        check_steps(options, first_step)
+    if not training.epochs and is_done(options, first_step):
+        return
     device = choose_device(parallel.device, parallel.tp * parallel.pp if world_size() == 1 else None)
     if training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp)
-    if is_rank_zero():
-        prepare_datasets(sources, tokenizer, options.data.chat_template)  # before any rank waits in a collective
+    if json_files(sources):  # before any rank waits in a collective, for --timeout at most
+        _store = after_rank_zero(lambda: prepare_datasets(sources, tokenizer, options.data.chat_template))
 
     # This rank's part of the model.
     ctx = megazoo.ParallelContext.from_torch(
@@ -128,8 +128,9 @@ def main(arguments: list[str]) -> None:
     train, valid, test = (Batches(blend, training.global_batch_size, ctx) for blend in data)
     if training.epochs:
         samples = torch.tensor(len(data[0]) if data[0] else 0, device=ctx.device)
-        settle_steps(options, broadcast_from_stage(samples, 0, ctx).item())
-        check_steps(options, first_step)
+        settle_steps(options, broadcast_from_stage(samples, 0, ctx).item(), first_step, consumed)
+        if is_done(options, first_step):
+            return
     rows = training.global_batch_size
     microbatches = rows // ctx.dp_size // training.micro_batch_size
     has_valid, has_test = (log.eval_steps > 0 and share > 0 for share in sources.shares[1:])
@@ -216,7 +217,8 @@ def main(arguments: list[str]) -> None:
     say(f"  {told} nats a token")
     if saver.saved:
         say(f"  checkpoint    {saver.saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
-        more = [] if signalled else ["--steps", str(2 * training.steps)]
+        longer = ["--epochs", 2 * training.epochs] if training.epochs else ["--steps", 2 * training.steps]
+        more = [] if signalled else map(str, longer)
         again = [*arguments, "--load", str(options.checkpoint.save), *more]
         say(f"  go on         {python_line(again) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, again)}")
     else:
@@ -226,6 +228,14 @@ def main(arguments: list[str]) -> None:
         say(f"  loss curve    {python_line([str(log.metrics)], program='tools/plot_metrics.py')}")
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_done(options: Options, first_step: int) -> bool:
+    """Whether torchrun started this again after the last step; UserError if a user asks for no more than there is."""
+    if is_restart() and first_step >= options.training.steps:
+        return True
+    check_steps(options, first_step)
+    return False
 
 
 def rate_schedule(optimizer: OptimizerOptions) -> dict:

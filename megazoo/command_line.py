@@ -17,13 +17,14 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
     """
     file = _value_of("--config", arguments)
     settings = _toml_settings(file) if file else {}
-    lengths = [kind for kind in ("steps", "epochs") if any(_is_flag(kind, argument) for argument in arguments)]
-    lengths = lengths or [kind for kind in ("steps", "epochs") if kind in settings]
-    if len(lengths) > 1:
-        raise UserError("give steps or epochs, not both")
     lower = {**(resumed or {}), **settings}
-    if lengths or "epochs" in lower:  # the other one, given further below, doesn't count
-        lower.pop("steps" if lengths != ["steps"] else "epochs", None)
+    for usual, other in (("steps", "epochs"), ("data", "mock_data")):
+        given = [name for name in (usual, other) if any(_is_flag(name, argument) for argument in arguments)]
+        given = given or [name for name in (usual, other) if settings.get(name)]
+        if len(given) > 1:
+            raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
+        if given or lower.get(other):  # the other one, given further below, doesn't count
+            lower.pop(other if given == [usual] else usual, None)
     options = parse_flags(Options, _as_flags(lower) + arguments, description)
     if options.data.mock_data:
         options.data.data = ("mock",)
@@ -56,7 +57,7 @@ def run_file(file: Path) -> None:
 
 
 def _is_flag(name: str, argument: str) -> bool:
-    return argument.partition("=")[0] == f"--{name}"
+    return argument.partition("=")[0].replace("_", "-") == f"--{name.replace('_', '-')}"
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:

@@ -274,13 +274,16 @@ def settings_to_resume(options: Options) -> dict:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def settle_steps(options: Options, samples: int | None = None) -> None:
-    """Fill in what follows from the steps, and check it. samples: of an epoch; without, epochs are left for later."""
+def settle_steps(options: Options, samples: int | None = None, first_step: int = 0, consumed: int = 0) -> None:
+    """Fill in what follows from the steps, and check it. samples: of an epoch; without, epochs are left for later.
+
+    consumed: samples until first_step, where the run goes on, of batches that may have had another size.
+    """
     training, optimizer = options.training, options.optimizer
     if training.epochs:
         if samples is None:
             return
-        training.steps = -(-training.epochs * samples // training.global_batch_size)
+        training.steps = first_step - (consumed - training.epochs * samples) // training.global_batch_size
     if optimizer.lr_decay_steps is None:
         optimizer.lr_decay_steps = training.steps
     if optimizer.warmup_steps is None:

@@ -41,6 +41,26 @@ def data_parallel_size(tp: int, pp: int) -> int:
         ) from error
 
 
+def after_rank_zero(work: Callable[[], None]):
+    """Run `work` on rank 0 while all others wait, however long it takes; no process group would.
+
+    What is returned must live until there is a process group: in rank 0 it may be the store of both.
+    """
+    import torch.distributed as dist
+
+    if world_size() == 1 or dist.is_initialized():
+        if is_rank_zero():
+            work()
+        return None
+    store, rank, _ = next(dist.rendezvous("env://"))
+    if rank == 0:
+        work()
+        store.set("megazoo/done", "")
+    while not store.check(["megazoo/done"]):
+        time.sleep(0.1)
+    return store
+
+
 def start_missing_ranks(tp: int, pp: int) -> None:
     """In a world of one, become the launcher of tp x pp local ranks of this program, if more than one is needed."""
     ranks = tp * pp

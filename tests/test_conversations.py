@@ -135,6 +135,15 @@ def test_samples_are_cut_shifted_and_masked(tmp_path):
     }
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_conversations_of_which_nothing_is_left_to_learn_are_left_out(tmp_path, packing):
+    values = [{"prompt": "p" * length, "completion": "cd"} for length in (3, 9, 6, 7)]
+    tokens = cached_tokens(write(tmp_path / "a.jsonl", values), "byte", CHATML)
+    dataset = Conversations(*tokens, 1, 4, 7, packing)
+    assert (dataset.cut, dataset.left_out) == (3, 1)
+    assert sorted(sample.targets[-2:].tolist() for sample in dataset) == [[-100, ord("c")], [ord("c"), ord("d")]]
+
+
 def test_packed_samples_hold_whole_conversations_apart(tmp_path):
     tokens = cached_tokens(write(tmp_path / "a.jsonl", examples(200)), "byte", CHATML)
     alone, packed = (Conversations(*tokens, 10, 190, 200, packing=packing) for packing in (False, True))

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from megazoo.data.samples import MockDataset
 from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
+
+ROOT = Path(__file__).parent.parent
 
 
 def open_all(*data, split="95,5", seq_length=64, vocab_size=257, **settings):
@@ -178,6 +181,12 @@ def test_tokens_beyond_the_vocabulary_are_told_with_their_place(token_files):
         valid.datasets[0][0]
 
 
+def test_documents_without_an_end_can_not_be_told_apart(token_files):
+    open_all(token_files, split="60,40", seq_length=4)
+    with pytest.raises(UserError, match=f"{token_files}.bin: its first document doesn't end with the tokenizer's 256"):
+        open_all(token_files, split="60,40", seq_length=4, separate_documents=True)
+
+
 def test_sequences_out_of_order_are_refused(token_files):
     data = bytearray(token_files.with_suffix(".idx").read_bytes())
     first = HEADER.size + 4 * 10  # offsets
@@ -250,6 +259,29 @@ def test_the_tokens_are_made_once_however_many_processes_start_at_once(tmp_path)
     assert made.value == 1
 
 
+WAITING = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from megazoo.launch import after_rank_zero
+store = after_rank_zero(lambda: (time.sleep(3), open(sys.argv[1], "w").close()))
+assert os.path.exists(sys.argv[1])
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("agent", ["0", "1"], ids=["rank 0's store", "torchrun's store"])
+def test_ranks_wait_for_the_tokens_longer_than_for_each_other(tmp_path, agent):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    (tmp_path / "waiting.py").write_text(WAITING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(1 - int(agent))}
+    done = subprocess.run(
+        [*command, tmp_path / "waiting.py", tmp_path / "made"], env=environment, capture_output=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
 LINES = {
     "a.jsonl, line 3: no text under 'text'": [{"text": "a"}, {"text": "b"}, {"txt": "c"}],
     "a.jsonl, line 2: no text under 'completion'": [{"prompt": "a", "completion": "b"}, {"prompt": "a"}],
@@ -306,7 +338,7 @@ def test_stages_between_the_first_and_the_last_open_no_data(ranks, token_files):
     directory = token_files.parent
     np.arange(55 * 20, dtype=np.uint16).__mod__(200).astype(np.uint16).tofile(token_files.with_suffix(".bin"))
     write_index(token_files.with_suffix(".idx"), np.full(20, 55), np.dtype(np.uint16))
-    write_lines(directory / "b.jsonl", *({"prompt": "a" * number, "completion": "b"} for number in range(1, 20)))
+    write_lines(directory / "b.jsonl", *({"prompt": "a" * number, "completion": "b"} for number in range(1, 15)))
     sizes = "--hidden-size 16 --heads 2 --layers 4 --max-positions 16 --seq-length 16 --device cpu --pp 4".split()
     sizes += "--global-batch-size 4 --micro-batch-size 1 --steps 2 --eval-steps 1 --split 80,10,10".split()
     data = ["--data", "0.5", str(token_files), "0.5", str(directory / "b.jsonl")]

@@ -81,6 +81,7 @@ BROKEN = {
     "a length past the end": ("idx", IDX[:34] + b"\11" + IDX[35:], "a.bin has 8 bytes, but .*a.idx needs 18"),
     "an odd offset": ("idx", IDX[:54] + b"\1" + IDX[55:], "lengths or offsets that can't be"),
     "an offset past the end": ("idx", IDX[:54] + b"\20" + IDX[55:], "a.bin has 8 bytes, but .*a.idx needs 16"),
+    "an offset that overflows": ("idx", IDX[:46] + struct.pack("<q", 2**63 - 2) + IDX[54:], "a.idx needs 9223372"),
     "documents that don't end": ("idx", IDX[:-8] + struct.pack("<q", 2), "boundaries don't go from 0 to its 3 seq"),
     "documents out of order": ("idx", IDX[:-16] + struct.pack("<2q", 4, 3), "boundaries don't go from 0 to its 3 seq"),
 }

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import zstandard
 from megazoo.data import preprocess as module
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import Recipe, input_files, preprocess
+from megazoo.errors import UserError
 from megazoo.launch import run_program
 from megazoo.tokenizer import ByteTokenizer
 
@@ -98,6 +100,37 @@ def test_each_key_makes_files_of_its_own(tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, capsys, *arguments)[0] == 0
     for key in ("text", "title"):
         assert read_back(tmp_path / f"a_{key}_document") == [line[key] for line in lines]
+
+
+def test_token_files_in_a_folder_are_no_text(tmp_path):
+    """They would read as text: bytes as uint16 are UTF-8 with zeros in between."""
+    write_jsonl(tmp_path / "a.JSONL", ["a", "b"])
+    (tmp_path / "a.JSONL.tokens").mkdir()
+    preprocess(Recipe(input_files([tmp_path]), "byte"), tmp_path / "a.JSONL.tokens" / "0123", 0)
+    for _ in range(2):
+        preprocess(Recipe(input_files([tmp_path]), "byte"), tmp_path / "out", 0)
+        assert read_back(tmp_path / "out_text_document") == ["a", "b"]
+
+
+def test_a_worker_that_dies_is_told_in_one_line(tmp_path, monkeypatch):
+    def die(*_):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(module.ProcessPoolExecutor, "submit", die)
+    source = write_jsonl(tmp_path / "a.jsonl", texts(10))
+    with pytest.raises(UserError, match="a worker died"):
+        preprocess(Recipe((str(source),), "byte"), tmp_path / "out", 1)
+
+
+def test_two_runs_do_not_write_the_same_files(tmp_path):
+    recipe = Recipe((str(write_jsonl(tmp_path / "a.jsonl", ["a"])),), "byte")
+
+    def again(_):
+        with pytest.raises(UserError, match=r"out_text_document\.bin\.partial: another run is writing it"):
+            preprocess(recipe, tmp_path / "out", 0)
+
+    preprocess(recipe, tmp_path / "out", 0, progress=again)
+    assert read_back(tmp_path / "out_text_document") == ["a"]
 
 
 class Interrupted(Exception):
@@ -205,6 +238,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["x"])
     (tmp_path / "broken.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-20])
     (tmp_path / "broken.jsonl.zst").write_bytes(b"nonsense")
+    (tmp_path / "cut.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "a"}\n' * 99)[:-1])
     (tmp_path / "folder").mkdir()
     (tmp_path / "there_text_document.bin").write_bytes(b"")
     prefix = ["--output-prefix", tmp_path / "out"]
@@ -218,6 +252,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
         (["--input", source, "--output-prefix", tmp_path / "there"], 2, "--overwrite replaces them"),
         (["--input", tmp_path / "broken.jsonl.gz", *prefix], 1, "broken.jsonl.gz can't be read: "),
         (["--input", tmp_path / "broken.jsonl.zst", *prefix], 1, "broken.jsonl.zst can't be read: "),
+        (["--input", tmp_path / "cut.jsonl.zst", *prefix], 1, "cut.jsonl.zst can't be read: Compressed file ended"),
+        (["--input", source, "--output-prefix", source / "out"], 1, "a.jsonl can't be written: File exists"),
     ]:
         got, told = run(monkeypatch, capsys, *arguments)
         assert (got, told.err.count("\n"), message in told.err) == (code, 1, True), told.err

@@ -232,12 +232,19 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
         options = pretrain_gpt.parse_options(arguments, "", resumed=saved)
         assert (options.training.epochs, options.training.steps) == (epochs, steps)
         assert options.optimizer.lr_decay_steps == 70
+    for arguments, data in [([], ("mock",)), (["--data", "c"], ("c",))]:  # of a run on random tokens
+        options = pretrain_gpt.parse_options(arguments, "", resumed={"data": ["mock"], "mock_data": True})
+        assert options.data.data == data
+    config.write_text("mock_data = true\n")
+    assert pretrain_gpt.parse_options(["--config", str(config), "--data", "c"], "").data.data == ("c",)
+    with pytest.raises(megazoo.UserError, match="give data or mock-data, not both"):
+        pretrain_gpt.parse_options(["--mock-data", "--data", "c"], "")
     config.write_text("epochs = 3\nsteps = 5\n")
     with pytest.raises(megazoo.UserError, match="give steps or epochs, not both"):
         pretrain_gpt.parse_options(["--config", str(config)], "")
 
 
-def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, capsys):
+def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, capsys, monkeypatch):
     """Two epochs at pp 3, whose middle stage has no data; then one more in one process."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 20}) + "\n" for _ in range(50)))
     metrics = tmp_path / "metrics"
@@ -252,8 +259,18 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
     assert records(metrics)[-1]["step"] == -(-3 * samples // 8)
     out = capsys.readouterr().out
     assert re.search(r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats a token", out)
+    assert re.search(r"go on .* --epochs 3 .*--epochs 6$", out, re.MULTILINE)
     with pytest.raises(megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"):
         pretrain_gpt.main([*common, "--load", str(tmp_path / "run")])
+    with monkeypatch.context() as restarted:
+        restarted.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        pretrain_gpt.main(common)  # nothing remains
+    before = -(-3 * samples // 8)
+    larger = ["--global-batch-size", "32", "--load", str(tmp_path / "run"), "--epochs", "4"]
+    pretrain_gpt.main([*common, *larger])
+    record = [record for record in records(metrics) if "loss" in record][-1]
+    assert record["step"] == before - (8 * before - 4 * samples) // 32
+    assert 0 <= record["consumed_samples"] - 4 * samples < 32
 
 
 def test_mock_data_needs_neither_files_nor_a_tokenizer_that_fits(tmp_path):

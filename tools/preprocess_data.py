@@ -3,7 +3,8 @@
 $ python tools/preprocess_data.py --input corpus.jsonl --output-prefix out/corpus --tokenizer path/to/llama --append-eod
 
 Inputs: JSONL files (.jsonl or .json, plain or with .gz or .zst), of which each line is a document; any other file,
-which is one document; or folders of both. What was interrupted goes on where it stood, by the same command.
+which is one document; or folders of both, whose token files are left out. What was interrupted goes on where it
+stood, by the same command.
 """
 
 import os
@@ -67,7 +68,11 @@ def main(arguments: list[str]) -> None:
             if told <= TOLD:
                 bar.write(f"left out {line}")
 
-        done = preprocess(recipe, options.output_prefix, options.workers, progress=bar.update, say=tell)
+        try:
+            done = preprocess(recipe, options.output_prefix, options.workers, progress=bar.update, say=tell)
+        except OSError as error:
+            what = f"{error.filename or options.output_prefix} can't be written: {error.strerror}"
+            raise UserError(what, exit_code=1) from error
     seconds = time.perf_counter() - began
     for output in outputs:
         tokens = IndexedTokens(output)

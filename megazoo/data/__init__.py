@@ -10,6 +10,7 @@ _PLACES = {
     "PackedDataset": "samples",
     "check_data": "dataset",
     "check_template": "dataset",
+    "json_files": "dataset",
     "open_datasets": "dataset",
     "prepare_datasets": "dataset",
 }

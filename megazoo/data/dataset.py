@@ -1,6 +1,7 @@
 """Opening what a run is trained on: sources with their weights, each split into training, validation and test."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -65,9 +66,10 @@ def open_datasets(
         for name in sources.names
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
-        cut = sum(part.cut for part in parts if isinstance(part, Conversations))
+        cut, left_out = (sum(getattr(part, what, 0) for part in parts) for what in ("cut", "left_out"))
         if cut:
-            say(f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut")
+            rest = f"; {left_out:,} of them have nothing to learn then, and are left out" if left_out else ""
+            say(f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut{rest}")
         for what, part, share in zip(PARTS, parts, sources.shares, strict=True):
             if share and not len(part):
                 shares = ",".join(f"{share:.4g}" for share in sources.shares)
@@ -80,8 +82,13 @@ def open_datasets(
 
 def prepare_datasets(sources: Sources, tokenizer: Tokenizer, chat_template: str) -> None:
     """Make the tokens that are kept beside JSONL files, which takes a while the first time."""
-    for name in filter(_is_json_file, sources.names):
+    for name in json_files(sources):
         cached_tokens(Path(name), tokenizer.source, chat_template)
+
+
+def json_files(sources: Sources) -> list[str]:
+    """The JSONL files among the sources."""
+    return [name for name in sources.names if _is_json_file(name)]
 
 
 def check_data(data: Sequence[str], split: str) -> Sources:
@@ -111,7 +118,7 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             )
         shares_of(weights)
     for name in names:
-        if name not in ("stdlib", "mock") and not Path(f"{name}.idx").is_file() and not _is_json_file(name):
+        if name not in ("stdlib", "mock") and not os.path.isfile(f"{name}.idx") and not _is_json_file(name):
             what = "stdlib, the prefix of token files (PREFIX.bin and PREFIX.idx), and JSONL files"
             raise UserError(f"unknown data {name!r}: there is {what}; tools/preprocess_data.py takes other text")
     return Sources(names, weights, tuple(share / sum(shares) for share in (*shares, 0.0)[:3]))
@@ -124,7 +131,7 @@ def check_template(template: str) -> None:
 
 
 def _is_json_file(name: str) -> bool:
-    return is_loose_json(Path(name)) and Path(name).is_file()
+    return is_loose_json(Path(name)) and os.path.isfile(name)
 
 
 def _open(
@@ -150,6 +157,7 @@ def _open(
         tokens, *learnt = cached_tokens(Path(name), tokenizer.source, chat_template)
     else:
         tokens, learnt = IndexedTokens(name), []
+        _check_ends(tokens, eod)
     if not len(tokens.tokens):
         raise UserError(f"{name} has no tokens")
     cuts = list(pairwise(_cuts(len(tokens.documents) - 1, shares)))
@@ -159,6 +167,14 @@ def _open(
         PackedDataset(stream, seq_length, eod, vocab_size, f"{tokens.prefix}.bin", first)
         for stream, first in (tokens.stream(*cut) for cut in cuts)
     ]
+
+
+def _check_ends(tokens: IndexedTokens, eod: int | None) -> None:
+    """Refuse token files whose first document has no end, if documents are to be told apart by it."""
+    first, _ = tokens.stream(0, min(1, len(tokens.documents) - 1))
+    if eod is not None and len(first) and first[-1] != eod:
+        what = f"{tokens.prefix}.bin: its first document doesn't end with the tokenizer's {eod}"
+        raise UserError(f"{what}, by which separate-documents tells them apart: --append-eod writes it")
 
 
 def _cuts(documents: int, shares: tuple[float, ...]) -> list[int]:

@@ -78,7 +78,9 @@ class IndexedTokens:
         size, item = tokens.stat().st_size, self.dtype.itemsize
         if len(self) and (self.lengths.min() < 0 or self.offsets.min() < 0 or (self.offsets % item).any()):
             raise UserError(f"{index} has lengths or offsets that can't be")
-        end = int((self.offsets + self.lengths.astype(np.int64) * item).max(initial=0))
+        end = int(self.offsets.max(initial=0))
+        if end <= size:  # else the sum could overflow
+            end = int((self.offsets + self.lengths.astype(np.int64) * item).max(initial=0))
         if end > size or size % item:
             raise UserError(f"{tokens} has {size} bytes, but {index} needs {end}, in tokens of {item}")
         ends = self.documents[[0, -1]].tolist() if len(self.documents) else []
@@ -88,7 +90,10 @@ class IndexedTokens:
 
 def _mapped(path: Path, dtype) -> np.ndarray:
     """The file as an array of dtype; of a file without bytes, an empty one."""
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+    try:
+        return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from error
 
 
 def dtype_for(vocab_size: int) -> np.dtype:

@@ -3,6 +3,7 @@
 Nothing here imports torch, so that a worker is small and starts at once.
 """
 
+import fcntl
 import gzip
 import io
 import json
@@ -11,7 +12,7 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,8 @@ SAVED_EVERY = 64  # chunks
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
 COMPRESSED = (".gz", ".zst")
 CONVERSATION = ("tokens", "learnt")
+WRITTEN = ("_document.bin", "_document.idx", "_document.bin.partial", "_document.len.partial", "_document.idx.partial")
+WRITTEN += (".progress.json", ".progress.partial")  # what `preprocess` leaves: never a corpus of its own
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,15 @@ class Encoded(NamedTuple):
 
 
 def input_files(paths: list[Path]) -> tuple[str, ...]:
-    """The files, and those in the folders, in the order of their names. UserError if there is none."""
+    """The files, and those in the folders, in the order of their names. UserError if there is none.
+
+    Token files in a folder are left out: they are raw bytes, which may well read as text.
+    """
     files = []
     for path in paths:
-        found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        found = [path]
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.endswith(WRITTEN))
         if not found or not found[0].is_file():
             raise UserError(f"{path}: no such file" if not path.is_dir() else f"{path} has no files")
         files += [str(p) for p in found]
@@ -119,11 +127,12 @@ def preprocess(
     state = Path(f"{prefix}.progress.json")
     identity = {**asdict(recipe), "files": [[os.path.getsize(f), os.stat(f).st_mtime_ns] for f in recipe.inputs]}
     partial = {key: [Path(f"{prefix}_{key}_document.{kind}.partial") for kind in ("bin", "len")] for key in recipe.keys}
-    done = _resumed(state, json.loads(json.dumps(identity)), partial)
     with ExitStack() as stack:
         files = {}
         for key, paths in partial.items():
-            files[key] = [stack.enter_context(open(path, "r+b" if path.exists() else "w+b")) for path in paths]
+            files[key] = [stack.enter_context(_alone(path)) for path in paths]
+        done = _resumed(state, json.loads(json.dumps(identity)), partial)
+        for key in partial:
             for file, size in zip(files[key], done.written(key), strict=True):
                 file.truncate(size)
                 file.seek(size)
@@ -144,14 +153,27 @@ def preprocess(
             progress(chunk.read)
             if number % SAVED_EVERY == 0:
                 _save(state, identity, done, [file for pair in files.values() for file in pair])
-    state.unlink(missing_ok=True)  # from here on there is nothing to go on from
-    for key, (tokens, lengths) in partial.items():
-        final = Path(f"{prefix}_{key}_document")
-        Path(f"{final}.idx").unlink(missing_ok=True)  # of tokens that are now replaced
-        os.replace(tokens, f"{final}.bin")
-        write_index(f"{final}.idx", np.fromfile(lengths, "<i4"), dtype)
-        lengths.unlink()
+        for file in (file for pair in files.values() for file in pair):
+            file.flush()
+        state.unlink(missing_ok=True)  # from here on there is nothing to go on from
+        for key, (tokens, lengths) in partial.items():
+            final = Path(f"{prefix}_{key}_document")
+            Path(f"{final}.idx").unlink(missing_ok=True)  # of tokens that are now replaced
+            os.replace(tokens, f"{final}.bin")
+            write_index(f"{final}.idx", np.fromfile(lengths, "<i4"), dtype)
+            lengths.unlink()
     return done
+
+
+def _alone(path: Path):
+    """A file to read and write, while no other process has it; UserError if one does, as both would spoil it."""
+    file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115, the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"{path}: another run is writing it", exit_code=1) from None
+    return file
 
 
 def _resumed(state: Path, identity: dict, partial: dict[str, list[Path]]) -> Progress:
@@ -233,27 +255,58 @@ def _chunks_of(path: Path, number: int, offset: int, line: int) -> Iterator[Chun
 def _opened(path: Path):
     """The file itself, and what is in it, decompressed."""
     with open(path, "rb") as raw:
-        if path.suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             with gzip.open(raw) as file:
                 yield raw, file
-        elif path.suffix == ".zst":
+        elif path.suffix.lower() == ".zst":
             try:
                 import zstandard
             except ImportError:
                 raise UserError(f"{path}: to read .zst, install zstandard") from None
             try:
-                with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
-                    yield raw, io.BufferedReader(stream)
+                yield raw, io.BufferedReader(_Pieces(_frames(raw, zstandard.ZstdDecompressor())))
             except zstandard.ZstdError as error:
                 raise OSError(str(error)) from error
         else:
             yield raw, raw
 
 
+def _frames(raw, decompressor) -> Iterator[bytes]:
+    """What is in the frames of a .zst; EOFError if the last is cut short, which zstandard's own reader passes over."""
+    frame = None
+    while data := raw.read(1 << 16):
+        while data:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(data)
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame:
+        raise EOFError("Compressed file ended before the end of its last frame")
+
+
+class _Pieces(io.RawIOBase):
+    """Pieces of bytes, end to end, as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
 def is_loose_json(path: Path) -> bool:
     """Whether a file's name says that it has a JSON object a line."""
-    name = path.with_suffix("") if path.suffix in COMPRESSED else path
-    return name.suffix in LOOSE_JSON
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    return name.suffix.lower() in LOOSE_JSON
 
 
 # Encoding.
@@ -279,20 +332,17 @@ def _workers(recipe: Recipe, dtype: str, count: int):
                 json_lines = is_loose_json(Path(recipe.inputs[chunk.file]))
                 waiting.append((chunk._replace(data=b""), pool.submit(_encode, chunk.data, chunk.line, json_lines)))
                 if len(waiting) > 2 * count:
-                    yield _result(*waiting.popleft())
-            for pair in waiting:
-                yield _result(*pair)
+                    chunk, future = waiting.popleft()
+                    yield chunk, future.result()
+            for chunk, future in waiting:
+                yield chunk, future.result()
 
-        yield encode
-
-
-def _result(chunk: Chunk, encoded: Future) -> tuple[Chunk, Encoded]:
-    try:
-        return chunk, encoded.result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a worker died (out of memory?): the same command goes on where it stood", exit_code=1
-        ) from error
+        try:
+            yield encode
+        except BrokenProcessPool as error:  # of a result, or where one is asked for
+            raise UserError(
+                "a worker died (out of memory?): the same command goes on where it stood", exit_code=1
+            ) from error
 
 
 def _start(recipe: Recipe, dtype: str) -> None:

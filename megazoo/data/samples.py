@@ -83,16 +83,20 @@ class Conversations:
     """The samples of fine-tuning: a conversation in each, or several that don't see each other.
 
     tokens, learnt: of each conversation its ids and the mask of those that carry a loss; from number `first` until
-    before `last`. Longer ones are cut to seq_length tokens. packing: several go into a sample, as many as fit.
+    before `last`. Longer ones are cut to seq_length tokens, and left out if that leaves nothing to learn: a batch of
+    these alone would be a step of loss 0. packing: several go into a sample, as many as fit.
     """
 
     def __init__(
         self, tokens: IndexedTokens, learnt: IndexedTokens, first: int, last: int, seq_length: int, packing: bool
     ):
-        self.tokens, self.learnt, self.first = tokens, learnt, first
+        self.tokens, self.learnt = tokens, learnt
         lengths = tokens.lengths[first:last].astype(np.int64) - 1  # the last token is only predicted
-        self.cut = int((lengths > seq_length).sum())
-        self.lengths = np.minimum(lengths, seq_length)
+        cut = np.flatnonzero(lengths > seq_length)
+        empty = [number for number in cut.tolist() if not learnt[first + number][1 : seq_length + 1].any()]
+        self.cut, self.left_out = len(cut), len(empty)
+        self.numbers = np.delete(np.arange(first, last), empty)
+        self.lengths = np.delete(np.minimum(lengths, seq_length), empty)
         self.bins = best_fit(self.lengths, seq_length) if packing else None
 
     def __len__(self) -> int:
@@ -112,7 +116,7 @@ class Conversations:
     def _one(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids and targets of a conversation."""
         length = self.lengths[number]
-        ids, learnt = (tokens[self.first + number][: length + 1] for tokens in (self.tokens, self.learnt))
+        ids, learnt = (tokens[self.numbers[number]][: length + 1] for tokens in (self.tokens, self.learnt))
         ids = ids.astype(np.int64)
         return ids[:-1], np.where(learnt[1:], ids[1:], IGNORED)
 
