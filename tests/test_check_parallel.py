@@ -97,11 +97,11 @@ BUGS = {
         r"loss scale: every gradient is 2 x what it should be",
         """
         from megazoo.parallel import pipeline
-        init = pipeline._Run.__init__
+        init = pipeline.Run.__init__
         def doubled(self, model, *arguments):
             init(self, model, *arguments)
             self.loss_scale *= model.ctx.dp_size
-        pipeline._Run.__init__ = doubled
+        pipeline.Run.__init__ = doubled
         """,
     ),
     "a double tied gradient": (

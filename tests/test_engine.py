@@ -187,19 +187,19 @@ def test_any_parameter_may_be_tied_between_any_stages(ranks, layout):
 def outputs_alive(microbatches):
     """The most bytes that outputs awaiting their backward held on this rank at any time."""
     model = megazoo.from_config(tiny_config(), context(pp=2), seed=3)
-    most, exchange = 0, pipeline._Run.exchange
+    most, exchange = 0, pipeline.Run.exchange
 
     def watched(run, item):
         nonlocal most
         exchange(run, item)
         most = max(most, sum(output.untyped_storage().nbytes() for _, output in run.graphs.values()))
 
-    pipeline._Run.exchange = watched
+    pipeline.Run.exchange = watched
     try:
         ids, targets = make_batch(0, batch=microbatches)
         model.train_batch(ids, targets=targets, num_microbatches=microbatches, schedule="gpipe")
     finally:
-        pipeline._Run.exchange = exchange
+        pipeline.Run.exchange = exchange
     return most
 
 

@@ -24,6 +24,7 @@ from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.schedule import SCHEDULES
 from megazoo.parallel.shard import Entry, ShardedModule, initialize, sum_over_copies
+from megazoo.parallel.stepwise import run_stepwise
 from megazoo.precision import LossScale
 
 
@@ -312,14 +313,31 @@ class Model(nn.Module):
             scale = self.loss_scale.value if self.loss_scale else 1.0
             how = {"loss_fn": loss_fn, "loss_scale": scale, "weight_queue": queue}
             loss = run_pipeline(self, batches, SCHEDULES[schedule], **how).loss
-        entries = list(self.entries())
-        partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
-        sum_over_copies(partial, self.ctx)
-        for entry in entries:
-            if len(entry.stages) > 1:
-                sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
-        buckets.finish(scale)
+        self._finish_gradients(scale)
         return loss
+
+    def microbatches(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        num_microbatches: int = 1,
+        **inputs: torch.Tensor,
+    ) -> Iterator[Output]:
+        """For a loop of your own: `for out in model.microbatches(**batch): out.loss.backward()`.
+
+        Yields after each micro-batch's forward. Every rank of the pipeline must go through it to its end, and call
+        backward where one does; then p.grad is what `train_batch` leaves there. out.loss: the micro-batch's part of the
+        mean that train_batch returns, the same on every rank: they add up to it. inputs: as there. One micro-batch is
+        under way at a time; train_batch keeps all stages busy.
+        """
+        batch = Batch(input_ids, labels, **inputs)
+        batches = self._with_targets(self.micro_batches(batch, num_microbatches))
+        self.gradient_buckets.start(num_microbatches)
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        with self._gradients_later(None):
+            yield from run_stepwise(self, batches, scale)
+        self._finish_gradients(scale)
 
     @torch.no_grad()
     def eval_batch(
@@ -407,6 +425,16 @@ class Model(nn.Module):
         finally:
             for module in modules:
                 module.sums_later, module.weight_queue = False, None
+
+    def _finish_gradients(self, loss_scale: float) -> None:
+        """After the last backward: sum what is partial over tp, tied between stages, and over the replicas."""
+        entries = list(self.entries())
+        partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
+        sum_over_copies(partial, self.ctx)
+        for entry in entries:
+            if len(entry.stages) > 1:
+                sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
+        self.gradient_buckets.finish(loss_scale)
 
     def _with_targets(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         if self.stages[-1].last and batches[0].targets is None and batches[0].labels is None:

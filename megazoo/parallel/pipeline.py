@@ -106,7 +106,7 @@ def run_pipeline(
     if last:
         labelled += sum(model.label_count(batch) for batch in batches)
         all_reduce(labelled, replicas)
-    run = _Run(model, batches, labelled.clamp(min=1).float(), collect, loss_fn, loss_scale, weight_queue)
+    run = Run(model, batches, labelled.clamp(min=1).float(), collect, loss_fn, loss_scale, weight_queue)
     for item in program(schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)):
         if isinstance(item, Exchange):
             run.exchange(item)
@@ -127,7 +127,7 @@ def run_pipeline(
     return Result(loss.float(), labelled, torch.cat(run.collected) if run.collected else None)
 
 
-class _Run:
+class Run:
     """The state of one pass over a table: tensors that arrived, tensors that will leave, graphs awaiting backward."""
 
     def __init__(
@@ -135,10 +135,10 @@ class _Run:
         model,
         batches: list[MicroBatch],
         labelled: torch.Tensor,
-        collect,
-        loss_fn,
-        loss_scale: float,
-        weight_queue: WeightQueue | None,
+        collect: Callable | None = None,
+        loss_fn: Callable | None = None,
+        loss_scale: float = 1.0,
+        weight_queue: WeightQueue | None = None,
     ):
         self.collect, self.loss_fn, self.loss_scale, self.weight_queue = collect, loss_fn, loss_scale, weight_queue
         self.model, self.ctx, self.batches, self.labelled = model, model.ctx, batches, labelled
@@ -198,7 +198,8 @@ class _Run:
         """Start an exchange's sends and receives in one go. Nothing is waited for but exchanges long past."""
         ops, sent = [], []
         for transfer in exchange.receives:
-            buffer = self._buffer(transfer)
+            shape = self.shape(transfer.consumer.microbatch)
+            buffer = torch.empty(shape, dtype=self.model.dtype, device=self.ctx.device)
             ops.append(dist.P2POp(dist.irecv, buffer, self.ctx.global_rank(transfer.source), self.ctx.pp_group))
             self.arrived[transfer.consumer] = (buffer, [])
         for transfer in exchange.sends:
@@ -226,12 +227,10 @@ class _Run:
                 work.wait()
         return buffer
 
-    def _buffer(self, transfer: Transfer) -> torch.Tensor:
-        batch, sequence = self.batches[transfer.consumer.microbatch].shape
-        if self.ctx.sequence_parallel:
-            sequence //= self.ctx.tp_size
-        shape = (batch, sequence, self.model.hidden_size)  # the same for activations and their gradients
-        return torch.empty(shape, dtype=self.model.dtype, device=self.ctx.device)
+    def shape(self, microbatch: int) -> tuple[int, int, int]:
+        """Of a micro-batch's activations between stages, and of their gradients."""
+        batch, sequence = self.batches[microbatch].shape
+        return batch, sequence // (self.ctx.tp_size if self.ctx.sequence_parallel else 1), self.model.hidden_size
 
     def _release(self, transfer: Transfer) -> None:
         """Free an output's memory once it is on its way: backward needs its graph, not its values."""

@@ -1,0 +1,74 @@
+"""A pipeline that a user's own loop drives: one micro-batch after the other, its backward when the loop asks for it."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from megazoo.parallel.collectives import all_reduce, broadcast_from_stage, receive_from_stage, send_to_stage
+from megazoo.parallel.pipeline import MicroBatch, Output, Run
+from megazoo.parallel.schedule import Action
+
+
+def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> Iterator[Output]:
+    """Yields, after each micro-batch's forward, its part of the mean loss over the global batch's labelled tokens.
+
+    Every rank of the pipeline goes through this together and gets the same loss, 0-dimensional fp32; `loss.backward()`,
+    on all of them, is this micro-batch's backward through all stages. No stage works while another does: for training
+    at speed there is `run_pipeline`. model: as there.
+    """
+    ctx, last = model.ctx, model.stages[-1].last
+    labelled = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    if last:
+        labelled += sum(model.label_count(batch) for batch in batches)
+        all_reduce(labelled, ctx.dp_group)
+    run, sent = Run(model, batches, labelled.clamp(min=1).float()), []
+
+    def receive(action: Action, stage: int) -> None:
+        """What makes the action's input lies on another stage."""
+        shape = run.shape(action.microbatch)
+        run.arrived[action] = (receive_from_stage(shape, model.dtype, stage % ctx.pp_size, ctx), [])
+
+    def send(action: Action) -> None:
+        """The input of an action of another stage."""
+        tensor = run.leaving.pop(action).contiguous()
+        sent.append((send_to_stage(tensor, action.stage % ctx.pp_size, ctx), tensor))
+
+    def backward(number: int, factor: float) -> None:
+        run.loss_scale = loss_scale * factor
+        for stage in reversed(model.stages):
+            action = Action("B", stage.index, number)
+            if not stage.last:
+                receive(action, stage.index + 1)
+            run.backward(action)
+            if not stage.first:
+                send(action._replace(stage=stage.index - 1))
+
+    for number in range(len(batches)):
+        for stage in model.stages:
+            action = Action("F", stage.index, number)
+            if not stage.first:
+                receive(action, stage.index - 1)
+            run.forward(action, train=True)
+            if not stage.last:
+                send(action._replace(stage=stage.index + 1))
+        loss = run.losses[-1].float() if last else torch.zeros((), device=ctx.device)
+        all_reduce(loss, ctx.dp_group if last else None)
+        loss = broadcast_from_stage(loss, ctx.pp_size - 1, ctx)
+        yield Output(_Loss.apply(torch.zeros((), requires_grad=True), loss, partial(backward, number)))
+        while sent:
+            sent.pop(0)[0].wait()
+
+
+class _Loss(torch.autograd.Function):
+    """A number whose backward is a function's."""
+
+    @staticmethod
+    def forward(ctx, _, loss: torch.Tensor, backward: Callable[[float], None]):
+        ctx.run = backward
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        ctx.run(gradient.item())
+        return None, None, None
