@@ -309,7 +309,7 @@ def model_config(options: ModelOptions, source=None):
         raise UserError(f"{what} is not of the family {name}")
     if "heads" in sizes and getattr(base, "kv_heads", None) == base.heads:
         sizes.setdefault("kv_heads", sizes["heads"])
-    if "hidden_size" in sizes and base.ffn_size == 4 * base.hidden_size:
+    if "hidden_size" in sizes and getattr(base, "ffn_size", None) == 4 * base.hidden_size:
         sizes.setdefault("ffn_size", 4 * sizes["hidden_size"])
     unknown = sizes.keys() - {f.name for f in fields(base)}
     if unknown:

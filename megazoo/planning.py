@@ -118,9 +118,10 @@ class _KernelsOfDevices(TorchFunctionMode):
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
         if function is F.scaled_dot_product_attention:
-            q, k, v = arguments
-            kept = {name: options[name] for name in ("dropout_p", "is_causal", "attn_mask", "scale")}
-            return _flash(q, k, v, **kept)[0]
+            q, k, v, *more = arguments
+            options = dict(zip(("attn_mask", "dropout_p", "is_causal"), more, strict=False)) | options
+            options.pop("enable_gqa", None)
+            return _flash(q, k, v, **options)[0]
         if function is F.dropout:
             return torch.native_dropout(*arguments, options["p"], train=True)[0]
         return function(*arguments, **options)

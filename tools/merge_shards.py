@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> None:
     source, how = open_source(path), {"dtype": dtype, "max_shard_size": limit, "overwrite": options.overwrite}
     with byte_bar(source.weight_bytes(dtype)) as bar:
         write_hugging_face(source, output, **how, progress=bar.update)
-    print(f"wrote {output}: transformers' AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it")
+    known = f": transformers' AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it"
+    print(f"wrote {output}{known if source.model.__module__.startswith('megazoo.') else ''}")
 
 
 if __name__ == "__main__":

@@ -128,15 +128,19 @@ class HuggingFaceDirectory(Source):
             names = (name.removeprefix(prefix) if bare else name for name in theirs.names)
             return Theirs(*names, transposed=theirs.transposed)
 
-        if self.config.tie_embeddings and HEAD in names:
+        tied = getattr(self.config, "tie_embeddings", False)
+        if tied and HEAD in names:
             (embedding,) = source("embedding.weight").names
             if embedding in names and not self._equal(embedding, HEAD):
-                self.config = dataclasses.replace(self.config, tie_embeddings=False)  # as transformers does
+                self.config, tied = (
+                    dataclasses.replace(self.config, tie_embeddings=False),
+                    False,
+                )  # as transformers does
         sources = {name: source(name) for name in self.specs}
-        if self.config.tie_embeddings and HEAD in names and sources["embedding.weight"].names[0] not in names:
+        if tied and HEAD in names and sources["embedding.weight"].names[0] not in names:
             sources["embedding.weight"] = Theirs(HEAD)
         wanted = {name for theirs in sources.values() for name in theirs.names}
-        known = wanted | ({HEAD} if self.config.tie_embeddings else set())
+        known = wanted | ({HEAD} if tied else set())
         extra = {name for name in names - known if not re.fullmatch(model.HUGGING_FACE_LEGACY, name)}
         problems = [("lacks", wanted - names), ("has the unexpected", extra)]
         if any(tensors for _, tensors in problems):

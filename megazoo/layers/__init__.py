@@ -13,7 +13,7 @@ from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, 
 from megazoo.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
-from megazoo.layers.rotary import Rotary
+from megazoo.layers.rotary import Rotary, rotate
 
 __all__ = [
     "MLP",
@@ -36,6 +36,7 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "gelu_tanh",
+    "rotate",
     "segment_mask",
     "vocab_parallel_cross_entropy",
 ]

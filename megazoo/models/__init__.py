@@ -11,10 +11,24 @@ from megazoo.errors import UserError, nearest
 from megazoo.layers import CausalSelfAttention, ColumnParallelLinear, RowParallelLinear
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2
-from megazoo.models.hugging_face import Fields
+from megazoo.models.hugging_face import Fields, Theirs
 from megazoo.models.llama import Llama
 from megazoo.models.mpt import MPT
 from megazoo.parallel.context import ParallelContext, current_context
+
+__all__ = [
+    "FAMILIES",
+    "Model",
+    "Theirs",
+    "config_from_dict",
+    "config_from_file",
+    "family_of",
+    "find_config",
+    "flops_per_token",
+    "from_config",
+    "parameter_count",
+    "register",
+]
 
 FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama, "mpt": MPT}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from megazoo.errors import UserError, nearest
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, vocab_parallel_cross_entropy
 from megazoo.models import classification
 from megazoo.models.batch import Batch
+from megazoo.models.hugging_face import Theirs
 from megazoo.models.sizes import check_sizes
 from megazoo.parallel.collectives import sum_between_stages
 from megazoo.parallel.compile import prepare_to_compile
@@ -37,6 +39,11 @@ class Model(nn.Module):
 
     Config: type
     presets: dict
+    # For Hugging Face directories: our modules to theirs, what a backbone's files leave out of the names, and a regular
+    # expression of tensors that may be there besides.
+    HUGGING_FACE_NAMES: ClassVar[dict[str, Theirs]] = {}
+    HUGGING_FACE_PREFIX = ""
+    HUGGING_FACE_LEGACY = "$^"
 
     def __init__(self, config, ctx: ParallelContext, seed: int = 0):
         super().__init__()
