@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from functools import partial
+from functools import partial, update_wrapper
 
 import pytest
 import torch
@@ -155,7 +155,8 @@ def sent_by(layout, config, recompute):
             (collectives, "_all_gather", 1, 0),
             (collectives, "_reduce_scatter", 1, 1),
         ):
-            patch.setattr(place, name, partial(counted, getattr(place, name), rounds, whole))
+            real = getattr(place, name)
+            patch.setattr(place, name, update_wrapper(partial(counted, real, rounds, whole), real))
         model.train_batch(ids, targets=ids, num_microbatches=4)
     return sent
 
