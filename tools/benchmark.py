@@ -22,7 +22,7 @@ from megazoo.errors import UserError
 from megazoo.flags import File, parse_flags
 from megazoo.launch import run_program
 
-CASES = ("pipeline", "generation", "checkpoint", "data")
+CASES = ("train", "parallel", "pipeline", "generation", "checkpoint", "data")
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Options:
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     if options.case not in (*CASES, "all"):
         raise UserError(f"no case {options.case}: there are {', '.join(CASES)} and all")
     print(f"{machine()}\n")
