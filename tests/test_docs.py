@@ -1,0 +1,142 @@
+"""The pages of docs/: their blocks run as printed, one after the other, and what README and pages name is there."""
+
+import dataclasses
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from megazoo.config import Options
+from megazoo.flags import settings_of
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = [ROOT / "README.md", *PAGES]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NAMED = re.compile(r"# ([\w./-]+\.\w+)\n")  # a block's first line, where it is a file
+SECONDS = 120  # for one block
+MARK = "MEGAZOO_PAGE_UNDER_TEST"  # in the environment of all that a page starts
+# Of Slurm's commands and of pip.
+FOREIGN = {"--ntasks-per-node", "--kill-on-bad-exit", "--requeue", "--signal", "--nodes", "--gpus-per-node"}
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """Runs a block of bash in a directory that looks like the repository's; nothing it starts outlives the test."""
+    for name in ("pretrain_gpt.py", "tools", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PET_STANDALONE": "1",  # torchrun --standalone: a free port, whatever else runs here
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        MARK: str(tmp_path),
+    }
+
+    def run(block: str) -> None:
+        process = subprocess.Popen(
+            ["bash", "-e", "-c", block], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {SECONDS} s:\n{block}")
+        assert process.returncode == 0, f"{block}\nended with {process.returncode}:\n{output[-4000:]}"
+
+    yield run
+    left = processes_of(tmp_path)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, "a process was left behind"
+
+
+def processes_of(directory: Path, patience: float = 5.0) -> list[int]:
+    """The processes that a page in this directory has started and that don't end by themselves."""
+    mark, end = f"{MARK}={directory}".encode(), time.monotonic() + patience
+    while True:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_as_printed(page, shell):
+    names = {"__name__": page.stem}
+    for language, block in BLOCK.findall(page.read_text()):
+        file = NAMED.match(block)
+        if language in ("toml", "json") or (language == "python" and file):
+            assert file, f"a block of {language} needs the name of its file:\n{block}"
+            # JSON has no comments.
+            Path(file[1]).write_text(block[file.end() :] if language == "json" else block)
+        elif language == "bash":
+            shell(block)
+        elif language == "python":
+            exec(compile(block, page.name, "exec"), names)
+        else:
+            assert language == "text", f"{page.name} has a block of {language or 'no language'}:\n{block}"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}: no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub spells them in links."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_links_to_every_page():
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES if f"](docs/{page.name})" not in readme] == []
+
+
+def test_every_flag_is_one_of_a_program():
+    """What stands in the column "there" of a table is another program's."""
+    known = flags_of_programs() | FOREIGN
+    for page in TEXTS:
+        text = re.sub(r"^\|[^|]*(?=\|)", "", page.read_text(), flags=re.MULTILINE) if page in THERE else page.read_text()
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
+        assert sorted(named - known) == [], page.name
+
+
+THERE = [ROOT / "docs" / "coming_from.md"]
+
+
+def flags_of_programs() -> set[str]:
+    """The flags of the training program, of all tools, and of torchrun."""
+    settings = settings_of(Options)
+    for tool in (ROOT / "tools").glob("*.py"):
+        module = importlib.import_module(tool.stem)
+        kind = getattr(module, "Options", None) or module.ShardingOptions
+        settings |= {f.name: f.default for f in dataclasses.fields(kind)} if tool.stem != "plan" else settings_of(kind)
+    flags = {"--" + name.rstrip("_").replace("_", "-") for name in settings}
+    switches = {"--no-" + flag[2:] for flag in flags}
+    torchrun = {option for action in get_args_parser()._actions for option in action.option_strings}
+    return flags | switches | {option.replace("_", "-") for option in torchrun} | {"--help"}
