@@ -25,7 +25,7 @@ NAMED = re.compile(r"# ([\w./-]+\.\w+)\n")  # a block's first line, where it is 
 SECONDS = 120  # for one block
 MARK = "MEGAZOO_PAGE_UNDER_TEST"  # in the environment of all that a page starts
 # Slurm's.
-FOREIGN = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue"}
+FOREIGN = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--kill-on-bad-exit", "--dependency"}
 sys.path.insert(0, str(ROOT / "tools"))
 
 
@@ -46,14 +46,17 @@ def shell(tmp_path, monkeypatch):
     }
 
     def run(block: str) -> None:
-        process = subprocess.Popen(
-            ["bash", "-e", "-c", block], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            output, _ = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {SECONDS} s:\n{block}")
-        assert process.returncode == 0, f"{block}\nended with {process.returncode}:\n{output[-4000:]}"
+        told = tmp_path / ".output"  # a file: a pipe would stay open as long as what a block leaves behind
+        with told.open("w") as file:
+            process = subprocess.Popen(
+                ["bash", "-e", "-c", block], env=environment, stdout=file, stderr=subprocess.STDOUT
+            )
+            try:
+                code = process.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"still running after {SECONDS} s:\n{block}")
+        if code:
+            pytest.fail(f"{block}ended with {code}:\n{told.read_text()[-4000:]}")
 
     yield run
     left = processes_of(tmp_path)
