@@ -16,6 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from megazoo.config import Options
 from megazoo.flags import settings_of
+from megazoo.models import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -27,6 +28,15 @@ MARK = "MEGAZOO_PAGE_UNDER_TEST"  # in the environment of all that a page starts
 # Slurm's.
 FOREIGN = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--kill-on-bad-exit", "--dependency"}
 sys.path.insert(0, str(ROOT / "tools"))
+
+
+@pytest.fixture
+def families():
+    """Takes out again what models a page registers."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
 
 
 @pytest.fixture
@@ -82,6 +92,7 @@ def processes_of(directory: Path, patience: float = 5.0) -> list[int]:
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.usefixtures("families")
 def test_a_page_runs_as_printed(page, shell):
     names = {"__name__": page.stem}
     for language, block in BLOCK.findall(page.read_text()):
