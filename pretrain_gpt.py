@@ -45,7 +45,7 @@ from megazoo.launch import (
 from megazoo.metrics import Metrics, Progress, peak_flops, traced_steps
 from megazoo.models import FAMILIES, family_of, flops_per_token, parameter_count
 from megazoo.optim import AdamW, learning_rate
-from megazoo.parallel.collectives import broadcast_from_stage
+from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stage
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import choose_device
 from megazoo.parallel.timing import Stopwatch, spent
@@ -93,6 +93,8 @@ def main(arguments: list[str]) -> None:
         device=parallel.device,
         timeout=timedelta(seconds=parallel.timeout),
     )
+    if len(steps := set(all_gather_objects(first_step, ctx))) > 1:  # a node that torchrun has not told of a restart
+        raise megazoo.UserError(f"ranks would start after different steps: {sorted(steps)}", exit_code=1)
     say = print_flushed if is_rank_zero() else lambda *_: None
     say(
         f"{family_of(config)}, {parameter_count(config):,} parameters, on {ctx.world_size} x {ctx.device.type}: "

@@ -15,6 +15,7 @@ import pytest
 from test_pretrain import SMALL, TORCHRUN, close, losses, records
 
 import pretrain_gpt
+from megazoo.command_line import parse_options
 from megazoo.launch import adopt_launcher
 
 ROOT = Path(__file__).parent.parent
@@ -252,6 +253,24 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def test_the_slurm_script_goes_on_after_a_rank_has_died(tmp_path):
+    """With stand-ins for srun, which fails once, and for the nodes."""
+    (tmp_path / "srun").write_text(
+        '#!/bin/bash\necho "$@" >> calls\nmkdir -p runs/job\ntouch runs/job/latest\n[ $(wc -l < calls) -gt 1 ]\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "job"}
+    environment |= {"DATA": "d", "TOKENIZER": "t"}
+    script = ROOT / "configs" / "slurm" / "pretrain.sbatch"
+    done = subprocess.run(["bash", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "attempt 1 failed\n")
+    first, second = (tmp_path / "calls").read_text().splitlines()
+    assert second == f"{first} --load runs/job"
+    flags = first.partition("pretrain_gpt.py ")[2].split()
+    options = parse_options([*flags, "--vocab-size", "300"], "")
+    assert (options.parallel.tp, options.parallel.pp, options.parallel.zero) == (8, 4, 1)
 
 
 def test_srun_alone_starts_a_job(start, straight, tmp_path):

@@ -75,7 +75,7 @@ class ParallelContext:
         data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto" (the default), which
         is CUDA where this machine has a device for each of its ranks. timeout bounds every wait on every group.
         sequence_parallel: between tensor-parallel regions cut the activations along the sequence (Korthikanti et al.
-        2022): norms, dropouts and residuals then take 1 / tp of the memory, for the same bytes sent.
+        2022): norms, dropouts and residuals then take 1 / tp of the memory; what backward gathers again is sent again.
         virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule. stage_layers: where the
         stages are cut: "balanced" by cost, the embedding's and the head's included; "uniform" by layers; or the number
         of layers of each.
