@@ -86,6 +86,24 @@ class RMSNorm(ShardedModule):
         self.add_parameter("weight", ParameterSpec((hidden_size,), mean=1.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _RMSNorm.apply(x, self.whole("weight"), self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x, and not what it is normalised to, for backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
         wide = x.float()
-        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.whole("weight") * normalised.to(x.dtype)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return weight * (wide * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normalised = x.float() * scale
+        weight_grad = (grad * normalised.to(x.dtype)).flatten(0, -2).sum(0)
+        grad = (grad * weight).float()
+        x_grad = (grad - normalised * (grad * normalised).mean(-1, keepdim=True)).mul_(scale)
+        return x_grad.to(x.dtype), weight_grad, None

@@ -125,5 +125,28 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, head_size]."""
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """What is turned by an angle forward is turned back by it backward."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin), None, None
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The two halves of cos, and of sin, are the same."""
+    half = x.shape[-1] // 2
+    first, second = x.split(half, dim=-1)
+    y = x * cos
+    y[..., :half].addcmul_(second, sin[..., :half], value=-1)
+    y[..., half:].addcmul_(first, sin[..., :half])
+    return y
