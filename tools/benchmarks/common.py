@@ -63,6 +63,17 @@ def alone(function: Callable, *arguments, **options):
     return on_ranks(function, 1, *arguments, **options)[0]
 
 
+def seconds_in_turn(sides: list[Callable[[], object]], pairs: int) -> list[list[float]]:
+    """Of each run of each side: A B A B ..., after one of each that does not count."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for _ in range(pairs + 1):
+        for times, run in zip(seconds, sides, strict=True):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    return [times[1:] for times in seconds]
+
+
 class Side(NamedTuple):
     """What is timed: commands, one after the other. output: what they write; it is removed before."""
 

@@ -1,12 +1,11 @@
 """Training in one process, against transformers on the same weights and batch, and against bare matrix products."""
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from benchmarks.common import CORES, Result, Setup, alone
+from benchmarks.common import CORES, Result, Setup, alone, seconds_in_turn
 
 ROWS, SEQUENCE = 8, 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -33,14 +32,8 @@ def rates_of_both(directory: str, ours: str, theirs: str, pairs: int) -> list[li
 
 
 def in_turn(sides: list[Callable[[], object]], pairs: int, amount: float) -> list[list[float]]:
-    """Amount / seconds of each run of each side: A B A B ..., after one of each that does not count."""
-    rates: list[list[float]] = [[] for _ in sides]
-    for _ in range(pairs + 1):
-        for rate, run in zip(rates, sides, strict=True):
-            began = time.perf_counter()
-            run()
-            rate.append(amount / (time.perf_counter() - began))
-    return [rate[1:] for rate in rates]
+    """Amount / seconds of each run of each side."""
+    return [[amount / seconds for seconds in side] for side in seconds_in_turn(sides, pairs)]
 
 
 def peak_of(directory: str, side: str, dtype: str) -> int:
