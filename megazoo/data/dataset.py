@@ -73,7 +73,8 @@ def open_datasets(
         for what, part, share in zip(PARTS, parts, sources.shares, strict=True):
             if share and not len(part):
                 shares = ",".join(f"{share:.4g}" for share in sources.shares)
-                raise UserError(f"{name}: split {shares} leaves no {what} sample of {seq_length} tokens")
+                hint = "" if what == "training" else ": give more documents, or --split without that part, as 100,0"
+                raise UserError(f"{name}: split {shares} leaves no {what} sample of {seq_length} tokens{hint}")
     return Parts(*(
         Blend(parts, sources.weights, None if number else seed) if share else None
         for number, (parts, share) in enumerate(zip(zip(*datasets, strict=True), sources.shares, strict=True))
