@@ -21,6 +21,7 @@ setup(
         "zst": ["zstandard"],
         "plots": ["matplotlib"],
         "tensorboard": ["tensorboard"],
+        "bench": ["transformers>=5", "accelerate"],
         "test": ["pytest>=8", "pytest-timeout", "ruff", "tensorboard", "transformers>=5", "protobuf", "zstandard"],
     },
 )

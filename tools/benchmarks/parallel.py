@@ -77,7 +77,8 @@ def peer(axis: str, directory: str, ids: torch.Tensor) -> Callable[[], object]:
 
     def step():
         model(ids, labels=ids).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if axis == "dp":  # torch does not clip plain tensors and DTensors together
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
