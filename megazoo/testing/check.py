@@ -120,10 +120,10 @@ def _causes(layout: Layout, found: list[Findings], expected: Record, tolerance: 
         wrong = differing(gradients, list(expected.initial)[::-1])  # backward's order
         factors = sorted(factor for rank in found for factor in rank.factors.values())
         tied = set().union(*(rank.tied for rank in found))
-        if wrong and step == 0 and factors[-1] - factors[0] < 1e-3:
+        if wrong and step == 0 and factors and factors[-1] - factors[0] < 1e-3 < abs(factors[0] - 1):
             yield f"loss scale: every gradient is {factors[0]:.4g} x what it should be"
         if wrong and set(wrong) <= tied:
-            factor = next(rank.factors[wrong[0]] for rank in found if wrong[0] in rank.factors)
+            factor = next((rank.factors[wrong[0]] for rank in found if wrong[0] in rank.factors), math.nan)
             yield f"tie: the gradient of {wrong[0]}, which stages share, is {factor:.3g} x what it should be"
         if wrong:
             more = f", and of {len(wrong) - 1} more" if len(wrong) > 1 else ""

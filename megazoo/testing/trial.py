@@ -132,7 +132,7 @@ def _build(subject: Subject, ctx: ParallelContext):
     if subject.load:
         model = from_pretrained(subject.load, ctx, dtype=torch.float32)
     else:
-        model = from_config(_without_dropout(config), ctx, seed=3)
+        model = from_config(config, ctx, seed=3)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.probability = 0.0
@@ -145,10 +145,6 @@ def _build(subject: Subject, ctx: ParallelContext):
 
 def _dropout_rates(config) -> list[str]:
     return [f.name for f in fields(config) if f.name.endswith("dropout")]
-
-
-def _without_dropout(config):
-    return replace(config, **dict.fromkeys(_dropout_rates(config), 0.0))
 
 
 def _micro_batches(dp: int) -> int:

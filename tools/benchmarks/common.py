@@ -20,8 +20,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 class Result(NamedTuple):
-    """One comparison: what each run took, ours and the reference's, in `unit`; ratio: of ours over the reference's, or
-    the reverse where that is what is asked for; memory: the peaks of both in bytes, where they are measured."""
+    """One comparison: what each run took or reached, ours and the reference's, in `unit`. memory: the peaks of both in
+    bytes, where they are measured."""
 
     name: str
     ours: list[float]

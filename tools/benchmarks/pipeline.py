@@ -16,7 +16,7 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def build():
-    """A GPT-2 of two stages that take as long as each other: the second has a layer less and the head."""
+    """A GPT-2 of two stages that take as long as each other: the second has two layers less, and the head."""
     import megazoo
     from megazoo.models.gpt2 import GPT2Config
 

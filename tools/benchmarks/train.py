@@ -113,16 +113,17 @@ def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
     from megazoo.models import flops_per_token
 
     torch.set_num_threads(CORES)
-    step, config = ours(directory, torch.float32), megazoo.from_pretrained(directory).config
-    x = torch.randn(ROWS * SEQUENCE, 512)
-    weights = [torch.randn(rows, 512) for rows in (1536, 512, 2048, 2048)]
+    tokens, step = ROWS * SEQUENCE, ours(directory, torch.float32)
+    model = megazoo.from_pretrained(directory)
+    weights = [p.detach() for p in model.layers["0"].parameters() if p.dim() == 2]
+    inputs = [torch.randn(tokens, weight.shape[1]) for weight in weights]
 
     def products():
-        for weight in weights:
+        for x, weight in zip(inputs, weights, strict=True):
             y = x @ weight.t()
             y @ weight
             y.t() @ x
 
-    amounts = flops_per_token(config, SEQUENCE) * ROWS * SEQUENCE, 6 * len(x) * sum(w.numel() for w in weights)
+    amounts = flops_per_token(model.config, SEQUENCE) * tokens, 6 * tokens * sum(w.numel() for w in weights)
     rates = in_turn([step, products], pairs, 1e-9)
     return [[rate * amount for rate in side] for side, amount in zip(rates, amounts, strict=True)]
