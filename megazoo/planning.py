@@ -127,8 +127,15 @@ class _KernelsOfDevices(TorchFunctionMode):
         return function(*arguments, **options)
 
 
-def _costs(model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None) -> dict[str, Cost]:
-    """What each kind of action of a stage takes: what `run_pipeline` does, with one micro-batch, on meta."""
+def _costs(
+    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, alone: bool
+) -> dict[str, Cost]:
+    """What each kind of action of a stage takes: what `run_pipeline` does, with one micro-batch, on meta.
+
+    alone: it is the only one of a step: the gradients come while the activations go, and count as live.
+    """
+    for parameter in model.parameters():
+        parameter.grad = None if alone else torch.empty(parameter.shape, dtype=torch.float32, device=META)
     tokens = (training.micro_batch_size, _padded(training.seq_length, model.ctx))
     ids = torch.empty(tokens, dtype=torch.int64, device=META)
     batch = MicroBatch(tokens, ids, ids, length=training.seq_length, longest=training.seq_length)
@@ -159,7 +166,7 @@ def _costs(model: Model, stage: Stage, training: TrainingOptions, queue: WeightQ
 
 
 def _costs_of_alike(
-    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None
+    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, alone: bool
 ) -> dict[str, Cost]:
     """As _costs, but of many layers only a few are run, and the others taken to be like them.
 
@@ -168,9 +175,10 @@ def _costs_of_alike(
     unit = training.recompute_interval if training.recompute == "full" else 1
     rest = len(stage.layers) % unit
     if len(stage.layers) <= 2 * unit + rest:
-        return _costs(model, stage, training, queue)
+        return _costs(model, stage, training, queue, alone)
     one, two = (
-        _costs(model, replace(stage, layers=stage.layers[: count * unit + rest]), training, queue) for count in (1, 2)
+        _costs(model, replace(stage, layers=stage.layers[: count * unit + rest]), training, queue, alone)
+        for count in (1, 2)
     )
     more, costs, before = len(stage.layers) // unit - 2, {}, "F"  # before: the action after which this one comes
     for kind in two:
@@ -203,7 +211,8 @@ def _padded(sequence: int, ctx: ParallelContext) -> int:
 class RankPlan:
     """Of one rank, and of all that are like it: the ranks `tp` of pipeline rank `pp`, in each replica.
 
-    Bytes on the device: weights, gradients, optimizer, activations (the peak), total; optimizer_host: on the CPU.
+    Bytes on the device: weights, gradients, optimizer, total, and activations: the rest of the total, which is the peak
+    (in a step of one micro-batch gradients come while activations go). optimizer_host: bytes on the CPU.
     in_flight: micro-batches whose activations are held at once. Of a step: flops, with what is recomputed, and the
     bytes that the rank sends over tp, pp and dp.
     """
@@ -304,8 +313,8 @@ class Planner:
                 for entry in entries:
                     for piece in entry.counted_pieces(model.ctx):
                         counted += math.prod(stop - start for start, stop in piece.box)
-                costs = self.costs(model, p, t)
-                useful = self.costs(model, p, replace(t, recompute="none"))
+                costs = self.costs(model, p, t, microbatches == 1)
+                useful = self.costs(model, p, replace(t, recompute="none"), microbatches == 1)
                 model_flops += sum(cost.flops for each in useful for cost in each.values())
                 for stage, each in zip(model.stages, costs, strict=True):
                     for kind, cost in each.items():
@@ -373,7 +382,7 @@ class Planner:
                 if self.static(models[alike], p, t).device_bytes > memory:
                     return None
             tables.append(SCHEDULES[p.schedule](pp_rank, p.pp, p.virtual_pp, microbatches))
-            costs = self.costs(models[alike], p, t)
+            costs = self.costs(models[alike], p, t, microbatches == 1)
             ranks.append(self.rank_plan(models[alike], p, t, tables[-1], costs))
             if ranks[-1].total > memory:
                 return None
@@ -403,25 +412,26 @@ class Planner:
         """A rank's stages, without memory."""
         return self.family.on_meta(self.config, self.context(parallel, dp, pp_rank, tp_rank))
 
-    def costs(self, model: Model, parallel: ParallelOptions, training: TrainingOptions) -> list[dict[str, Cost]]:
-        """What the actions of each stage of a rank take."""
+    def costs(
+        self, model: Model, parallel: ParallelOptions, training: TrainingOptions, alone: bool
+    ) -> list[dict[str, Cost]]:
+        """What the actions of each stage of a rank take. alone: of the only micro-batch of a step."""
         t, later = training, parallel.schedule == "zb-h1"
-        how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype)
+        how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype, alone)
         how += (t.recompute, t.recompute == "full" and t.recompute_interval)
         keys = [(*how, key) for key in _keys(model)]
         if new := [number for number, key in enumerate(keys) if key not in self._known]:
             # Replicas change nothing here, and without them the buckets sum nothing.
-            alone = replace(model.ctx, dp_size=1, dp_rank=0)
-            low = self.family.empty(self.config, alone, dtype=getattr(torch, t.dtype))
+            ctx = replace(model.ctx, dp_size=1, dp_rank=0)
+            low = self.family.empty(self.config, ctx, dtype=getattr(torch, t.dtype))
             low.recompute(t.recompute, t.recompute_interval)
-            buckets = low.gradient_buckets
+            buckets = low.gradient_buckets  # they say of what precision gradients are
             queue = WeightQueue(buckets.received) if later else None
-            buckets.start(1, queue.weights if queue else ())
             with low._gradients_later(queue):
                 for number in new:
                     if keys[number] not in self._known:
                         of_stage = _costs_of_alike if self.quick else _costs
-                        self._known[keys[number]] = of_stage(low, low.stages[number], t, queue)
+                        self._known[keys[number]] = of_stage(low, low.stages[number], t, queue, alone)
         return [self._known[key] for key in keys]
 
     def rank_plan(
@@ -434,6 +444,8 @@ class Planner:
         itemsize = getattr(torch, training.dtype).itemsize
         boundary = math.prod(boundary_shape(training, model)) * itemsize if ctx.pp_size > 1 else 0
         activations = round(_peak(table, by_stage)) + (MAX_OPEN_EXCHANGES + 1) * boundary  # that are on their way
+        if all(action.microbatch == 0 for action in table):
+            activations -= static.gradients  # that the actions have counted
         last = ctx.stage_count - 1
         sends = sum(a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W")
         return RankPlan(
@@ -490,7 +502,7 @@ def _static(model: Model, parallel: ParallelOptions) -> Static:
     # Offloaded, it has fp32 masters whatever the dtype: as much again as one of the two moments.
     there = sum(state[name].nbytes for state in states for name in (*MOMENTS, MOMENTS[0]))
     before, buckets = ctx.tp_group.sent if ctx.tp_group else 0.0, model.gradient_buckets
-    buckets.start(1)
+    buckets.complete()
     sum_over_copies([(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(ctx)], ctx)
     buckets.finish()
     if buckets.sharded:
@@ -498,7 +510,7 @@ def _static(model: Model, parallel: ParallelOptions) -> Static:
     return Static(
         parameters=sum(e.parameter.numel() for e in entries),
         weights=sum(e.parameter.nbytes for e in entries),
-        gradients=sum(bucket.nbytes for bucket in buckets.buckets),
+        gradients=buckets.nbytes,
         optimizer=0 if parallel.offload_optimizer else here,
         optimizer_host=there if parallel.offload_optimizer else 0,
         sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,

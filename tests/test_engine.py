@@ -217,7 +217,7 @@ def reduced_in_small_buckets():
     model.gradient_buckets.finish = lambda scale: left.append(model.gradient_buckets.launched) or finish(scale)
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
     model.train_batch(ids, targets=targets, num_microbatches=2)
-    return left[0], len(model.gradient_buckets.buckets), gradients(model)
+    return left[0], len(model.gradient_buckets.members), gradients(model)
 
 
 def test_buckets_leave_while_the_last_backward_runs(ranks):

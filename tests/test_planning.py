@@ -85,20 +85,20 @@ from helpers import PeakMemory, context
 from megazoo.models import config_from_dict
 from test_planning import train_twice
 
-print(train_twice(config_from_dict("{family}", {sizes}), {layout}, {rows}, "{dtype}", "{recompute}"))
+print(train_twice(config_from_dict("{family}", {sizes}), {layout}, {rows}, "{dtype}", "{recompute}", {count}))
 """
 
 
-def train_twice(config, layout, rows, dtype, recompute) -> int:
-    """The peak of the memory of two steps of two micro-batches, the model's and the optimizer's included, bytes."""
+def train_twice(config, layout, rows, dtype, recompute, count) -> int:
+    """The peak of the memory of two steps of `count` micro-batches, the model's and the optimizer's included, bytes."""
     give_back_freed_memory()
 
     def steps(config, sequence):
         model = megazoo.from_config(config, ctx, dtype=getattr(torch, dtype)).recompute(recompute)
         optimizer = megazoo.optim.AdamW(model)
-        ids = torch.randint(0, config.vocab_size, (2 * rows, sequence), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(0, config.vocab_size, (count * rows, sequence), generator=torch.Generator().manual_seed(1))
         for _ in range(2):
-            model.train_batch(ids, targets=ids, num_microbatches=2)
+            model.train_batch(ids, targets=ids, num_microbatches=count)
             optimizer.step()
 
     ctx = context(**layout)
@@ -110,24 +110,25 @@ def train_twice(config, layout, rows, dtype, recompute) -> int:
 
 SIZES = dict(vocab_size=2000, max_positions=256, hidden_size=256, layers=6, heads=4)
 MEASURED = [
-    ("gpt2", {**SIZES, **NO_DROPOUT}, {}, 4, "bfloat16", "none"),
-    ("llama", {**SIZES, "ffn_size": 1024}, {}, 4, "float32", "full"),
-    ("gpt2", {**SIZES, **NO_DROPOUT}, dict(pp=2), 4, "float32", "none"),
+    ("gpt2", {**SIZES, **NO_DROPOUT}, {}, 4, "bfloat16", "none", 2),
+    ("llama", {**SIZES, "ffn_size": 1024}, {}, 4, "float32", "full", 2),
+    ("llama", {**SIZES, "ffn_size": 1024}, {}, 2, "float32", "none", 1),
+    ("gpt2", {**SIZES, **NO_DROPOUT}, dict(pp=2), 4, "float32", "none", 2),
 ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
-@pytest.mark.parametrize(("family", "sizes", "layout", "rows", "dtype", "recompute"), MEASURED)
-def test_memory_is_within_a_tenth_of_what_a_run_takes(family, sizes, layout, rows, dtype, recompute):
+@pytest.mark.parametrize(("family", "sizes", "layout", "rows", "dtype", "recompute", "count"), MEASURED)
+def test_memory_is_within_a_tenth_of_what_a_run_takes(family, sizes, layout, rows, dtype, recompute, count):
     config = FAMILIES[family].Config(**sizes)
     if layout:
         pool = RankPool()  # of its own: fresh processes
-        measured = pool.run(train_twice, layout["pp"], config, layout, rows, dtype, recompute)
+        measured = pool.run(train_twice, layout["pp"], config, layout, rows, dtype, recompute, count)
         pool.close()
     else:
-        how = dict(family=family, sizes=sizes, layout=layout, rows=rows, dtype=dtype, recompute=recompute)
+        how = dict(family=family, sizes=sizes, layout=layout, rows=rows, dtype=dtype, recompute=recompute, count=count)
         measured = run_script(RUN.format(**how))
-    batch = {"micro_batch_size": rows, "global_batch_size": 2 * rows, "seq_length": 256}
+    batch = {"micro_batch_size": rows, "global_batch_size": count * rows, "seq_length": 256}
     told = plan(config, parallel=layout, dtype=dtype, recompute=recompute, **batch)
     for rank, peak in zip(told.ranks, measured, strict=True):
         assert peak > 80e6

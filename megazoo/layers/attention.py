@@ -8,10 +8,8 @@ from torch import nn
 
 from megazoo.layers.cache import KVCache
 from megazoo.layers.dropout import Dropout
-from megazoo.layers.linear import QKVParallelLinear, RowParallelLinear
+from megazoo.layers.linear import QKVParallelLinear, RowParallelLinear, split_heads
 from megazoo.layers.norm import HeadwiseLayerNorm
-from megazoo.layers.rotary import rotate
-from megazoo.parallel import recompute
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 
@@ -74,7 +72,7 @@ class CausalSelfAttention(nn.Module):
             self.q_norm = HeadwiseLayerNorm(sizes[0], self.qkv.units[0], qk_norm_epsilon, bias=bias, ctx=ctx)
             self.k_norm = HeadwiseLayerNorm(sizes[1], self.qkv.units[1], qk_norm_epsilon, bias=bias, ctx=ctx)
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
-        self.recompute = False  # keep queries, keys and values, not what attention saves
+        self.recompute = False  # keep queries, keys and values, and nothing else until the output projection
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
         self.output = RowParallelLinear(inputs, hidden_size, bias, unit=unit, std=output_std, ctx=ctx)
 
@@ -86,22 +84,24 @@ class CausalSelfAttention(nn.Module):
         mask: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
-        q, k, v = self.qkv.project(x)
+        qkv = self.qkv.project(x)
         if self.clip_qkv:
-            q, k, v = (part.clamp(-self.clip_qkv, self.clip_qkv) for part in (q, k, v))
+            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         if self.normalises:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = map(self.qkv.split_heads, (q, k, v))  # each [batch, this rank's heads, sequence, head size]
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q, k, v = qkv.split(self.qkv.local_parts, dim=-1)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-1)
+        attend = partial(self._attend, rotary=rotary, mask=mask, seed=seed, cache=cache)
+        return self.output.of_recomputed(attend, qkv) if self.recompute else self.output(attend(qkv))
+
+    def _attend(self, qkv: torch.Tensor, rotary, mask, seed: int | None, cache: KVCache | None) -> torch.Tensor:
+        """[batch, sequence, this rank's features of q, k and v] -> [batch, sequence, its features]."""
+        q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)
+        y = self._core_with_dropout(q, k, v, mask, seed) if self.dropout.active else self._core(q, k, v, mask)
+        return y.transpose(1, 2).flatten(2)
 
-        attend = partial(self._attend_with_dropout if self.dropout.active else self._attend, mask=mask, seed=seed)
-        y = recompute.recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
-        return self.output(y.transpose(1, 2).flatten(2))  # [batch, sequence, this rank's features]
-
-    def _attend(self, q, k, v, mask: torch.Tensor | None, seed: int | None, dropout: float = 0.0) -> torch.Tensor:
+    def _core(self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0) -> torch.Tensor:
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -114,9 +114,9 @@ class CausalSelfAttention(nn.Module):
         )
 
     @untraced
-    def _attend_with_dropout(self, q, k, v, mask: torch.Tensor | None, seed: int | None) -> torch.Tensor:
+    def _core_with_dropout(self, q, k, v, mask: torch.Tensor | None, seed: int | None) -> torch.Tensor:
         with self.dropout.draw(seed, q.device):
-            return self._attend(q, k, v, mask, seed, self.dropout.probability)
+            return self._core(q, k, v, mask, self.dropout.probability)
 
     @property
     def heads(self) -> range:

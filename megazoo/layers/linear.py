@@ -1,11 +1,12 @@
 """Linear layers cut over the tensor-parallel ranks (Megatron-LM, Shoeybi et al. 2019)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from megazoo.errors import UserError
+from megazoo.layers.rotary import rotate, turn
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.linear import WeightQueue, linear
@@ -180,17 +181,66 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(hidden_size, parts, bias, units=self.units, std=std, ctx=ctx)
         self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q, k and v before they are taken apart into heads: each [batch, sequence, this rank's features]."""
-        return super().forward(x).split(self.local_parts, dim=-1)
-
-    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, features] -> [batch, heads, sequence, head_size]."""
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """q, k and v, one after the other: [batch, sequence, this rank's features of all three]."""
+        return super().forward(x)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = map(self.split_heads, self.project(x))
+        q, k, v = split_heads(self.project(x), self.local_parts, self.head_size)
         return q, k, v
+
+
+def split_heads(
+    qkv: torch.Tensor,
+    parts: Sequence[int],
+    head_size: int,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take [batch, sequence, parts' sum] apart into q, k and v, each [batch, its heads, sequence, head_size].
+
+    rotary: cos and sin of Rotary, which turn the queries and keys.
+    """
+    if not torch.compiler.is_compiling():
+        return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
+    q, k, v = _heads(qkv, parts, head_size)
+    return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Gradients go into one tensor, where autograd would make three and join them; what is turned is kept once."""
+
+    @staticmethod
+    def forward(ctx, qkv, parts, head_size, cos, sin):
+        ctx.parts, ctx.head_size = parts, head_size
+        ctx.save_for_backward(cos, sin)
+        if cos is None:
+            return _heads(qkv, parts, head_size)
+        turned = torch.empty_like(qkv)
+        _SplitHeads._fill(ctx, turned, _heads(qkv, parts, head_size), cos, sin)
+        return _heads(turned, parts, head_size)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        cos, sin = ctx.saved_tensors
+        batch, _, sequence, _ = grads[0].shape
+        grad = grads[0].new_empty(batch, sequence, sum(ctx.parts))
+        _SplitHeads._fill(ctx, grad, grads, cos, None if sin is None else -sin)
+        return grad, None, None, None, None
+
+    @staticmethod
+    def _fill(ctx, qkv, heads, cos, sin) -> None:
+        """Write q, k and v into qkv, q and k turned."""
+        if cos is not None and cos.dim() == 3:
+            cos, sin = cos[:, None], sin[:, None]
+        for name, part, out in zip("qkv", heads, _heads(qkv, ctx.parts, ctx.head_size), strict=True):
+            if cos is None or name == "v":
+                out.copy_(part)
+            else:
+                turn(part, cos, sin, out)
+
+
+def _heads(qkv: torch.Tensor, parts: Sequence[int], head_size: int) -> tuple[torch.Tensor, ...]:
+    return tuple(part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.split(parts, dim=-1))
 
 
 def _check_cut(what: str, shard: Shard, ctx: ParallelContext) -> None:

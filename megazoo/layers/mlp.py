@@ -100,5 +100,30 @@ class GatedMLP(nn.Module):
         return self.down(self._gated(inner))
 
     def _gated(self, inner: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            return _Gated.apply(self.activation, inner)
         gate, up = inner.chunk(2, dim=-1)
         return self.activation(gate) * up
+
+
+class _Gated(torch.autograd.Function):
+    """activation(gate) * up. Keeps what gate and up are views of, and nothing else, and fills its gradient at once."""
+
+    @staticmethod
+    def forward(ctx, activation, inner):
+        ctx.activation = activation
+        ctx.save_for_backward(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inner,) = ctx.saved_tensors
+        gate, up = inner.chunk(2, dim=-1)
+        gate, inner_grad = gate.detach().requires_grad_(), torch.empty_like(inner)
+        gate_grad, up_grad = inner_grad.chunk(2, dim=-1)
+        with torch.enable_grad():
+            activated = ctx.activation(gate)
+        torch.mul(grad, activated.detach(), out=up_grad)
+        gate_grad.copy_(*torch.autograd.grad(activated, gate, grad * up))
+        return None, inner_grad

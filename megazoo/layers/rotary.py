@@ -134,19 +134,19 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return turn(x, cos, sin, torch.empty_like(x))
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin), None, None
+        return turn(grad, cos, -sin, torch.empty_like(grad)), None, None
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The two halves of cos, and of sin, are the same."""
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write x, turned by cos and sin, to `out`. They expand to its shape, and each has two equal halves."""
     half = x.shape[-1] // 2
     first, second = x.split(half, dim=-1)
-    y = x * cos
-    y[..., :half].addcmul_(second, sin[..., :half], value=-1)
-    y[..., half:].addcmul_(first, sin[..., :half])
-    return y
+    torch.mul(x, cos, out=out)
+    out[..., :half].addcmul_(second, sin[..., :half], value=-1)
+    out[..., half:].addcmul_(first, sin[..., :half])
+    return out

@@ -436,6 +436,7 @@ class Model(nn.Module):
     def _finish_gradients(self, loss_scale: float) -> None:
         """After the last backward: sum what is partial over tp, tied between stages, and over the replicas."""
         entries = list(self.entries())
+        self.gradient_buckets.complete()
         partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
         sum_over_copies(partial, self.ctx)
         for entry in entries:

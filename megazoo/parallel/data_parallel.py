@@ -15,10 +15,11 @@ ALIGNMENT = 64  # elements: shards begin where a kernel's vectors do, so that it
 
 
 class GradientBuckets:
-    """Gives every parameter a gradient that is a view of a bucket, and sums full buckets over the replicas.
+    """Sums the gradients over the replicas, in buckets of which every parameter's becomes a view.
 
     Buckets are filled in the reverse of the parameters' order, roughly the order of backward. With `start(n)` a bucket
-    leaves as soon as each of its parameters has received the gradients of n backwards; `finish` waits for all.
+    is made and leaves as soon as each of its parameters has received the gradients of n backwards; `finish` waits for
+    all. No memory is taken before: gradients come while activations go. One replica alone needs no buckets.
     The sum needs no division: the loss is already a part of the global batch's mean. late: parameters whose gradients
     are not whole after the last backward: their buckets leave in `finish`.
 
@@ -34,9 +35,8 @@ class GradientBuckets:
         late: Container[nn.Parameter] = (),
     ):
         self.ctx, self.sharded = ctx, False
-        self.buckets: list[torch.Tensor] = []
+        self.sizes: list[int] = []  # elements of each bucket
         self.members: list[list[tuple[nn.Parameter, int]]] = []  # of each bucket, with where they begin in it
-        self.views: dict[nn.Parameter, torch.Tensor] = {}
         self.place: dict[nn.Parameter, tuple[int, int]] = {}  # the bucket, and where in it
         myself = weakref.ref(self)  # what a hook holds, no garbage collector sees: the model would live on
 
@@ -52,14 +52,12 @@ class GradientBuckets:
             for parameter in members:
                 starts.append(end)
                 end += _aligned(parameter.numel(), ALIGNMENT)
-            bucket = torch.zeros(_aligned(end, ALIGNMENT * ctx.dp_size), dtype=torch.float32, device=ctx.device)
             for parameter, start in zip(members, starts, strict=True):
                 if parameter.dtype != torch.float32:
                     parameter.grad_dtype = torch.float32  # autograd then adds up in the bucket's precision
-                self.views[parameter] = bucket[start : start + parameter.numel()].view_as(parameter)
-                self.place[parameter] = (len(self.buckets), start)
+                self.place[parameter] = (len(self.sizes), start)
                 parameter.register_post_accumulate_grad_hook(received)
-            self.buckets.append(bucket)
+            self.sizes.append(_aligned(end, ALIGNMENT * ctx.dp_size))
             self.members.append(list(zip(members, starts, strict=True)))
         self.early = len(early)  # buckets that may leave before the end
         self.missing: list[int] = []  # backwards that each of them still waits for; empty when not counting
@@ -67,35 +65,41 @@ class GradientBuckets:
         self.launched = 0
         self.works: list = []
 
-    def zero(self) -> None:
-        """Zero every gradient in place, and make sure that each parameter's .grad is its view."""
-        for bucket in self.buckets:
-            bucket.zero_()
-        for parameter, view in self.views.items():
-            parameter.grad = view
-
     def start(self, backwards: int, elsewhere: Container[nn.Parameter] = ()) -> None:
-        """Zero the gradients and expect `backwards` contributions to each before it is summed over the replicas.
+        """Free the gradients and expect `backwards` contributions to each before it is summed over the replicas.
 
         elsewhere: parameters of which not autograd but a call of `received` tells that they have had one.
         """
-        self.zero()
+        for parameter in self.place:
+            parameter.grad = None
         self.elsewhere = elsewhere
         self.missing = [len(members) * backwards for members in self.members[: self.early]]
         self.launched = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Of all gradients after a step."""
+        sizes = self.sizes if self.ctx.dp_size > 1 else [parameter.numel() for parameter in self.place]
+        return sum(sizes) * torch.float32.itemsize
+
+    def complete(self) -> None:
+        """Give a gradient of zeros to parameters that have received none: after the last backward, before `finish`."""
+        for parameter in self.place:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+
     def finish(self, loss_scale: float = 1.0) -> None:
         """Sum what has not left yet (parameters without a gradient hold their bucket back), wait for all sums, and
         divide by the loss scale."""
-        self._launch(len(self.buckets))
+        self._launch(len(self.members))
         self.missing = []
         with spent("communication", "wait"):
             for work in self.works:
                 work.wait()
         self.works = []
         if loss_scale != 1.0:
-            for bucket in self.buckets:
-                bucket /= loss_scale
+            for parameter in self.place:
+                parameter.grad /= loss_scale
 
     def received(self, parameter: nn.Parameter) -> None:
         """A backward has added to the parameter's gradient."""
@@ -107,7 +111,7 @@ class GradientBuckets:
     def range_of(self, parameter: nn.Parameter, dp_rank: int) -> tuple[int, int]:
         """The elements of a parameter, first and last + 1, that lie in a replica's part of its bucket."""
         index, start = self.place[parameter]
-        shard = len(self.buckets[index]) // self.ctx.dp_size
+        shard = self.sizes[index] // self.ctx.dp_size
         edges = shard * dp_rank - start, shard * (dp_rank + 1) - start
         first, last = (min(max(edge, 0), parameter.numel()) for edge in edges)
         return first, last
@@ -116,7 +120,7 @@ class GradientBuckets:
     def gather(self) -> None:
         """Give every replica the parameters' elements that the others have updated."""
         for index, members in enumerate(self.members):
-            flat = torch.empty(self.buckets[index].shape, dtype=members[0][0].dtype, device=self.ctx.device)
+            flat = torch.empty(self.sizes[index], dtype=members[0][0].dtype, device=self.ctx.device)
             for parameter, start in members:
                 first, last = self.range_of(parameter, self.ctx.dp_rank)
                 flat[start + first : start + last] = parameter.view(-1)[first:last]
@@ -127,10 +131,20 @@ class GradientBuckets:
     def _launch(self, stop: int) -> None:
         """Start the sums of the buckets before `stop`: always in order, so that all replicas agree on it."""
         reduce = reduce_scatter_shards if self.sharded else all_reduce
-        for bucket in self.buckets[self.launched : stop]:
-            work = reduce(bucket, self.ctx.dp_group, async_op=True)
+        for index in range(self.launched, stop if self.ctx.dp_size > 1 else 0):
+            work = reduce(self._filled(index), self.ctx.dp_group, async_op=True)
             self.works += [work] if work else []
         self.launched = max(self.launched, stop)
+
+    @torch.no_grad()
+    def _filled(self, index: int) -> torch.Tensor:
+        """A bucket with the gradients of its parameters, which are views of it from now on."""
+        bucket = torch.empty(self.sizes[index], dtype=torch.float32, device=self.ctx.device)
+        for parameter, start in self.members[index]:
+            view = bucket[start : start + parameter.numel()].view_as(parameter)
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        return bucket
 
 
 def _aligned(count: int, to: int) -> int:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.parallel.compile import untraced
+from megazoo.parallel.recompute import replay
 
 
 class WeightQueue:
@@ -33,7 +34,10 @@ class WeightQueue:
             weights = dict.fromkeys(weight for weight, _ in waiting)
             while waiting:
                 weight, gradient = waiting.pop(0)
-                weight.grad += gradient()
+                if weight.grad is None:
+                    weight.grad = gradient().float()
+                else:
+                    weight.grad += gradient()
             for weight in weights:
                 self.received(weight)
 
@@ -63,6 +67,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, of, queue, x, weight, bias):
         ctx.of, ctx.queue, ctx.weight = of, queue, weight  # the Parameter itself: its gradient is added to later
+        ctx.generator = torch.get_rng_state() if of else None
         ctx.save_for_backward(x)
         return F.linear(of(x) if of else x, weight, bias)
 
@@ -72,8 +77,7 @@ class _Linear(torch.autograd.Function):
         y, x_grad = x, None
         if ctx.of:
             x = x.detach().requires_grad_()
-            with torch.enable_grad():
-                y = ctx.of(x)
+            y = replay(ctx.of, ctx.generator, x)
         if ctx.needs_input_grad[2]:
             x_grad = grad @ weight
             if ctx.of:

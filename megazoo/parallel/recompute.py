@@ -13,6 +13,16 @@ from megazoo.parallel.compile import untraced
 MODES = ("none", "selective", "full")
 
 
+def replay(function: Callable, generator: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """function(*inputs), with a graph, and from a state of the random generator, for a Dropout without a seed."""
+    now = torch.get_rng_state()
+    torch.set_rng_state(generator)
+    with torch.enable_grad():
+        output = function(*inputs)
+    torch.set_rng_state(now)
+    return output
+
+
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, *inputs):
@@ -23,11 +33,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
-        now = torch.get_rng_state()
-        torch.set_rng_state(ctx.generator)  # for a Dropout without a seed
-        with torch.enable_grad():
-            output = ctx.function(*inputs)
-        torch.set_rng_state(now)
+        output = replay(ctx.function, ctx.generator, *inputs)
         torch.autograd.backward(output, grad)  # parameters inside the function get their gradients here
         return None, *(x.grad for x in inputs)
 

@@ -1,11 +1,13 @@
 """Training in one process, against transformers on the same weights and batch, and against bare matrix products."""
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from benchmarks.common import CORES, Result, Setup, alone, seconds_in_turn
+import torch.distributed as dist
+from benchmarks.common import CORES, Result, Setup, alone, on_ranks, seconds_in_turn
 
 ROWS, SEQUENCE = 8, 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -16,37 +18,40 @@ def cases(setup: Setup) -> Iterator[Result]:
         with tempfile.TemporaryDirectory() as directory:
             alone(make, model, directory)
             for ours, theirs in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
-                rates = alone(rates_of_both, directory, ours, theirs, setup.pairs)
-                both = (("ours", ours), ("theirs", theirs))
-                peaks = tuple(alone(peak_of, directory, side, dtype) for side, dtype in both)
+                sides = on_ranks(rates_and_peak, 2, directory, (ours, theirs), setup.pairs)
+                rates, peaks = zip(*sides, strict=True)
                 yield Result(f"train {model} in {ours}, against transformers in {theirs}", *rates, peaks, "tokens/s")
             rates = alone(rates_of_products, directory, setup.pairs)
             yield Result(f"train {model} in fp32, against bare products of its sizes", *rates, (), "GFLOP/s")
 
 
-def rates_of_both(directory: str, ours: str, theirs: str, pairs: int) -> list[list[float]]:
-    """Tokens/s of each step, ours and transformers'."""
+def rates_and_peak(directory: str, dtypes: tuple[str, str], pairs: int) -> tuple[list[float], int]:
+    """Tokens/s of each step, and the most resident memory above that before the model was built.
+
+    Rank 0 trains ours and rank 1 transformers', in turn: each in its own process, as it would be used.
+    """
+    import transformers  # noqa: F401, part of the level before
+
+    import megazoo  # noqa: F401, likewise
+
+    rank, seconds = dist.get_rank(), []
     torch.set_num_threads(CORES)
-    sides = [SIDES["ours"](directory, DTYPES[ours]), SIDES["theirs"](directory, DTYPES[theirs])]
-    return in_turn(sides, pairs, ROWS * SEQUENCE)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    step = (ours, theirs)[rank](directory, DTYPES[dtypes[rank]])
+    for _ in range(pairs + 1):
+        for turn in range(2):
+            dist.barrier()
+            if turn == rank:
+                began = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - began)
+    return [ROWS * SEQUENCE / each for each in seconds[1:]], resident("VmHWM") - before
 
 
 def in_turn(sides: list[Callable[[], object]], pairs: int, amount: float) -> list[list[float]]:
     """Amount / seconds of each run of each side."""
     return [[amount / seconds for seconds in side] for side in seconds_in_turn(sides, pairs)]
-
-
-def peak_of(directory: str, side: str, dtype: str) -> int:
-    """The most resident memory of three steps, above that before the model was built."""
-    import transformers  # noqa: F401, part of the level before
-
-    torch.set_num_threads(CORES)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    run = SIDES[side](directory, DTYPES[dtype])
-    for _ in range(3):
-        run()
-    return resident("VmHWM") - before
 
 
 def resident(name: str) -> int:
@@ -102,9 +107,6 @@ def theirs(directory: str, dtype: torch.dtype) -> Callable[[], object]:
         optimizer.zero_grad()
 
     return step
-
-
-SIDES = {"ours": ours, "theirs": theirs}
 
 
 def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
