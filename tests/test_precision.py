@@ -10,6 +10,7 @@ from test_checkpoint import run_steps
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
+from megazoo.parallel import linear
 from megazoo.precision import LossScale
 
 
@@ -25,6 +26,32 @@ def test_gradients_accumulate_in_fp32_and_follow_fp32():
     norm = grads[torch.float32].norm()
     assert 0 < (grads[torch.bfloat16] - grads[torch.float32]).norm() / norm < 0.02
     assert 0 < (grads[torch.float16] - grads[torch.float32]).norm() / norm < 0.002
+
+
+def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
+    """Exact products, whose sums are rounded to bfloat16 once, and for a weight's gradient in fp32 not at all."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 65, 48).bfloat16().requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(32, 48).bfloat16())
+    bias, grad = torch.nn.Parameter(torch.randn(32).bfloat16()), torch.randn(2, 65, 32).bfloat16()
+    weight.grad_dtype = bias.grad_dtype = torch.float32
+    wide_x, wide_weight, wide_grad = (tensor.detach().double() for tensor in (x, weight, grad))
+    expected = (wide_x @ wide_weight.t() + bias.double()).detach(), wide_grad @ wide_weight
+    weight_grad = (wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)).float()
+    for has_units, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(linear, "_has_amx", lambda answer=has_units: answer)
+        x.grad = weight.grad = bias.grad = None
+        assert linear.product_dtype(x) == dtype
+        y = linear.linear(x, weight, bias)
+        y.backward(grad)
+        assert y.dtype == x.grad.dtype == torch.bfloat16
+        for ours, theirs in zip((y, x.grad), expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=2**-8)
+        exact = torch.allclose(weight.grad, weight_grad, rtol=1e-5, atol=1e-5)
+        assert exact == (not has_units)
+        torch.testing.assert_close(bias.grad.double(), wide_grad.sum((0, 1)), rtol=2**-7, atol=2**-7)
+    monkeypatch.setattr(linear, "_has_amx", lambda: False)
+    assert linear.product_dtype(x[:, :4]) == torch.bfloat16  # a few tokens: the weights would take longer to widen
 
 
 def test_masters_add_up_steps_that_bfloat16_would_lose():

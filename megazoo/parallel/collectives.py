@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megazoo.errors import UserError
+from megazoo.parallel import shared_memory
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
 from megazoo.parallel.timing import spent
@@ -38,7 +39,29 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
     """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if async_op."""
     if group is None or group.size() == 1:
         return None
+    if not async_op and (exchange := _shared_memory_for(tensor, group)):
+        with spent("communication", "all_reduce"):
+            return exchange.all_reduce(tensor, tensor, op)
     return _run(dist.all_reduce, tensor, group=group, whole=tensor, op=op, async_op=async_op)
+
+
+def summed(tensor: torch.Tensor, group) -> torch.Tensor:
+    """A new tensor, the sum of every rank's."""
+    if group.size() > 1 and (exchange := _shared_memory_for(tensor, group)):
+        total = torch.empty_like(tensor)
+        with spent("communication", "all_reduce"):
+            exchange.all_reduce(tensor, total)
+    else:
+        total = tensor.contiguous().clone()
+        all_reduce(total, group)
+    return total
+
+
+def _shared_memory_for(tensor: torch.Tensor, group) -> shared_memory.Exchange | None:
+    """All ranks of a group have a tensor of the same dtype and device, so that they agree."""
+    if isinstance(group, VirtualGroup) or tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
+        return None
+    return shared_memory.exchange_of(group)
 
 
 def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
@@ -149,17 +172,13 @@ class _CopyToTensorParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        all_reduce(grad, ctx.group)
-        return grad, None
+        return summed(grad.contiguous(), ctx.group), None
 
 
 class _ReduceFromTensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        x = x.contiguous().clone()
-        all_reduce(x, group)
-        return x
+        return summed(x.contiguous(), group)
 
     @staticmethod
     def backward(ctx, grad):

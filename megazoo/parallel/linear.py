@@ -1,6 +1,7 @@
 """The matrix product of linear layers, with two liberties: what it keeps for backward, and when its weight's gradient
 is computed."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.recompute import replay
+
+WIDENED_ROWS = 128  # see product_dtype
 
 
 class WeightQueue:
@@ -53,9 +56,26 @@ def linear(
     queue: WeightQueue | None = None,
 ) -> torch.Tensor:
     """of(x) W^T + b, keeping x and not of(x) for backward. queue: where the weight's gradient is to wait."""
-    if of is None and queue is None:
+    if of is None and queue is None and product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
     return _linear(of, queue, x, weight, bias)
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """What x, [..., features], is multiplied as: its own dtype, but for bfloat16 on a CPU without AMX.
+
+    There fp32 is 1.6 x as fast (245 against 145 GFLOP/s on two cores with AVX-512's bfloat16), and sums as exactly. Of
+    few rows, as in generation, the weights would take longer to widen than to multiply.
+    """
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return x.dtype
+    return torch.float32 if x.shape[:-1].numel() >= WIDENED_ROWS and not _has_amx() else x.dtype
+
+
+@functools.cache
+def _has_amx() -> bool:
+    """Or another CPU's bfloat16 units, which torch does not tell of."""
+    return not torch.backends.cpu.get_cpu_capability().startswith("AVX") or torch.cpu._is_amx_tile_supported()
 
 
 @untraced
@@ -69,7 +89,9 @@ class _Linear(torch.autograd.Function):
         ctx.of, ctx.queue, ctx.weight = of, queue, weight  # the Parameter itself: its gradient is added to later
         ctx.generator = torch.get_rng_state() if of else None
         ctx.save_for_backward(x)
-        return F.linear(of(x) if of else x, weight, bias)
+        dtype = product_dtype(x)
+        bias = None if bias is None else bias.to(dtype)
+        return F.linear((of(x) if of else x).to(dtype), weight.to(dtype), bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -78,11 +100,13 @@ class _Linear(torch.autograd.Function):
         if ctx.of:
             x = x.detach().requires_grad_()
             y = replay(ctx.of, ctx.generator, x)
+        dtype = product_dtype(x)
+        grad = grad.to(dtype)
         if ctx.needs_input_grad[2]:
-            x_grad = grad @ weight
+            x_grad = (grad @ weight.to(dtype)).to(x.dtype)
             if ctx.of:
                 (x_grad,) = torch.autograd.grad(y, x, x_grad)
-        rows, inputs = grad.flatten(0, -2), y.detach().flatten(0, -2)
+        rows, inputs = grad.flatten(0, -2), y.detach().flatten(0, -2).to(dtype)
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[3]:
             if ctx.queue:
