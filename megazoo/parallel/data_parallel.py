@@ -56,7 +56,8 @@ class GradientBuckets:
                 if parameter.dtype != torch.float32:
                     parameter.grad_dtype = torch.float32  # autograd then adds up in the bucket's precision
                 self.place[parameter] = (len(self.sizes), start)
-                parameter.register_post_accumulate_grad_hook(received)
+                if ctx.dp_size > 1:
+                    parameter.register_post_accumulate_grad_hook(received)
             self.sizes.append(_aligned(end, ALIGNMENT * ctx.dp_size))
             self.members.append(list(zip(members, starts, strict=True)))
         self.early = len(early)  # buckets that may leave before the end
@@ -106,7 +107,8 @@ class GradientBuckets:
         index, _ = self.place[parameter]
         if self.missing and index < self.early:
             self.missing[index] -= 1
-            self._launch(next((i for i, missing in enumerate(self.missing) if missing), self.early))
+            if not self.missing[index]:
+                self._launch(next((i for i, missing in enumerate(self.missing) if missing), self.early))
 
     def range_of(self, parameter: nn.Parameter, dp_rank: int) -> tuple[int, int]:
         """The elements of a parameter, first and last + 1, that lie in a replica's part of its bucket."""

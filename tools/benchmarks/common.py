@@ -8,9 +8,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 from megazoo.errors import UserError
 from megazoo.testing import RankPool
@@ -72,6 +76,50 @@ def seconds_in_turn(sides: list[Callable[[], object]], pairs: int) -> list[list[
             run()
             times.append(time.perf_counter() - began)
     return [times[1:] for times in seconds]
+
+
+class Job(NamedTuple):
+    """What is timed: steps of processes that are ranks of one world. make(*arguments), called on each, returns a
+    function that does one."""
+
+    ranks: int
+    make: Callable[..., Callable[[], object]]
+    arguments: tuple
+
+
+def jobs_in_turn(jobs: list[Job], pairs: int) -> list[tuple[list[float], int]]:
+    """Of each job, which has processes of its own, as it would be used: the seconds of its steps, A B A B ..., after
+    one of each that does not count, and the most resident memory of rank 0 above that before `make`."""
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(jobs)) as threads:
+        turns = (os.path.join(directory, "turns"), len(jobs), pairs + 1)
+        running = [threads.submit(on_ranks, _steps, job.ranks, job, side, *turns) for side, job in enumerate(jobs)]
+        return [each.result()[0] for each in running]
+
+
+def _steps(job: Job, side: int, turns: str, sides: int, runs: int) -> tuple[list[float], int]:
+    import transformers  # noqa: F401, part of the level before
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, seconds = resident("VmRSS"), []
+    step, store = job.make(*job.arguments), dist.FileStore(turns, -1)
+    store.set_timeout(timedelta(hours=1))
+    for turn in range(side, runs * sides, sides):
+        if turn:
+            store.wait([str(turn - 1)])
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+        if dist.get_rank() == 0:
+            store.set(str(turn), "done")
+    return seconds[1:], resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    """VmRSS, this process's resident memory, or VmHWM, its peak, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 class Side(NamedTuple):

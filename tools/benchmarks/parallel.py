@@ -5,74 +5,40 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from benchmarks.common import Result, Setup, on_ranks
-from benchmarks.train import ROWS, SEQUENCE, batch, in_turn, make
+from benchmarks.common import Job, Result, Setup, alone, jobs_in_turn
+from benchmarks.train import ROWS, batch, make, ours, rates
 
 LAYOUTS = {"dp": (1, 1, 2), "tp": (2, 1, 1), "pp": (1, 2, 1)}
 PEERS = {"dp": "transformers under DistributedDataParallel", "tp": 'transformers\' tp_plan="auto"'}
 
 
 def cases(setup: Setup) -> Iterator[Result]:
-    for axis in LAYOUTS:
+    for axis, layout in LAYOUTS.items():
+        rows, micro_batches = (2 * ROWS, 16) if axis == "pp" else (ROWS, 1)
         with tempfile.TemporaryDirectory() as directory:
-            on_ranks(make, 1, "llama", directory)
-            alone, cut, peer = on_ranks(rates, 2, axis, directory, setup.pairs)[0]
+            alone(make, "llama", directory)
+            jobs = [Job(2, ours, (directory, "fp32", layout, rows, micro_batches))]
+            jobs.append(Job(1, ours, (directory, "fp32", (1, 1, 1), rows, rows // ROWS)))
+            if axis in PEERS:
+                jobs.append(Job(2, peer, (axis, directory)))
+            found = jobs_in_turn(jobs, setup.pairs)
         what = f"train llama in fp32, {axis} 2" + (" with 16 micro-batches" if axis == "pp" else "")
-        yield Result(f"{what}, against one process of two threads", cut, alone, (), "tokens/s")
-        if peer:
-            yield Result(f"{what}, against {PEERS[axis]}", cut, peer, (), "tokens/s")
+        yield rates(f"{what}, against one process of two threads", found[:2], rows)
+        if axis in PEERS:
+            yield rates(f"{what}, against {PEERS[axis]}", found[::2], rows)
 
 
-def rates(axis: str, directory: str, pairs: int) -> list[list[float]]:
-    """Tokens/s of each step: of one process, of the layout, and of its peer."""
-    import megazoo
-
-    rows = 2 * ROWS if axis == "pp" else ROWS
-    ids = torch.cat([batch()] * (rows // ROWS))
-
-    def training(ctx, rows: torch.Tensor, micro_batches: int) -> Callable[[], object]:
-        model = megazoo.from_pretrained(directory, ctx, dtype=torch.float32)
-        optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
-
-        def step():
-            model.train_batch(rows, labels=rows, num_microbatches=micro_batches)
-            optimizer.step()
-
-        return step
-
-    def one_process():
-        if dist.get_rank() == 0:
-            torch.set_num_threads(2)
-            whole()
-            torch.set_num_threads(1)
-        dist.barrier()
-
-    def together(step: Callable[[], object]) -> Callable[[], object]:
-        def run():
-            step()
-            dist.barrier()
-
-        return run
-
-    ctx = megazoo.ParallelContext.from_torch(*LAYOUTS[axis], device="cpu")
-    mine = ids.chunk(ctx.dp_size)[ctx.dp_rank]
-    whole = training(megazoo.ParallelContext(), ids, rows // ROWS) if dist.get_rank() == 0 else None
-    sides = [one_process, together(training(ctx, mine, 16 if axis == "pp" else 1))]
-    if axis in PEERS:
-        sides.append(together(peer(axis, directory, mine)))
-    found = in_turn(sides, pairs, rows * SEQUENCE)
-    return found if axis in PEERS else [*found, []]
-
-
-def peer(axis: str, directory: str, ids: torch.Tensor) -> Callable[[], object]:
-    """A step of transformers in the same layout."""
+def peer(axis: str, directory: str) -> Callable[[], object]:
+    """A function that trains a step of transformers in the same layout."""
     import transformers
 
+    torch.set_num_threads(1)
     load = transformers.AutoModelForCausalLM.from_pretrained
     if axis == "tp":
-        model = load(directory, dtype=torch.float32, tp_plan="auto")
+        model, ids = load(directory, dtype=torch.float32, tp_plan="auto"), batch()
     else:
         model = torch.nn.parallel.DistributedDataParallel(load(directory, dtype=torch.float32))
+        ids = batch().chunk(2)[dist.get_rank()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=axis == "dp")
 
     def step():

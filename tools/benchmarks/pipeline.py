@@ -1,5 +1,6 @@
 """A pipeline of two stages: its steps against the schedule's own length, and zb-h1 against 1F1B."""
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +14,8 @@ def cases(setup: Setup) -> Iterator[Result]:
     yield Result("pp 2, 1f1b, 8 micro-batches: a step, against the schedule with each stage's compute", steps, ideal)
     ours, reference = on_ranks(steps_of_both, 2, 4, setup.pairs)[0]
     yield Result("pp 2, 4 micro-batches: a step of zb-h1, against 1f1b", ours, reference)
+    ours, reference = on_ranks(of_a_micro_batch, 2, 32, setup.pairs)[0]
+    yield Result("pp 2, hidden 32: a micro-batch of 32, against its compute alone", ours, reference, (), "ms")
 
 
 def build():
@@ -27,14 +30,18 @@ def build():
 
 def step(model, microbatches: int, schedule: str):
     """One step's time, by a Stopwatch that starts on all ranks at once."""
+    return step_of(model, torch.randint(0, SIZES["vocab_size"], (microbatches, 256)), schedule)
+
+
+def step_of(model, ids: torch.Tensor, schedule: str = "1f1b"):
+    """Likewise, of micro-batches of one row each."""
     import torch.distributed as dist
 
     from megazoo.parallel.timing import Stopwatch
 
-    ids = torch.randint(0, SIZES["vocab_size"], (microbatches, 256))
     dist.barrier()
     with Stopwatch(model.ctx.device) as watch:
-        model.train_batch(ids, labels=ids, num_microbatches=microbatches, schedule=schedule)
+        model.train_batch(ids, labels=ids, num_microbatches=len(ids), schedule=schedule)
     return watch
 
 
@@ -61,3 +68,36 @@ def steps_of_both(microbatches: int, pairs: int) -> tuple[list[float], list[floa
     runs = [[step(model, microbatches, schedule).seconds for schedule in ("zb-h1", "1f1b")] for _ in range(pairs + 1)]
     ours, reference = zip(*runs[1:], strict=True)
     return list(ours), list(reference)
+
+
+def of_a_micro_batch(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of a step, and of a plain loop of a stage's forwards and backwards, the slower stage's, with one
+    more for the bubble."""
+    import megazoo
+    from megazoo.models.batch import Batch
+    from megazoo.models.gpt2 import GPT2Config
+    from megazoo.parallel.collectives import all_gather_objects
+
+    ctx = megazoo.ParallelContext.from_torch(1, 2, device="cpu")
+    rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
+    config = GPT2Config(vocab_size=256, max_positions=32, hidden_size=32, layers=4, heads=4, **rates)
+    model = megazoo.from_config(config, ctx)
+    ids = torch.randint(0, 256, (microbatches, 32))
+    batches, (stage,) = model.micro_batches(Batch(ids, ids), microbatches), model.stages
+
+    def compute():
+        for parameter in model.parameters():
+            parameter.grad = None
+        for batch in batches:
+            x = batch.input_ids if stage.first else torch.ones(1, 32, 32, requires_grad=True)
+            y = model.forward_stage(x, batch, stage)
+            (model.loss_sum(y, batch) if stage.last else y).sum().backward()
+
+    steps, alone = [], []
+    for _ in range(pairs + 1):
+        steps.append(1e3 * step_of(model, ids).seconds / microbatches)
+        began = time.perf_counter()
+        compute()
+        seconds = max(all_gather_objects(time.perf_counter() - began, ctx))
+        alone.append(1e3 * seconds / microbatches * (1 + 1 / microbatches))
+    return steps[1:], alone[1:]

@@ -1,13 +1,10 @@
 """Training in one process, against transformers on the same weights and batch, and against bare matrix products."""
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from benchmarks.common import CORES, Result, Setup, alone, on_ranks, seconds_in_turn
+from benchmarks.common import CORES, Job, Result, Setup, alone, jobs_in_turn, seconds_in_turn
 
 ROWS, SEQUENCE = 8, 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -17,46 +14,18 @@ def cases(setup: Setup) -> Iterator[Result]:
     for model in ("gpt2", "llama"):
         with tempfile.TemporaryDirectory() as directory:
             alone(make, model, directory)
-            for ours, theirs in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
-                sides = on_ranks(rates_and_peak, 2, directory, (ours, theirs), setup.pairs)
-                rates, peaks = zip(*sides, strict=True)
-                yield Result(f"train {model} in {ours}, against transformers in {theirs}", *rates, peaks, "tokens/s")
-            rates = alone(rates_of_products, directory, setup.pairs)
-            yield Result(f"train {model} in fp32, against bare products of its sizes", *rates, (), "GFLOP/s")
+            for our_dtype, their_dtype in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
+                jobs = [Job(1, ours, (directory, our_dtype)), Job(1, theirs, (directory, their_dtype))]
+                name = f"train {model} in {our_dtype}, against transformers in {their_dtype}"
+                yield rates(name, jobs_in_turn(jobs, setup.pairs), ROWS)
+            found = alone(rates_of_products, directory, setup.pairs)
+            yield Result(f"train {model} in fp32, against bare products of its sizes", *found, (), "GFLOP/s")
 
 
-def rates_and_peak(directory: str, dtypes: tuple[str, str], pairs: int) -> tuple[list[float], int]:
-    """Tokens/s of each step, and the most resident memory above that before the model was built.
-
-    Rank 0 trains ours and rank 1 transformers', in turn: each in its own process, as it would be used.
-    """
-    import transformers  # noqa: F401, part of the level before
-
-    import megazoo  # noqa: F401, likewise
-
-    rank, seconds = dist.get_rank(), []
-    torch.set_num_threads(CORES)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    step = (ours, theirs)[rank](directory, DTYPES[dtypes[rank]])
-    for _ in range(pairs + 1):
-        for turn in range(2):
-            dist.barrier()
-            if turn == rank:
-                began = time.perf_counter()
-                step()
-                seconds.append(time.perf_counter() - began)
-    return [ROWS * SEQUENCE / each for each in seconds[1:]], resident("VmHWM") - before
-
-
-def in_turn(sides: list[Callable[[], object]], pairs: int, amount: float) -> list[list[float]]:
-    """Amount / seconds of each run of each side."""
-    return [[amount / seconds for seconds in side] for side in seconds_in_turn(sides, pairs)]
-
-
-def resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+def rates(name: str, found: list[tuple[list[float], int]], rows: int) -> Result:
+    """In tokens/s, of the seconds and peaks of two jobs that train so many rows a step."""
+    seconds, peaks = zip(*found, strict=True)
+    return Result(name, *([rows * SEQUENCE / each for each in side] for side in seconds), peaks, "tokens/s")
 
 
 def make(model: str, directory: str) -> None:
@@ -75,29 +44,35 @@ def make(model: str, directory: str) -> None:
         transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(directory)
 
 
-def batch() -> torch.Tensor:
-    return torch.randint(0, 8192, (ROWS, SEQUENCE), generator=torch.Generator().manual_seed(0))
+def batch(rows: int = ROWS) -> torch.Tensor:
+    return torch.randint(0, 8192, (rows, SEQUENCE), generator=torch.Generator().manual_seed(0))
 
 
-def ours(directory: str, dtype: torch.dtype) -> Callable[[], object]:
-    """A function that trains a step."""
+def ours(
+    directory: str, dtype: str, layout: tuple[int, int, int] = (1, 1, 1), rows: int = ROWS, micro_batches: int = 1
+) -> Callable[[], object]:
+    """A function that trains a step of `rows` rows, on all cores together."""
     import megazoo
 
-    model, ids = megazoo.from_pretrained(directory, dtype=dtype), batch()
+    ctx = megazoo.ParallelContext.from_torch(*layout, device="cpu")
+    torch.set_num_threads(CORES // ctx.world_size)
+    model, ids = megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype]), batch(rows).chunk(ctx.dp_size)
     optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
+    mine = ids[ctx.dp_rank]
 
     def step():
-        model.train_batch(ids, labels=ids)
+        model.train_batch(mine, labels=mine, num_microbatches=micro_batches)
         optimizer.step()
 
     return step
 
 
-def theirs(directory: str, dtype: torch.dtype) -> Callable[[], object]:
-    """Likewise; with torch's fused AdamW, the fastest there is."""
+def theirs(directory: str, dtype: str) -> Callable[[], object]:
+    """Likewise of transformers, with torch's fused AdamW, the fastest there is."""
     import transformers
 
-    model, ids = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).train(), batch()
+    torch.set_num_threads(CORES)
+    model, ids = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).train(), batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
@@ -114,8 +89,7 @@ def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
     import megazoo
     from megazoo.models import flops_per_token
 
-    torch.set_num_threads(CORES)
-    tokens, step = ROWS * SEQUENCE, ours(directory, torch.float32)
+    tokens, step = ROWS * SEQUENCE, ours(directory, "fp32")
     model = megazoo.from_pretrained(directory)
     weights = [p.detach() for p in model.layers["0"].parameters() if p.dim() == 2]
     inputs = [torch.randn(tokens, weight.shape[1]) for weight in weights]
@@ -127,5 +101,5 @@ def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
             y.t() @ x
 
     amounts = flops_per_token(model.config, SEQUENCE) * tokens, 6 * tokens * sum(w.numel() for w in weights)
-    rates = in_turn([step, products], pairs, 1e-9)
-    return [[rate * amount for rate in side] for side, amount in zip(rates, amounts, strict=True)]
+    seconds = seconds_in_turn([step, products], pairs)
+    return [[1e-9 * amount / each for each in side] for side, amount in zip(seconds, amounts, strict=True)]
