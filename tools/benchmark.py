@@ -22,7 +22,7 @@ from megazoo.errors import UserError
 from megazoo.flags import File, parse_flags
 from megazoo.launch import run_program
 
-CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "data")
+CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "data", "plan")
 
 
 @dataclass

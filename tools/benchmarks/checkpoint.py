@@ -4,9 +4,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from benchmarks.common import TOOLS, Result, Setup, Side, alone, in_turn
+from benchmarks.common import TOOLS, Result, Setup, Side, alone, in_turn, proportional, seconds_in_turn
 
 RESAVE = """
 import sys
@@ -16,6 +17,7 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])
 
 
 def cases(setup: Setup) -> Iterator[Result]:
+    yield growth(setup)
     with tempfile.TemporaryDirectory(dir=setup.directory, prefix="megazoo-benchmark-") as name:
         directory = Path(name)
         hf, shards = directory / "hf", directory / "shards"
@@ -28,6 +30,22 @@ def cases(setup: Setup) -> Iterator[Result]:
         resave = [sys.executable, "-c", RESAVE, hf, saved]
         name = "convert_hf, against transformers' from_pretrained and save_pretrained"
         yield in_turn(name, setup.pairs, ours, Side([resave, sync], saved))
+
+
+def growth(setup: Setup) -> Result:
+    """Seconds a GB of a large model and of one of a quarter of its size, and the memory of both."""
+    with tempfile.TemporaryDirectory(dir=setup.directory, prefix="megazoo-benchmark-") as name:
+        converts, sizes = [], []
+        for gigabytes in (setup.gigabytes, setup.gigabytes / 4):
+            hf, shards = Path(name) / f"hf-{gigabytes}", Path(name) / f"shards-{gigabytes}"
+            alone(make_llama, hf, gigabytes)
+            sizes.append(sum(file.stat().st_size for file in hf.iterdir()) / 1e9)
+            command = [sys.executable, TOOLS / "convert_hf.py", hf, shards, "--tp", 2, "--pp", 2, "--overwrite"]
+            converts.append(partial(proportional, command, "Pss_Anon"))
+        seconds, peaks = seconds_in_turn(converts, setup.pairs), [convert() for convert in converts]
+        ours, reference = ([each / size for each in side] for side, size in zip(seconds, sizes, strict=True))
+        what = f"convert_hf, a GB of {sizes[0]:.1f}, against a GB of {sizes[1]:.1f}; anonymous memory"
+        return Result(what, ours, reference, tuple(peaks), "s")
 
 
 def make_llama(directory: Path, gigabytes: float) -> None:

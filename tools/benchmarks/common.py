@@ -156,12 +156,15 @@ def process(command: list) -> int:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def proportional(command: list) -> int:
-    """Run a command to its end; returns the peak of its processes' memory together, bytes: the sum of their PSS."""
+def proportional(command: list, kind: str = "Pss") -> int:
+    """Run a command to its end; returns the peak of its processes' memory together, bytes: the sum of their PSS.
+
+    kind: "Pss_Anon" leaves out the pages of files, which the system may take back.
+    """
     child = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak = 0
     while child.poll() is None:
-        peak = max(peak, sum(map(pss, family(child.pid))))
+        peak = max(peak, sum(pss(pid, kind) for pid in family(child.pid)))
         time.sleep(0.2)
     if child.returncode:
         raise UserError(f"{' '.join(map(str, command))} failed", exit_code=1)
@@ -179,10 +182,10 @@ def family(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in family(child))]
 
 
-def pss(pid: int) -> int:
+def pss(pid: int, kind: str) -> int:
     """Proportional set size, bytes."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:")), 0)
