@@ -22,7 +22,7 @@ from megazoo.errors import UserError
 from megazoo.flags import File, parse_flags
 from megazoo.launch import run_program
 
-CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "data", "plan")
+CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "data", "plan", "gpu")
 
 
 @dataclass
@@ -50,7 +50,8 @@ def main(arguments: list[str]) -> None:
     print("| case | ours | reference | ratio: median (range) | peak memory of ours | of the reference |")
     print("| --- | --- | --- | --- | --- | --- |")
     results = []
-    for case in CASES if options.case == "all" else [options.case]:
+    cases = CASES if torch.cuda.is_available() else CASES[:-1]
+    for case in cases if options.case == "all" else [options.case]:
         setup = Setup(options.pairs, options.gigabytes, options.directory)
         for result in import_module(f"benchmarks.{case}").cases(setup):
             results.append(result)
@@ -65,9 +66,10 @@ def machine() -> str:
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpus = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return (
         f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}, {memory:.0f} GiB, Python "
-        f"{platform.python_version()}, torch {torch.__version__}"
+        f"{platform.python_version()}, torch {torch.__version__}" + "".join(f", {name}" for name in devices)
     )
 
 

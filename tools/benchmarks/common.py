@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from megazoo.errors import UserError
@@ -89,7 +90,8 @@ class Job(NamedTuple):
 
 def jobs_in_turn(jobs: list[Job], pairs: int) -> list[tuple[list[float], int]]:
     """Of each job, which has processes of its own, as it would be used: the seconds of its steps, A B A B ..., after
-    one of each that does not count, and the most resident memory of rank 0 above that before `make`."""
+    one of each that does not count, and the most resident memory of rank 0 above that before `make`, or on its CUDA
+    device."""
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(jobs)) as threads:
         turns = (os.path.join(directory, "turns"), len(jobs), pairs + 1)
         running = [threads.submit(on_ranks, _steps, job.ranks, job, side, *turns) for side, job in enumerate(jobs)]
@@ -113,7 +115,8 @@ def _steps(job: Job, side: int, turns: str, sides: int, runs: int) -> tuple[list
         seconds.append(time.perf_counter() - began)
         if dist.get_rank() == 0:
             store.set(str(turn), "done")
-    return seconds[1:], resident("VmHWM") - before
+    on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+    return seconds[1:], on_device or resident("VmHWM") - before
 
 
 def resident(name: str) -> int:

@@ -1,0 +1,146 @@
+"""On a CUDA device: training under torch.compile, against its bf16 peak and transformers; generation, against its
+bandwidth."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from benchmarks.common import Job, Result, Setup, alone, jobs_in_turn, seconds_in_turn
+
+from megazoo.errors import UserError
+
+PRESETS = ("gpt2-1.5b", "llama3.2-1b")
+LENGTHS = {1024: 16, 4096: 4}  # and how many rows of them a step has
+NEW_TOKENS = 128
+
+
+def cases(setup: Setup) -> Iterator[Result]:
+    if not torch.cuda.is_available():
+        raise UserError("the case gpu needs a CUDA device; this machine has none")
+    for preset in PRESETS:
+        for length, rows in LENGTHS.items():
+            what, size = f"train {preset} in bf16, compiled, {rows} x {length:,} tokens", (preset, length, rows)
+            ours, theirs = jobs_in_turn([Job(1, our_step, size), Job(1, their_step, size)], setup.pairs)
+            rates = ([rows * length / each for each in side] for side, _ in (ours, theirs))
+            yield Result(f"{what}, against transformers", *rates, (ours[1], theirs[1]), "tokens/s")
+            yield Result(f"{what}, against the device's peak", *alone(of_the_peak, *size, setup.pairs), (), "TFLOP/s")
+            parts, steps = alone(parts_of_a_step, *size, setup.pairs)
+            for part, seconds in parts.items():
+                yield Result(f"{what}: {part}, of the step", seconds, steps)
+        found = alone(generating, preset, setup.pairs)
+        yield Result(f"generate, {preset} in bf16, batch 1, against moving its weights' bytes", *found, (), "tokens/s")
+
+
+def model_of(preset: str, length: int, device: str):
+    """The preset, in bf16, without dropout, for sequences of so many tokens."""
+    import megazoo
+    from megazoo.models import find_config
+
+    rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
+    config = find_config(preset)
+    config = replace(config, max_positions=length, **(rates if hasattr(config, "embedding_dropout") else {}))
+    return megazoo.from_config(config, megazoo.ParallelContext.from_torch(device=device), dtype=torch.bfloat16)
+
+
+def our_step(preset: str, length: int, rows: int, device: str = "cuda") -> Callable[[], object]:
+    """A function that trains a step, with fp32 master weights, and waits for it."""
+    import megazoo
+    from megazoo.parallel.timing import spent
+
+    model = model_of(preset, length, device).compile()
+    optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
+    ids = torch.randint(0, model.config.vocab_size, (rows, length), device=device)
+
+    def step():
+        model.train_batch(ids, labels=ids)
+        with spent("optimizer"):
+            optimizer.step()
+        synchronize(device)
+
+    return step
+
+
+def their_step(preset: str, length: int, rows: int, device: str = "cuda") -> Callable[[], object]:
+    """Likewise of transformers: fp32 weights under autocast, torch's flash attention, fused AdamW, torch.compile."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**their_config(preset, length))
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    compiled, ids = torch.compile(model), torch.randint(0, config.vocab_size, (rows, length), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step():
+        with torch.autocast(device, torch.bfloat16):
+            loss = compiled(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+
+    return step
+
+
+def their_config(preset: str, length: int) -> dict:
+    """The values of transformers' config for the preset."""
+    from megazoo.models import find_config
+
+    config = replace(find_config(preset), max_positions=length)
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    values = config.to_hugging_face()
+    return {**values, **(dropout if values["model_type"] == "gpt2" else {})}
+
+
+def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[float]]:
+    """TFLOP/s of each step, by the FLOPs that MFU counts, and those that the maker tells of bf16 products."""
+    from megazoo.metrics import peak_flops
+    from megazoo.models import find_config, flops_per_token
+
+    peak = peak_flops(torch.device("cuda"))
+    if peak is None:
+        raise UserError(f"no peak is known for {torch.cuda.get_device_name()}: see megazoo/metrics.py")
+    flops = flops_per_token(replace(find_config(preset), max_positions=length), length) * rows * length
+    (seconds,) = seconds_in_turn([our_step(preset, length, rows)], pairs)
+    return [[flops / each / 1e12 for each in seconds], [peak / 1e12] * len(seconds)]
+
+
+def parts_of_a_step(
+    preset: str, length: int, rows: int, pairs: int, device: str = "cuda"
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds of each part of each step, and of the step."""
+    from megazoo.parallel.timing import Stopwatch
+
+    step, steps, parts = our_step(preset, length, rows, device), [], {}
+    step()
+    for _ in range(pairs):
+        with Stopwatch(torch.device(device)) as watch:
+            step()
+        steps.append(watch.seconds)
+        for part, seconds in watch.times().items():
+            parts.setdefault(part, []).append(seconds)
+    return {part: seconds for part, seconds in parts.items() if any(seconds)}, steps
+
+
+def generating(preset: str, pairs: int, device: str = "cuda") -> list[list[float]]:
+    """Tokens/s, and those of a device that moved nothing but each weight once a token, as fast as it copies."""
+    model = model_of(preset, 1024, device).eval()
+    ids = torch.randint(0, model.config.vocab_size, (1, 16), device=device)
+    half = torch.empty(sum(parameter.nbytes for parameter in model.parameters()) // 2, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(half)
+
+    def generate():
+        model.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+        synchronize(device)
+
+    def move():
+        for _ in range(NEW_TOKENS):
+            copy.copy_(half)
+        synchronize(device)
+
+    return [[NEW_TOKENS / each for each in side] for side in seconds_in_turn([generate, move], pairs)]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
