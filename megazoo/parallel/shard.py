@@ -259,15 +259,15 @@ def initialize(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContex
         if spec.std == 0:
             view.fill_(spec.mean)
             continue
-        rows, columns = piece.box if len(piece.box) == 2 else (piece.box[0], (0, 1))
-        view = view.view(rows[1] - rows[0], columns[1] - columns[0]) if view.dim() == 1 else view
+        (y0, y1), (x0, x1) = piece.box if len(piece.box) == 2 else (piece.box[0], (0, 1))
+        view = view.view(y1 - y0, x1 - x0) if view.dim() == 1 else view
         height, width = spec.shape if len(spec.shape) == 2 else (spec.shape[0], 1)
-        for top in range(rows[0] // TILE * TILE, rows[1], TILE):
-            for left in range(columns[0] // TILE * TILE, columns[1], TILE):
-                tile_box = ((top, min(top + TILE, height)), (left, min(left + TILE, width)))
-                tile = Piece(tile_box, (0, 0))
-                values = torch.empty([stop - start for start, stop in tile_box], device="cpu")
+        for top in range(y0 // TILE * TILE, y1, TILE):
+            for left in range(x0 // TILE * TILE, x1, TILE):
+                tile = torch.empty(min(TILE, height - top), min(TILE, width - left), device="cpu")
                 generator.manual_seed(derive_seed(seed, top, left))
-                values.normal_(spec.mean, spec.std, generator=generator)
-                shared = overlap(tile_box, (rows, columns))
-                view[Piece((rows, columns), (0, 0)).index(shared)] = values[tile.index(shared)].to(view.dtype)
+                tile.normal_(spec.mean, spec.std, generator=generator)
+                up, down, west, east = max(top, y0), min(top + TILE, y1), max(left, x0), min(left + TILE, x1)
+                view[up - y0 : down - y0, west - x0 : east - x0] = tile[
+                    up - top : down - top, west - left : east - left
+                ]

@@ -60,7 +60,7 @@ class Exchange:
         for rank, place in enumerate(self._places):
             while self._flags[place] < self._number:
                 looks += 1
-                if looks > 20_000:  # it is busy with something else: leave it the core
+                if looks > 1000:  # it is busy with something else: leave it the core
                     time.sleep(1e-4)
                     self._check(rank, time.monotonic() - began)
                 elif looks > 100:
