@@ -6,8 +6,8 @@ import torch.distributed as dist
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext, current_context
 
-# Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere enough to be worth a launch.
-CHUNK_ELEMENTS = {"cpu": 1 << 18}
+# Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is worth a launch.
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24, "meta": 1 << 24}
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -68,7 +68,7 @@ def vocab_parallel_cross_entropy(
 
 def _chunks(logits: torch.Tensor):
     """Parts of the tokens, and of each fp32 scratch in the shape of its logits."""
-    tokens, step = len(logits), max(1, CHUNK_ELEMENTS.get(logits.device.type, 1 << 26) // logits.shape[-1])
+    tokens, step = len(logits), max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[-1])
     scratch = logits.new_empty(min(step, tokens), logits.shape[-1], dtype=torch.float32)
     for start in range(0, tokens, step):
         yield slice(start, start + step), scratch[: tokens - start]
