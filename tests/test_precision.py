@@ -39,7 +39,7 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
     expected = (wide_x @ wide_weight.t() + bias.double()).detach(), wide_grad @ wide_weight
     weight_grad = (wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)).float()
     for has_units, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(linear, "_has_amx", lambda answer=has_units: answer)
+        monkeypatch.setattr(linear, "_has_bfloat16_units", lambda answer=has_units: answer)
         x.grad = weight.grad = bias.grad = None
         assert linear.product_dtype(x) == dtype
         y = linear.linear(x, weight, bias)
@@ -50,7 +50,7 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
         exact = torch.allclose(weight.grad, weight_grad, rtol=1e-5, atol=1e-5)
         assert exact == (not has_units)
         torch.testing.assert_close(bias.grad.double(), wide_grad.sum((0, 1)), rtol=2**-7, atol=2**-7)
-    monkeypatch.setattr(linear, "_has_amx", lambda: False)
+    monkeypatch.setattr(linear, "_has_bfloat16_units", lambda: False)
     assert linear.product_dtype(x[:, :4]) == torch.bfloat16  # a few tokens: the weights would take longer to widen
 
 

@@ -89,6 +89,19 @@ def test_ranks_of_two_hosts_use_gloo(ranks):
     assert ranks(apart, 3, 3) == [(True, [3.0] * 3)] * 3
 
 
+def refused(size):
+    ctx = context(tp=size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "memfd_create", lambda name: os.open("/nowhere", os.O_RDONLY))
+        total = torch.ones(3)
+        collectives.all_reduce(total, ctx.tp_group)
+        return exchange_of(ctx.tp_group) is None, total.tolist()
+
+
+def test_ranks_that_may_make_no_memory_use_gloo(ranks):
+    assert ranks(refused, 2, 2) == [(True, [2.0] * 3)] * 2
+
+
 def exchange_with(pid, seconds):
     memory = mmap.mmap(-1, 2 * (FLAG_BYTES + 2 * SLOT_BYTES))
     return Exchange(memory, [os.getpid(), pid], 0, timedelta(seconds=seconds))

@@ -47,12 +47,13 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
 
 def summed(tensor: torch.Tensor, group) -> torch.Tensor:
     """A new tensor, the sum of every rank's."""
+    tensor = tensor.contiguous()
     if group.size() > 1 and (exchange := _shared_memory_for(tensor, group)):
         total = torch.empty_like(tensor)
         with spent("communication", "all_reduce"):
             exchange.all_reduce(tensor, total)
     else:
-        total = tensor.contiguous().clone()
+        total = tensor.clone()
         all_reduce(total, group)
     return total
 
@@ -172,13 +173,13 @@ class _CopyToTensorParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return summed(grad.contiguous(), ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 class _ReduceFromTensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        return summed(x.contiguous(), group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx, grad):

@@ -69,12 +69,12 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     """
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.dtype
-    return torch.float32 if x.shape[:-1].numel() >= WIDENED_ROWS and not _has_amx() else x.dtype
+    return torch.float32 if x.shape[:-1].numel() >= WIDENED_ROWS and not _has_bfloat16_units() else x.dtype
 
 
 @functools.cache
-def _has_amx() -> bool:
-    """Or another CPU's bfloat16 units, which torch does not tell of."""
+def _has_bfloat16_units() -> bool:
+    """AMX, on x86; of other CPUs torch does not tell, and they multiply it as it is."""
     return not torch.backends.cpu.get_cpu_capability().startswith("AVX") or torch.cpu._is_amx_tile_supported()
 
 

@@ -84,11 +84,9 @@ def _lives(pid: int) -> bool:
 
 def _open_exchange(group: dist.ProcessGroup) -> Exchange | None:
     """All ranks of the group call this. No file has a name, so none is left behind."""
-    rank, size, file = group.rank(), group.size(), -1
+    rank, size = group.rank(), group.size()
     length = size * (FLAG_BYTES + 2 * SLOT_BYTES)
-    if rank == 0 and _host():
-        file = os.memfd_create("megazoo")
-        os.truncate(file, length)
+    file = _new_file(length) if rank == 0 and _host() else -1
     told: list = [None] * size
     dist.all_gather_object(told, (_host(), os.getpid(), file), group=group)
     hosts, pids, files = zip(*told, strict=True)
@@ -105,6 +103,16 @@ def _open_exchange(group: dist.ProcessGroup) -> Exchange | None:
         os.close(file)
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     return Exchange(memory, list(pids), rank, timeout) if all(told) else None
+
+
+def _new_file(length: int) -> int:
+    """The descriptor of an unnamed file in memory; -1 where a sandbox allows none: the other ranks wait to be told."""
+    try:
+        file = os.memfd_create("megazoo")
+        os.truncate(file, length)
+        return file
+    except OSError:
+        return -1
 
 
 def _host() -> tuple | None:

@@ -1,4 +1,5 @@
-"""Hugging Face to shards of tp 2 x pp 2, checksums included, against copying the bytes, and against transformers."""
+"""Hugging Face to shards of tp 2 x pp 2, checksums included, against copying the bytes, against transformers, and of a
+large model against a small one."""
 
 import shutil
 import sys

@@ -1,11 +1,11 @@
-"""Two ranks of one thread against one process of two, on the same global batch; and against peers on such ranks."""
+"""Two ranks against one process of as many threads, on the same global batch; and against peers on such ranks."""
 
 import tempfile
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from benchmarks.common import Job, Result, Setup, alone, jobs_in_turn
+from benchmarks.common import CORES, Job, Result, Setup, alone, jobs_in_turn
 from benchmarks.train import ROWS, batch, make, ours, rates
 
 LAYOUTS = {"dp": (1, 1, 2), "tp": (2, 1, 1), "pp": (1, 2, 1)}
@@ -23,7 +23,7 @@ def cases(setup: Setup) -> Iterator[Result]:
                 jobs.append(Job(2, peer, (axis, directory)))
             found = jobs_in_turn(jobs, setup.pairs)
         what = f"train llama in fp32, {axis} 2" + (" with 16 micro-batches" if axis == "pp" else "")
-        yield rates(f"{what}, against one process of two threads", found[:2], rows)
+        yield rates(f"{what}, against one process of as many threads", found[:2], rows)
         if axis in PEERS:
             yield rates(f"{what}, against {PEERS[axis]}", found[::2], rows)
 
@@ -32,7 +32,7 @@ def peer(axis: str, directory: str) -> Callable[[], object]:
     """A function that trains a step of transformers in the same layout."""
     import transformers
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, CORES // 2))
     load = transformers.AutoModelForCausalLM.from_pretrained
     if axis == "tp":
         model, ids = load(directory, dtype=torch.float32, tp_plan="auto"), batch()

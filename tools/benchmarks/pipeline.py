@@ -1,4 +1,5 @@
-"""A pipeline of two stages: its steps against the schedule's own length, and zb-h1 against 1F1B."""
+"""A pipeline of two stages: its steps against the schedule's own length, zb-h1 against 1F1B, and a small micro-batch
+against its compute."""
 
 import time
 from collections.abc import Iterator

@@ -55,7 +55,7 @@ def ours(
     import megazoo
 
     ctx = megazoo.ParallelContext.from_torch(*layout, device="cpu")
-    torch.set_num_threads(CORES // ctx.world_size)
+    torch.set_num_threads(max(1, CORES // ctx.world_size))
     model, ids = megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype]), batch(rows).chunk(ctx.dp_size)
     optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
     mine = ids[ctx.dp_rank]
