@@ -77,14 +77,21 @@ BROKEN = {
     "gpt-neox's floats": ("idx", IDX[:17] + b"\6" + IDX[18:], "dtype code 6 is of floating-point numbers"),
     "an unknown dtype": ("idx", IDX[:17] + b"\11" + IDX[18:], "dtype code 9 is of unknown"),
     "a lying number of sequences": ("idx", IDX[:18] + b"\377" * 8 + IDX[26:], "its header needs"),
-    "a negative length": ("idx", IDX[:34] + b"\377" * 4 + IDX[38:], "lengths or offsets that can't be"),
-    "a length past the end": ("idx", IDX[:34] + b"\11" + IDX[35:], "a.bin has 8 bytes, but .*a.idx needs 18"),
-    "an odd offset": ("idx", IDX[:54] + b"\1" + IDX[55:], "lengths or offsets that can't be"),
-    "an offset past the end": ("idx", IDX[:54] + b"\20" + IDX[55:], "a.bin has 8 bytes, but .*a.idx needs 16"),
-    "an offset that overflows": ("idx", IDX[:46] + struct.pack("<q", 2**63 - 2) + IDX[54:], "a.idx needs 9223372"),
+    "a negative length": ("idx", IDX[:34] + b"\377" * 4 + IDX[38:], "sequence 0 can't be: -1 tokens at byte 0 of 8"),
+    "a length past the end": ("idx", IDX[:34] + b"\11" + IDX[35:], "sequence 0 can't be: 9 tokens at byte 0 of 8"),
+    "an odd offset": ("idx", IDX[:54] + b"\1" + IDX[55:], "sequence 1 can't be: 0 tokens at byte 1 of 8"),
+    "an offset past the end": ("idx", IDX[:54] + b"\20" + IDX[55:], "sequence 1 can't be: 0 tokens at byte 16 of 8"),
+    "an offset that overflows": ("idx", IDX[:46] + struct.pack("<q", 2**63 - 2) + IDX[54:], "at byte 9223372"),
     "documents that don't end": ("idx", IDX[:-8] + struct.pack("<q", 2), "boundaries don't go from 0 to its 3 seq"),
-    "documents out of order": ("idx", IDX[:-16] + struct.pack("<2q", 4, 3), "boundaries don't go from 0 to its 3 seq"),
+    "documents out of order": ("idx", IDX[:-16] + struct.pack("<2q", 4, 3), "boundaries are not in order"),
 }
+
+
+def read_all(prefix):
+    tokens = IndexedTokens(prefix)
+    for index in range(len(tokens)):
+        tokens[index]
+    tokens.stream(0, 1)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -95,5 +102,41 @@ def test_broken_files_are_refused_by_name(prefix, name):
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(UserError, match=message) as refusal:
-        IndexedTokens(prefix)
+        read_all(prefix)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_slice_of_a_stream_is_what_the_sequences_hold_or_is_refused(tmp_path):
+    """Against all runs of sequences that lie end to end, in an index with empty ones and one wrong number."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(0, 4, 20)
+    np.arange(lengths.sum(), dtype=np.uint16).tofile(tmp_path / "a.bin")
+    write_index(tmp_path / "a.idx", lengths, np.dtype(np.uint16))
+    refused = 0
+    for trial in range(100):
+        tokens = IndexedTokens(tmp_path / "a")
+        tokens.lengths, tokens.offsets = tokens.lengths.copy(), tokens.offsets.copy()
+        if trial:  # first of all, as it was written
+            array, changes = [(tokens.lengths, [-1, 1]), (tokens.offsets, [-2, 2, 20])][trial % 2]
+            array[generator.integers(1, 19)] += generator.choice(changes)
+        ends = tokens.offsets // 2 + tokens.lengths
+        runs = [
+            (tokens.offsets[first] // 2, ends[last])
+            for first in range(2, 20)
+            for last in range(first, 20)
+            if (tokens.lengths[first : last + 1] >= 0).all()
+            and (tokens.offsets[first + 1 : last + 1] // 2 == ends[first:last]).all()
+        ]
+        stream = tokens.stream(2, 20)
+        for start in range(len(stream)):
+            stop = int(generator.integers(start + 1, len(stream) + 1))
+            try:
+                part = stream[start:stop].tolist()
+            except UserError:
+                refused += 1
+                if trial == 0:
+                    raise
+                continue
+            assert part == list(range(stream.start + start, stream.start + stop))
+            assert any(first <= part[0] and part[-1] < last for first, last in runs)
+    assert refused > 100

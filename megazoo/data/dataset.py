@@ -165,16 +165,16 @@ def _open(
     if learnt:
         return [Conversations(tokens, *learnt, *cut, seq_length, packing) for cut in cuts]
     return [
-        PackedDataset(stream, seq_length, eod, vocab_size, f"{tokens.prefix}.bin", first)
-        for stream, first in (tokens.stream(*cut) for cut in cuts)
+        PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start)
+        for stream in (tokens.stream(*cut) for cut in cuts)
     ]
 
 
 def _check_ends(tokens: IndexedTokens, eod: int | None) -> None:
     """Refuse token files whose first document has no end, if documents are to be told apart by it."""
-    first, _ = tokens.stream(0, min(1, len(tokens.documents) - 1))
-    if eod is not None and len(first) and first[-1] != eod:
-        what = f"{tokens.prefix}.bin: its first document doesn't end with the tokenizer's {eod}"
+    first = tokens.stream(0, min(1, len(tokens.documents) - 1))
+    if eod is not None and len(first) and first[-1:].item() != eod:
+        what = f"{tokens.bin}: its first document doesn't end with the tokenizer's {eod}"
         raise UserError(f"{what}, by which separate-documents tells them apart: --append-eod writes it")
 
 

@@ -7,6 +7,7 @@ index of the first sequence of each document, and N at the end.
 
 import os
 import struct
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,13 @@ INT32_FROM = 65_500  # tokens: smaller vocabularies are written as uint16
 class IndexedTokens:
     """The sequences of a .bin and .idx pair, mapped into memory.
 
-    prefix: the files' path without its ending. Raises UserError, naming the file, if one is missing, broken, of
-    floating-point tokens (codes 6 and 7), or if the two don't fit each other.
+    prefix: the files' path without its ending. Raises UserError, naming the file, if one is missing, cut short, of
+    floating-point tokens (codes 6 and 7), or if the two don't fit each other. What the index says of a sequence is
+    checked when that is read: an index of any size opens at once.
     """
 
     def __init__(self, prefix: str | Path):
-        self.prefix = Path(prefix)
-        index, tokens = (Path(f"{prefix}{ending}") for ending in (".idx", ".bin"))
+        self.index, self.bin = index, tokens = tuple(Path(f"{prefix}{ending}") for ending in (".idx", ".bin"))
         for path in (index, tokens):
             if not path.is_file():
                 raise UserError(f"{path} is missing: {prefix} is not a pair of .bin and .idx")
@@ -46,11 +47,16 @@ class IndexedTokens:
             raise UserError(f"{index} has {len(data)} bytes, but its header needs {needed}")
         parts = np.split(data[HEADER.size : needed], [4 * sequences, 12 * sequences])
         self.lengths, self.offsets, self.documents = (
-            part.view(dtype) for part, dtype in zip(parts, (np.int32, np.int64, np.int64), strict=True)
+            np.asarray(part).view(dtype) for part, dtype in zip(parts, (np.int32, np.int64, np.int64), strict=True)
         )
         self.dtype = np.dtype(DTYPES[code])
-        self._check(index, tokens)
+        size, item = tokens.stat().st_size, self.dtype.itemsize
+        needed = int(self.offsets[-1]) + int(self.lengths[-1]) * item if sequences else 0
+        if needed > size or size % item:
+            raise UserError(f"{tokens} has {size} bytes, but {index} needs {needed}, in tokens of {item}")
         self.tokens = _mapped(tokens, self.dtype)
+        if not boundaries or self.documents[[0, -1]].tolist() != [0, sequences]:
+            raise UserError(f"{index}: the documents' boundaries don't go from 0 to its {sequences} sequences")
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -58,34 +64,55 @@ class IndexedTokens:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """The tokens of a sequence."""
-        start = int(self.offsets[index]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[index])]
+        return self.tokens[slice(*self.place(index))]
 
-    def stream(self, first: int, last: int) -> tuple[np.ndarray, int]:
-        """The tokens of the documents from `first` until before `last`, end to end, and where they begin in the .bin.
+    def place(self, index: int) -> tuple[int, int]:
+        """Where a sequence begins and ends in the .bin, in tokens; UserError if it can't be there."""
+        offset, length, item = int(self.offsets[index]), int(self.lengths[index]), self.dtype.itemsize
+        start = offset // item
+        if offset < 0 or offset % item or length < 0 or start + length > len(self.tokens):
+            what = f"{length} tokens at byte {offset} of {len(self.tokens) * item}"
+            raise UserError(f"{self.index}: sequence {index} can't be: {what}", exit_code=1)
+        return start, start + length
 
-        UserError if they don't lie end to end there.
-        """
+    def stream(self, first: int, last: int) -> "Stream":
+        """The documents from `first` until before `last`, end to end."""
         first, last = int(self.documents[first]), int(self.documents[last])
-        if first == last:
-            return self.tokens[:0], 0
-        lengths, offsets = self.lengths[first:last].astype(np.int64), self.offsets[first:last] // self.dtype.itemsize
-        if (offsets[1:] != offsets[:-1] + lengths[:-1]).any():
-            raise UserError(f"{self.prefix}.idx: the sequences don't lie end to end in the .bin")
-        return self.tokens[offsets[0] : offsets[-1] + lengths[-1]], int(offsets[0])
+        if not 0 <= first <= last <= len(self):
+            raise UserError(f"{self.index}: the documents' boundaries are not in order")
+        return Stream(self, first, last)
 
-    def _check(self, index: Path, tokens: Path) -> None:
-        size, item = tokens.stat().st_size, self.dtype.itemsize
-        if len(self) and (self.lengths.min() < 0 or self.offsets.min() < 0 or (self.offsets % item).any()):
-            raise UserError(f"{index} has lengths or offsets that can't be")
-        end = int(self.offsets.max(initial=0))
-        if end <= size:  # else the sum could overflow
-            end = int((self.offsets + self.lengths.astype(np.int64) * item).max(initial=0))
-        if end > size or size % item:
-            raise UserError(f"{tokens} has {size} bytes, but {index} needs {end}, in tokens of {item}")
-        ends = self.documents[[0, -1]].tolist() if len(self.documents) else []
-        if ends != [0, len(self)] or (np.diff(self.documents) < 0).any():
-            raise UserError(f"{index}: the documents' boundaries don't go from 0 to its {len(self)} sequences")
+
+class Stream:
+    """The tokens of sequences that lie end to end in the .bin, to take slices of.
+
+    source: the sequences of which those from `first` until before `last`. start: the first one's place in the .bin, in
+    tokens. Taking a slice raises UserError if the index has no sequences there that lie end to end.
+    """
+
+    def __init__(self, source: IndexedTokens, first: int, last: int):
+        self.source, self.first, self.last = source, first, last
+        self.start = source.place(first)[0] if first < last else 0
+        self.stop = source.place(last - 1)[1] if first < last else 0
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(len(self))
+        if start >= stop:
+            return self.source.tokens[:0]
+        start, stop, item = self.start + start, self.start + stop, self.source.dtype.itemsize
+        offsets, lengths = self.source.offsets, self.source.lengths
+        # In an index out of order these find any sequences, and the checks see that they don't fill the slice.
+        first = bisect_right(offsets, start * item, self.first, self.last) - 1
+        last = bisect_left(offsets, stop * item, first + 1, self.last)
+        begins, held = offsets[first:last], lengths[first:last]
+        ends = begins + held.astype(np.int64) * item
+        if (begins[1:] != ends[:-1]).any() or ends[-1] < stop * item or held.min() < 0:
+            what = f"sequences {first} to {last - 1} don't lie end to end in the .bin"
+            raise UserError(f"{self.source.index}: {what}", exit_code=1)
+        return self.source.tokens[start:stop]
 
 
 def _mapped(path: Path, dtype) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megazoo.data.indexed import IndexedTokens
+from megazoo.data.indexed import IndexedTokens, Stream
 from megazoo.errors import UserError
 from megazoo.parallel.pipeline import IGNORED
 from megazoo.parallel.random import derive_seed
@@ -31,7 +31,7 @@ class PackedDataset:
     first is the stream's place there.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | Stream
     seq_length: int
     eod: int | None = None
     vocab_size: int | None = None
