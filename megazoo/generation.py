@@ -21,7 +21,7 @@ def generate(
     use_cache: bool = True,
     streamer=None,
 ) -> torch.Tensor:
-    """See `Model.generate`. model: has ctx, config, stages, forward_stage, whole_logits, hidden_size and dtype."""
+    """See `Model.generate`. model: a `megazoo.models.base.Model`."""
     ctx = model.ctx
     ctx.require_ranks()
     if model.num_labels:
@@ -178,7 +178,7 @@ def _run(model, groups: list[_Group], steps: int, streamer) -> None:
                 if group.cache is not None and stage is model.stages[-1]:
                     group.cache.advance(batch.shape[1])
                 if stage.last:
-                    choose(group, model.whole_logits(x, batch)[:, -1])
+                    choose(group, model.whole_logits(model.outputs(x, batch), batch)[:, -1])
                 else:
                     send(x.contiguous(), (ctx.pp_rank + 1) % ctx.pp_size)
     for work, _ in sent:

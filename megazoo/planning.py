@@ -28,7 +28,7 @@ from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import MAX_OPEN_EXCHANGES, MicroBatch
 from megazoo.parallel.recompute import MODES
-from megazoo.parallel.schedule import SCHEDULES, Action, in_flight, timeline
+from megazoo.parallel.schedule import SCHEDULES, Action, backward_follows, in_flight, timeline
 from megazoo.parallel.shard import sum_over_copies
 from megazoo.precision import LossScale
 
@@ -128,14 +128,14 @@ class _KernelsOfDevices(TorchFunctionMode):
 
 
 def _costs(
-    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, alone: bool
+    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, table: list[Action]
 ) -> dict[str, Cost]:
-    """What each kind of action of a stage takes: what `run_pipeline` does, with one micro-batch, on meta.
+    """What each kind of action of a stage takes: what `run_pipeline` does, with one micro-batch of `table`, on meta.
 
-    alone: it is the only one of a step: the gradients come while the activations go, and count as live.
+    If it is the only one of a step, the gradients come while the activations go, and count as live.
     """
     for parameter in model.parameters():
-        parameter.grad = None if alone else torch.empty(parameter.shape, dtype=torch.float32, device=META)
+        parameter.grad = None if _is_alone(table) else torch.empty(parameter.shape, dtype=torch.float32, device=META)
     tokens = (training.micro_batch_size, _padded(training.seq_length, model.ctx))
     ids = torch.empty(tokens, dtype=torch.int64, device=META)
     batch = MicroBatch(tokens, ids, ids, length=training.seq_length, longest=training.seq_length)
@@ -145,7 +145,9 @@ def _costs(
         received = None if stage.first else torch.empty(shape, dtype=model.dtype, device=META, requires_grad=True)
         output = model.forward_stage(batch.input_ids if stage.first else received, batch, stage)
         if stage.last:
-            output = model.loss_sum(output, batch) / torch.ones((), device=META)
+            labelled = torch.ones((), device=META)
+            at_once = backward_follows(table, stage.index)
+            output = model.loss_of(output, batch, 1.0 / labelled if at_once else None) / labelled
     if not stage.last:  # sent: its graph remains
         output.data = torch.empty(1, dtype=output.dtype, device=META)
     costs["F"] = meter.take()
@@ -166,7 +168,7 @@ def _costs(
 
 
 def _costs_of_alike(
-    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, alone: bool
+    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, table: list[Action]
 ) -> dict[str, Cost]:
     """As _costs, but of many layers only a few are run, and the others taken to be like them.
 
@@ -175,9 +177,9 @@ def _costs_of_alike(
     unit = training.recompute_interval if training.recompute == "full" else 1
     rest = len(stage.layers) % unit
     if len(stage.layers) <= 2 * unit + rest:
-        return _costs(model, stage, training, queue, alone)
+        return _costs(model, stage, training, queue, table)
     one, two = (
-        _costs(model, replace(stage, layers=stage.layers[: count * unit + rest]), training, queue, alone)
+        _costs(model, replace(stage, layers=stage.layers[: count * unit + rest]), training, queue, table)
         for count in (1, 2)
     )
     more, costs, before = len(stage.layers) // unit - 2, {}, "F"  # before: the action after which this one comes
@@ -191,6 +193,11 @@ def _costs_of_alike(
         )
         before = kind
     return costs
+
+
+def _is_alone(table: list[Action]) -> bool:
+    """Whether the micro-batch of a table is the only one."""
+    return all(action.microbatch == 0 for action in table)
 
 
 def boundary_shape(training: TrainingOptions, model: Model) -> tuple[int, int, int]:
@@ -313,8 +320,8 @@ class Planner:
                 for entry in entries:
                     for piece in entry.counted_pieces(model.ctx):
                         counted += math.prod(stop - start for start, stop in piece.box)
-                costs = self.costs(model, p, t, microbatches == 1)
-                useful = self.costs(model, p, replace(t, recompute="none"), microbatches == 1)
+                costs = self.costs(model, p, t, tables[pp_rank])
+                useful = self.costs(model, p, replace(t, recompute="none"), tables[pp_rank])
                 model_flops += sum(cost.flops for each in useful for cost in each.values())
                 for stage, each in zip(model.stages, costs, strict=True):
                     for kind, cost in each.items():
@@ -382,7 +389,7 @@ class Planner:
                 if self.static(models[alike], p, t).device_bytes > memory:
                     return None
             tables.append(SCHEDULES[p.schedule](pp_rank, p.pp, p.virtual_pp, microbatches))
-            costs = self.costs(models[alike], p, t, microbatches == 1)
+            costs = self.costs(models[alike], p, t, tables[-1])
             ranks.append(self.rank_plan(models[alike], p, t, tables[-1], costs))
             if ranks[-1].total > memory:
                 return None
@@ -413,11 +420,12 @@ class Planner:
         return self.family.on_meta(self.config, self.context(parallel, dp, pp_rank, tp_rank))
 
     def costs(
-        self, model: Model, parallel: ParallelOptions, training: TrainingOptions, alone: bool
+        self, model: Model, parallel: ParallelOptions, training: TrainingOptions, table: list[Action]
     ) -> list[dict[str, Cost]]:
-        """What the actions of each stage of a rank take. alone: of the only micro-batch of a step."""
+        """What the actions of each stage of a rank take that runs `table`."""
         t, later = training, parallel.schedule == "zb-h1"
-        how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype, alone)
+        how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype)
+        how += (_is_alone(table), backward_follows(table, model.ctx.stage_count - 1))
         how += (t.recompute, t.recompute == "full" and t.recompute_interval)
         keys = [(*how, key) for key in _keys(model)]
         if new := [number for number, key in enumerate(keys) if key not in self._known]:
@@ -431,7 +439,7 @@ class Planner:
                 for number in new:
                     if keys[number] not in self._known:
                         of_stage = _costs_of_alike if self.quick else _costs
-                        self._known[keys[number]] = of_stage(low, low.stages[number], t, queue, alone)
+                        self._known[keys[number]] = of_stage(low, low.stages[number], t, queue, table)
         return [self._known[key] for key in keys]
 
     def rank_plan(
@@ -444,7 +452,7 @@ class Planner:
         itemsize = getattr(torch, training.dtype).itemsize
         boundary = math.prod(boundary_shape(training, model)) * itemsize if ctx.pp_size > 1 else 0
         activations = round(_peak(table, by_stage)) + (MAX_OPEN_EXCHANGES + 1) * boundary  # that are on their way
-        if all(action.microbatch == 0 for action in table):
+        if _is_alone(table):
             activations -= static.gradients  # that the actions have counted
         last = ctx.stage_count - 1
         sends = sum(a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W")

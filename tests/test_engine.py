@@ -44,7 +44,8 @@ def plain_autograd_gradients(model="gpt2", microbatches=MICROBATCHES):
     labelled = (targets != -100).sum().float()
     for x, y in zip(ids.chunk(microbatches), targets.chunk(microbatches), strict=True):
         batch = MicroBatch(tuple(x.shape), x, y)
-        (model.loss_sum(model.forward_stage(x, batch, model.stages[0]), batch) / labelled).backward()
+        logits = model.outputs(model.forward_stage(x, batch, model.stages[0]), batch)
+        (model.loss_sum(logits, batch) / labelled).backward()
     return gradients(model)
 
 
@@ -65,8 +66,9 @@ def library_gradients(layout, microbatches):
         def forward(self, x):
             return self.model.forward_stage(x, MicroBatch(tuple(x.shape[:2])), self.stage)
 
-    def loss(logits, y):
-        return model.loss_sum(logits, MicroBatch(tuple(y.shape), None, y)) / labelled
+    def loss(x, y):
+        batch = MicroBatch(tuple(y.shape), None, y)
+        return model.loss_sum(model.outputs(x, batch), batch) / labelled
 
     stages = [
         PipelineStage(StageModule(stage), stage.index, stage.count, torch.device("cpu"), group=ctx.pp_group)
@@ -161,7 +163,7 @@ class TiedInThree(GPT2):
             for i, layer in enumerate(self.layers.values()):
                 x = x + self.extra(batch.positions(x.device)) if i in (2, 6) else x
                 x = layer(x, batch, mask)
-            return self.outputs(self.norm(x), batch)
+            return self.norm(x)
         return super().forward_stage(x, batch, stage)
 
 

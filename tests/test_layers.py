@@ -1,11 +1,12 @@
 """Layers against plain torch, in one process and cut over ranks."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import context
+from helpers import context, layout_name
 
 from megazoo.errors import UserError
 from megazoo.layers import (
@@ -150,6 +151,50 @@ def test_cross_entropy_in_chunks_equals_the_whole(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 37 * 7})
     for part, expected in zip(cross_entropy(logits, targets, 1), whole, strict=True):
         assert torch.equal(part, expected)
+
+
+def head_loss(x, weight, targets, layout, rows, factor):
+    """Loss, and gradients of it times 3: of this rank's part of x's tokens, and of its rows of the weight."""
+    ctx = context(**layout)
+    head = VocabParallelHead(len(weight), weight.shape[1], ctx=ctx).to(x.dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight[head.start : head.start + head.rows])
+    x = (x.chunk(ctx.tp_size, dim=1)[ctx.tp_rank] if ctx.sequence_parallel else x).clone().requires_grad_()
+    with mock.patch.object(VocabParallelHead, "tokens_at_once", rows):
+        loss = head.loss_sum(x, targets, factor)
+    if factor is not None:
+        (3 * loss).backward()
+    return loss.detach(), x.grad, head.weight.grad
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(tp=4), dict(tp=2, sp=True)], ids=layout_name)
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 7), (torch.float32, 99), (torch.bfloat16, 13)])
+def test_the_loss_of_a_head_in_pieces_equals_torch(ranks, layout, dtype, rows):
+    torch.manual_seed(4)
+    x, weight = torch.randn(3, 16, 8).to(dtype), (3 * torch.randn(37, 8)).to(dtype)
+    targets = torch.randint(0, 37, (3, 16)).masked_fill(torch.rand(3, 16) < 0.3, -100)
+    whole, matrix = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = (whole @ matrix.t()).float()
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    (3 * expected).backward()
+    exact = dtype == torch.float32
+
+    def assert_close(ours, theirs):
+        assert (ours - theirs).abs().max() <= (1e-6 if exact else 1e-2) * theirs.abs().max()
+
+    for factor in (3.0, 0.7):  # what the gradient will be, and another
+        results = ranks(head_loss, layout.get("tp", 1), x, weight, targets, layout, rows, torch.tensor(factor))
+        losses, x_grads, weight_grads = zip(*results, strict=True)
+        assert_close(torch.stack(losses), expected.detach())
+        if layout.get("sp"):
+            x_grads = [torch.cat(x_grads, dim=1)]
+        for x_grad in x_grads:
+            assert_close(x_grad, whole.grad)
+        assert_close(torch.cat(weight_grads), matrix.grad)
+    with torch.no_grad():
+        loss, *gradients = head_loss(x, weight, targets, {}, rows, None)
+    assert gradients == [None, None]
+    assert_close(loss, expected.detach())
 
 
 def test_cross_entropy_survives_large_logits():

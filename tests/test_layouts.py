@@ -1,6 +1,7 @@
 """One result in every layout: losses, gradient norms and gradients against one process."""
 
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -25,6 +26,8 @@ from helpers import (
 )
 
 import megazoo
+from megazoo.layers import embedding
+from megazoo.models.gpt2 import GPT2
 
 LAYOUTS = [
     dict(tp=2), dict(tp=4), dict(pp=2), dict(pp=4), dict(dp=2), dict(tp=2, pp=2), dict(tp=2, dp=2), dict(pp=2, dp=2),
@@ -115,6 +118,87 @@ def test_pipelines_train_like_one_process(ranks, case):
 @pytest.mark.parametrize("case", PIPELINE_CASES, ids=case_name)
 def test_all_pipelines_train_like_one_process(ranks, case):
     check_pipeline(ranks, *case)
+
+
+# The loss of a long micro-batch, whose logits are made in pieces: here more than ten tokens are long.
+
+
+@contextmanager
+def short_pieces():
+    """Yields what counts the losses that are made in pieces."""
+    module, head = "megazoo.layers.cross_entropy", embedding._VocabParallel
+    counted = mock.patch.object(head, "loss_sum", autospec=True, side_effect=head.loss_sum)
+    with mock.patch.dict(f"{module}.PIECE_ELEMENTS", cpu=0), mock.patch(f"{module}.PIECE_ROWS", 5), counted as count:
+        yield count
+
+
+def train_in_pieces(*args, **kwargs):
+    with short_pieces() as count:
+        return *train_and_keep_gradients(*args, **kwargs), count.call_count
+
+
+PIECES = [
+    ("gpt2", dict(), "1f1b"), ("gpt2", dict(tp=2), "1f1b"), ("llama", dict(tp=2, sp=True), "1f1b"),
+    ("mpt, learned positions", dict(pp=2), "1f1b"), ("llama, one KV head", dict(pp=2, v=2), "1f1b"),
+    ("mpt", dict(tp=2, dp=2), "1f1b"), ("gpt2", dict(pp=2, tp=2), "1f1b"),
+    ("llama", dict(pp=2), "gpipe"), ("llama", dict(pp=2), "zb-h1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout", "schedule"), PIECES, ids=case_name)
+def test_losses_in_pieces_have_the_gradients_of_one_process(ranks, model, layout, schedule):
+    """Only where backward comes at once: else the pieces' gradients would have to wait."""
+    history, gradients = one_process(model)
+    results = ranks(train_in_pieces, world(layout), MODELS[model], layout, 10, schedule=schedule)
+    assert worst_relative(results[-1][0], history) < 1e-5
+    for step, expected in enumerate(gradients):
+        distance, name = worst_gradient([ours[step] for _, ours, _ in results], expected)
+        assert distance < 1e-5, f"{name} at step {step + 1}"
+    micro_batches = 8 // 2 if layout.get("pp") else 2  # of two rows each, or half a replica's
+    assert results[-1][2] == (10 * micro_batches if schedule == "1f1b" else 0)
+
+
+def losses_by_other_ways(layout):
+    """An evaluation's loss and that of a loop's micro-batches, whose gradients are twice the usual."""
+    model = randomize(megazoo.from_config(MODELS["llama"], context(**layout), seed=3))
+    ids, targets = make_batch(0)
+    evaluated = model.eval_batch(ids, targets=targets, num_microbatches=2)
+    outputs = model.microbatches(ids, targets=targets, num_microbatches=2)
+    losses = [(2 * out.loss).backward() or out.loss.item() for out in outputs]
+    return evaluated, losses, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def losses_by_other_ways_in_pieces(layout):
+    with short_pieces() as count:
+        return *losses_by_other_ways(layout), count.call_count
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2, pp=2)], ids=layout_name)
+def test_evaluation_and_a_loop_of_ones_own_make_losses_in_pieces(ranks, layout):
+    whole = ranks(losses_by_other_ways, world(layout), layout)
+    pieces = ranks(losses_by_other_ways_in_pieces, world(layout), layout)
+    for (evaluated, losses, gradients), (*ours, _) in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(ours[0], evaluated, rtol=1e-6, atol=0)
+        assert ours[1] == pytest.approx(losses, rel=1e-6)
+        for name, gradient in ours[2].items():
+            assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max(), name
+    assert pieces[-1][-1] == 4, "two evaluated, two of the loop"
+
+
+class Capped(GPT2):
+    """Has logits of its own."""
+
+    def outputs(self, x, batch):
+        return 5 * torch.tanh(super().outputs(x, batch) / 5)
+
+
+def test_logits_of_ones_own_are_made_together():
+    ids, targets = make_batch(0)
+    model = Capped.build(MODELS["gpt2"], context())
+    expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
+    with short_pieces() as count:
+        assert model.train_batch(ids, targets=targets).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert not count.called
 
 
 def gradients_of_loss(config, layout, direct):

@@ -30,8 +30,8 @@ class Louder(GPT2):
     presets = {"louder-tiny": LouderConfig(vocab_size=257, max_positions=32, hidden_size=32, layers=2, heads=2)}
 
     def forward_stage(self, x, batch, stage):
-        y = super().forward_stage(x, batch, stage)
-        return y * self.config.loudness if stage.last else y
+        x = super().forward_stage(x, batch, stage)
+        return x * self.config.loudness if stage.last else x
 """
 
 

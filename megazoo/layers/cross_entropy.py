@@ -1,13 +1,22 @@
 """Cross-entropy over a vocabulary that is cut over the tensor-parallel ranks."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.linear import product_dtype
 
 # Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is worth a launch.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24, "meta": 1 << 24}
+
+# Logits that linear_cross_entropy makes at once: few enough to save memory, and so many that adding up the weight's
+# gradient takes little beside the products.
+PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27, "meta": 1 << 27}
+PIECE_ROWS = 256  # at least
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -15,20 +24,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, start, group, ignore_index):
-        rows = logits.shape[-1]
-        peak = logits.amax(dim=-1)
-        collectives.all_reduce(peak, group, op=dist.ReduceOp.MAX)  # before the exponential, on every rank alike
-        sums = torch.zeros(2, len(targets), dtype=torch.float32, device=logits.device)
-        local = targets - start
-        here = (local >= 0) & (local < rows) & (targets != ignore_index)
-        local = local.masked_fill(~here, 0)
-        for part, scratch in _chunks(logits):
-            sums[0, part] = torch.sub(logits[part], peak[part, None].float(), out=scratch).exp_().sum(dim=-1)
-        sums[1] = (logits.gather(-1, local[:, None])[:, 0].float() - peak.float()).masked_fill(~here, 0)
-        collectives.all_reduce(sums, group)
-        log_sum = sums[0].log()
-        ctx.save_for_backward(logits, local, here, log_sum + peak.float(), targets == ignore_index)
-        return (log_sum - sums[1]).masked_fill(targets == ignore_index, 0)
+        def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
+            sums = torch.empty_like(peak)
+            for part, scratch in _chunks(logits):
+                sums[part] = torch.sub(logits[part], peak[part, None], out=scratch).exp_().sum(dim=-1)
+            return sums
+
+        local, here = _targets_here(targets, start, logits.shape[-1], ignore_index)
+        losses, peak, total = _losses(logits, local, here, group, sum_exponentials)
+        ctx.save_for_backward(logits, local, here, total.log() + peak, targets == ignore_index)
+        return losses.masked_fill(targets == ignore_index, 0)
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -40,6 +45,45 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             probabilities.scatter_add_(-1, local[part, None], -here[part, None].float())
             torch.mul(probabilities, grad_output[part, None], out=grad[part])
         return grad, None, None, None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The logits of each piece become their own gradient at once. Neither they nor x are kept: what is kept are the
+    gradients of x and of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, start, group, ignore_index, rows, factor):
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        x_grad, weight_grad, dtype = torch.empty_like(x), None, product_dtype(x)
+        wide = weight.to(dtype)
+        for first in range(0, len(x), rows):
+            part = slice(first, first + rows)
+            inputs = x[part].to(dtype)
+            logits = F.linear(inputs, wide).to(x.dtype).float()
+
+            def sum_exponentials(peak: torch.Tensor, logits=logits) -> torch.Tensor:
+                return logits.sub_(peak[:, None]).exp_().sum(dim=-1)
+
+            local, here = _targets_here(targets[part], start, len(weight), ignore_index)
+            losses[part], _, total = _losses(logits, local, here, group, sum_exponentials)
+            if factor is None:
+                continue
+            weights = factor * (targets[part] != ignore_index)
+            logits.mul_((weights / total)[:, None]).scatter_add_(-1, local[:, None], -(weights * here)[:, None])
+            gradient = logits.to(x.dtype).to(dtype)
+            if ctx.needs_input_grad[0]:
+                x_grad[part] = gradient @ wide
+            if ctx.needs_input_grad[1]:
+                weight_grad = _add_product(weight_grad, gradient.t(), inputs)
+        ctx.factor, ctx.gradients = factor, (x_grad, weight_grad)
+        return losses.masked_fill_(targets == ignore_index, 0).sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x_grad, weight_grad), ctx.gradients = ctx.gradients, None  # so that autograd can take them as they are
+        ratio = grad_output / ctx.factor
+        x_grad = x_grad.mul_(ratio) if ctx.needs_input_grad[0] else None
+        return x_grad, None if weight_grad is None else weight_grad.mul_(ratio), *[None] * 6
 
 
 def vocab_parallel_cross_entropy(
@@ -64,6 +108,76 @@ def vocab_parallel_cross_entropy(
     """
     group = (ctx or current_context()).tp_group
     return _VocabParallelCrossEntropy.apply(logits, targets, vocab_start, group, ignore_index)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_start: int = 0,
+    *,
+    rows: int,
+    factor: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    ctx: ParallelContext | None = None,
+) -> torch.Tensor:
+    """The sum of vocab_parallel_cross_entropy(x weight^T, targets), of logits that never exist together.
+
+    Args:
+        x: [tokens, hidden], the same on every tp rank; its gradient is this rank's part of a sum over them.
+        weight: [this rank's part of the vocabulary, hidden].
+        targets, vocab_start, ignore_index, ctx: as there.
+        rows: the tokens whose logits are made at once, the same on every tp rank.
+        factor: what the sum's gradient will be, 0-dimensional fp32: x's and the weight's are computed with it while the
+            logits are there. (If it is another one, they are scaled.) None: no gradients.
+
+    Returns fp32, 0-dimensional, the same on every rank. With a factor the gradients' memory is taken until backward,
+    which may come once.
+    Source: Hsu et al. 2024 (Liger Kernel), over tensor-parallel ranks.
+    """
+    group = (ctx or current_context()).tp_group
+    return _LinearCrossEntropy.apply(x, weight, targets, vocab_start, group, ignore_index, rows, factor)
+
+
+def piece_rows(device: torch.device, vocab_rows: int) -> int:
+    """Tokens whose logits, of so much of the vocabulary, linear_cross_entropy should make at once."""
+    return max(PIECE_ROWS, PIECE_ELEMENTS[device.type] // vocab_rows)
+
+
+def _targets_here(targets: torch.Tensor, start: int, rows: int, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The targets as columns of this rank's logits, 0 where they are not, and where they are: both [tokens]."""
+    local = targets - start
+    here = (local >= 0) & (local < rows) & (targets != ignore_index)
+    return local.masked_fill(~here, 0), here
+
+
+def _losses(
+    logits: torch.Tensor,
+    local: torch.Tensor,
+    here: torch.Tensor,
+    group,
+    sum_exponentials: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses, greatest logits, and sums of exp(logits - greatest) over all ranks: fp32 [tokens] each.
+
+    sum_exponentials(greatest): this rank's sums, last of all that is done with the logits.
+    """
+    peak = logits.amax(dim=-1)
+    collectives.all_reduce(peak, group, op=dist.ReduceOp.MAX)  # before the exponential, on every rank alike
+    peak = peak.float()
+    target = (logits.gather(-1, local[:, None])[:, 0].float() - peak).masked_fill(~here, 0)
+    sums = torch.stack([sum_exponentials(peak), target])
+    collectives.all_reduce(sums, group)
+    return sums[0].log() - sums[1], peak, sums[0]
+
+
+def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a b, in fp32, in total's memory."""
+    if total is None:
+        return (a @ b).float()
+    if a.dtype != total.dtype:
+        return total.add_(a @ b)
+    return torch.addmm(total, a, b, out=total)
 
 
 def _chunks(logits: torch.Tensor):

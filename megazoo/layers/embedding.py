@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.errors import UserError
+from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
 from megazoo.layers.linear import column_parallel_linear
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext
@@ -31,6 +32,17 @@ class _VocabParallel(ShardedModule):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's logits: [..., hidden] -> [..., rows], for the tokens from `start` on."""
         return column_parallel_linear(x, self.weight, None, self.ctx, self.weight_queue)
+
+    def loss_sum(self, x: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the losses of `logits(x)`, which are made a few tokens at a time: see linear_cross_entropy."""
+        x = collectives.enter_tensor_parallel(x, self.ctx).flatten(0, -2)
+        how = {"rows": self.tokens_at_once, "factor": factor, "ctx": self.ctx}
+        return linear_cross_entropy(x, self.weight, targets.flatten(), self.start, **how)
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Of a loss_sum, the same on every tp rank."""
+        return piece_rows(self.weight.device, self.sizes[0])
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""

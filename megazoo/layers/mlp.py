@@ -114,7 +114,8 @@ class _Gated(torch.autograd.Function):
         ctx.activation = activation
         ctx.save_for_backward(inner)
         gate, up = inner.chunk(2, dim=-1)
-        return activation(gate) * up
+        activated = activation(gate)
+        return gate * up if activated is gate else activated.mul_(up)
 
     @staticmethod
     def backward(ctx, grad):
@@ -125,5 +126,5 @@ class _Gated(torch.autograd.Function):
         with torch.enable_grad():
             activated = ctx.activation(gate)
         torch.mul(grad, activated.detach(), out=up_grad)
-        gate_grad.copy_(*torch.autograd.grad(activated, gate, grad * up))
+        gate_grad.copy_(*torch.autograd.grad(activated, gate, torch.mul(grad, up, out=gate_grad)))
         return None, inner_grad

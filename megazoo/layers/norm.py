@@ -97,7 +97,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        return weight * (wide * scale).to(x.dtype)
+        return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx, grad):

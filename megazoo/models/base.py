@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megazoo.errors import UserError, nearest
-from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, vocab_parallel_cross_entropy
+from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, VocabParallelHead, vocab_parallel_cross_entropy
 from megazoo.models import classification
 from megazoo.models.batch import Batch
 from megazoo.models.hugging_face import Theirs
@@ -75,7 +75,8 @@ class Model(nn.Module):
         return True
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        """One stage: token ids (first stage) or activations in; activations or this rank's logits (last) out."""
+        """One stage: token ids (first stage) or activations in; activations out, of the last stage those that `outputs`
+        takes: [batch, sequence, hidden]."""
         raise NotImplementedError
 
     # Build.
@@ -204,7 +205,7 @@ class Model(nn.Module):
         return getattr(self.config, "num_labels", 0)
 
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """What the last stage returns of its normalised x [batch, sequence, hidden].
+        """What the model says, from what the last stage returns.
 
         This rank's logits [batch, sequence, part of the vocabulary] (while generating, those of the last position), by
         the head, or by the embedding if they are tied; of a classifier [batch, labels].
@@ -228,6 +229,23 @@ class Model(nn.Module):
         if self.num_labels:
             return classification.loss_sum(outputs, batch.targets, self.config.problem_type)
         return self.token_losses(outputs, batch).sum()
+
+    def loss_of(self, x: torch.Tensor, batch: MicroBatch, factor: torch.Tensor | None = None) -> torch.Tensor:
+        """loss_sum(outputs(x, batch), batch), of a long micro-batch without the logits of all its tokens at once.
+
+        factor: what the gradient of it will be, if its backward comes next. Without, gradients need all logits.
+        """
+        needs_all = factor is None and torch.is_grad_enabled()
+        if needs_all or not self._loss_is_ours or batch.targets.numel() < 2 * self.output_head.tokens_at_once:
+            return self.loss_sum(self.outputs(x, batch), batch)
+        return self.output_head.loss_sum(x, batch.targets, factor)
+
+    @property
+    def _loss_is_ours(self) -> bool:
+        """Whether nothing on the way from the last stage to the loss is a user's own."""
+        family, head = type(self), VocabParallelHead
+        ours = [getattr(family, name) is getattr(Model, name) for name in ("outputs", "token_losses", "loss_sum")]
+        return not self.num_labels and all(ours) and type(self.output_head).logits is head.logits
 
     def label_count(self, batch: MicroBatch) -> torch.Tensor | int:
         """How many labels the loss is the mean over."""
@@ -277,8 +295,8 @@ class Model(nn.Module):
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
             loss, logits = result.loss, result.collected
         else:
-            outputs = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
-            loss = logits = None
+            x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
+            outputs, loss, logits = self.outputs(x, micro_batch), None, None
             if labels is not None:
                 count = torch.as_tensor(self.label_count(micro_batch)).clamp(min=1)
                 loss = self.loss_sum(outputs, micro_batch) / count

@@ -163,9 +163,7 @@ class GPT2(Model):
             x = self.embedding_dropout(x, batch.dropout_seed)
         mask = segment_mask(batch.segments, batch.shape[1])
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
-        if stage.last:  # [batch, sequence, this rank's part of the vocabulary], or [batch, labels]
-            x = self.outputs(self.norm(x), batch)
-        return x
+        return self.norm(x) if stage.last else x
 
     @classmethod
     def stage_costs(cls, config: GPT2Config) -> tuple[float, float, float]:

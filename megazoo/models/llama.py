@@ -206,9 +206,7 @@ class Llama(Model):
         rotary = self.rotary(batch.positions(x.device), x.dtype, batch.longest)
         mask = segment_mask(batch.segments, batch.shape[1])
         x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
-        if stage.last:  # [batch, sequence, this rank's part of the vocabulary], or [batch, labels]
-            x = self.outputs(self.norm(x), batch)
-        return x
+        return self.norm(x) if stage.last else x
 
     @classmethod
     def longest_sequence(cls, config: LlamaConfig) -> int:

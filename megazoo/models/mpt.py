@@ -242,10 +242,10 @@ class MPT(Model):
         if self.config.alibi and stage.layers:
             mask = self.alibi(batch, x, mask)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
-        if stage.last:  # [batch, sequence, this rank's part of the vocabulary], or [batch, labels]
-            x = self.outputs(self.norm(x), batch)
+        if stage.last:
+            x = self.norm(x)
             if self.config.logit_scale is not None and not self.config.num_labels:
-                x = x * self.config.logit_scale
+                x = x * self.config.logit_scale  # which takes less than on the logits
         return x
 
     def alibi(self, batch: MicroBatch, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.linear import WeightQueue
-from megazoo.parallel.schedule import Action, Exchange, Transfer, forward_only, program
+from megazoo.parallel.schedule import Action, Exchange, Transfer, backward_follows, forward_only, program
 from megazoo.parallel.timing import spent
 
 IGNORED = -100  # a target that carries no loss
@@ -88,12 +88,12 @@ def run_pipeline(
 ) -> Result:
     """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of the global batch.
 
-    model: has ctx, stages (this rank's), forward_stage(x, batch, stage), loss_sum(outputs, batch), label_count(batch),
-    whole_logits(outputs, batch), hidden_size and dtype. schedule: of `SCHEDULES`, after which each parameter's gradient
-    holds this replica's part of the gradient of that mean, times loss_scale; None runs the forwards only. weight_queue:
-    where the linear layers leave their weights' gradients, for a schedule that has times of its own for them.
-    global_batch False: the mean is over this replica's batch. collect(outputs, batch): what to keep of the last stage's
-    outputs. loss_fn(logits, labels): a micro-batch's mean instead of loss_sum; the means are weighed by label_count.
+    model: a `megazoo.models.base.Model`, or what has as much of it as is called here. schedule: of `SCHEDULES`, after
+    which each parameter's gradient holds this replica's part of the gradient of that mean, times loss_scale; None runs
+    the forwards only. weight_queue: where the linear layers leave their weights' gradients, for a schedule that has
+    times of its own for them. global_batch False: the mean is over this replica's batch. collect(outputs, batch): what
+    to keep of the last stage's outputs. loss_fn(logits, labels): a micro-batch's mean instead of loss_sum; the means
+    are weighed by label_count.
     Every rank of the world (of the replica) calls this together and gets the same 0-dimensional fp32 loss (nan without
     targets); the last stage also gets what was collected, along the batch.
 
@@ -106,8 +106,10 @@ def run_pipeline(
     if last:
         labelled += sum(model.label_count(batch) for batch in batches)
         all_reduce(labelled, replicas)
-    run = Run(model, batches, labelled.clamp(min=1).float(), collect, loss_fn, loss_scale, weight_queue)
-    for item in program(schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)):
+    items = program(schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches))
+    at_once = backward_follows(items, ctx.stage_count - 1)
+    run = Run(model, batches, labelled.clamp(min=1).float(), collect, loss_fn, loss_scale, weight_queue, at_once)
+    for item in items:
         if isinstance(item, Exchange):
             run.exchange(item)
             continue
@@ -139,7 +141,10 @@ class Run:
         loss_fn: Callable | None = None,
         loss_scale: float = 1.0,
         weight_queue: WeightQueue | None = None,
+        at_once: bool = True,
     ):
+        """at_once: the last stage's backward of a micro-batch comes right after its forward."""
+        self.at_once = at_once
         self.collect, self.loss_fn, self.loss_scale, self.weight_queue = collect, loss_fn, loss_scale, weight_queue
         self.model, self.ctx, self.batches, self.labelled = model, model.ctx, batches, labelled
         self.stages = {stage.index: stage for stage in model.stages}
@@ -158,24 +163,35 @@ class Run:
         with torch.set_grad_enabled(train):
             output = self.model.forward_stage(x, batch, stage)
             if stage.last:
-                if self.collect:
-                    self.collected.append(self.collect(output, batch))
-                if batch.targets is not None or batch.labels is not None:
-                    output = self._loss(output, batch) / self.labelled
-                    self.losses.append(output.detach().double())
+                output = self._finished(output, batch)
             else:
                 self.leaving[action._replace(stage=stage.index + 1)] = output.detach()
         if train:
             self.graphs[action.stage, action.microbatch] = (received, output)
 
-    def _loss(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """The micro-batch's part of the loss, times the labels of the whole batch."""
-        if self.loss_fn is None:
-            return self.model.loss_sum(output, batch)
+    def _finished(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The micro-batch's part of the loss, or its outputs if it has no labels."""
+        outputs = self.model.outputs(x, batch) if self.collect or self.loss_fn else None
+        if self.collect:
+            self.collected.append(self.collect(outputs, batch))
+        if batch.targets is None and batch.labels is None:
+            return outputs
+        if self.loss_fn:
+            loss = self._own_loss(outputs, batch)
+        elif self.collect:
+            loss = self.model.loss_sum(outputs, batch)
+        else:
+            loss = self.model.loss_of(x, batch, self.loss_scale / self.labelled if self.at_once else None)
+        loss = loss / self.labelled
+        self.losses.append(loss.detach().double())
+        return loss
+
+    def _own_loss(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """What loss_fn says, times the micro-batch's labels."""
         count = self.model.label_count(batch)
         if not count:
-            return output.float().sum() * 0  # its mean would be nan
-        loss = self.loss_fn(self.model.whole_logits(output, batch).float(), batch.labels)
+            return outputs.float().sum() * 0  # its mean would be nan
+        loss = self.loss_fn(self.model.whole_logits(outputs, batch).float(), batch.labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UserError("loss_fn must return one number, the mean of the micro-batch")
         return loss.float().view(()) * count

@@ -201,6 +201,13 @@ def program(
     return tuple(steps)
 
 
+def backward_follows(table: Sequence[Action | Exchange], stage: int) -> bool:
+    """Whether each forward of a stage is followed by its whole backward, before anything else is computed."""
+    actions = [item for item in table if isinstance(item, Action)]
+    pairs = zip(actions, [*actions[1:], None], strict=True)
+    return all(b == a._replace(kind="B") for a, b in pairs if a.kind == "F" and a.stage == stage)
+
+
 def in_flight(table: Sequence[Action]) -> int:
     """The most micro-batches of a rank's stages whose activations are held at once: from F until B, or W."""
     held = peak = 0

@@ -22,7 +22,7 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
     if last:
         labelled += sum(model.label_count(batch) for batch in batches)
         all_reduce(labelled, ctx.dp_group)
-    run, sent = Run(model, batches, labelled.clamp(min=1).float()), []
+    run, sent = Run(model, batches, labelled.clamp(min=1).float(), loss_scale=loss_scale), []
 
     def receive(action: Action, stage: int) -> None:
         """What makes the action's input lies on another stage."""
