@@ -1,214 +1,36 @@
 """What a run would need, rank by rank, before it runs: memory, FLOPs, traffic, and the pipeline's bubble.
 
 The numbers come from the program's own code, not from formulas: each kind of rank is built in a virtual context and
-runs one micro-batch, forward and backward, on the meta device, under a meter; the schedule's table says how often and
-in what order. Attention and dropout are metered as the kernels of GPUs run them: without keeping the scores, and with
-masks of a byte an element. What no tensor shows is not counted: the CUDA context, communication buffers and the
+runs one micro-batch, forward and backward, on the meta device, under a meter (see metering); the schedule's table says
+how often and in what order. What no tensor shows is not counted: the CUDA context, communication buffers and the
 allocator's waste, some GB a rank.
 """
 
 import math
 import re
-import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from megazoo.config import Options, ParallelOptions, TrainingOptions, check_run, check_values, parse_stage_layers
 from megazoo.errors import UserError
+from megazoo.metering import META, Cost, boundary_shape, costs_of, costs_of_alike, is_alone
 from megazoo.models import FAMILIES, Model, family_of
 from megazoo.optim import MOMENTS, AdamW
-from megazoo.parallel.context import ParallelContext, Stage
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.linear import WeightQueue
-from megazoo.parallel.pipeline import MAX_OPEN_EXCHANGES, MicroBatch
+from megazoo.parallel.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.parallel.recompute import MODES
 from megazoo.parallel.schedule import SCHEDULES, Action, backward_follows, in_flight, timeline
 from megazoo.parallel.shard import sum_over_copies
 from megazoo.precision import LossScale
 
-META = torch.device("meta")
 LARGEST_TP = 8  # in a search: tensor-parallel ranks that share a node
 LARGEST_VIRTUAL = 4  # in a search
 # In a search: FLOPs in the time of one byte sent, of an H100 at 500 TFLOP/s with 450 GB/s in a node, 50 GB/s outside.
 FLOPS_A_BYTE = {"tp": 1_000, "pp": 10_000, "dp": 10_000}
-
-aten = torch.ops.aten
-_flash, _flash_backward = (
-    getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")
-)
-
-
-# What one action of the schedule takes.
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of an action of one micro-batch on one rank. sent: bytes over tp. peak: the most bytes of this micro-batch that
-    live during the action, held: those that live on after it."""
-
-    flops: float
-    sent: float
-    peak: float
-    held: float
-
-
-class Meter(TorchDispatchMode):
-    """Counts, of what runs on the meta device within `with meter:`, FLOPs, and bytes of the tensors that live.
-
-    FLOPs are those of matrix products, two for a multiply-add. live, peak: bytes of all tensors that were made within,
-    now and at most since `take`, each storage once.
-    """
-
-    def __init__(self, group):
-        super().__init__()
-        self.flops = self.live = self.peak = 0
-        self._group, self._sent = group, group.sent if group else 0.0
-        self._storages: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        result = function(*arguments, **(options or {}))
-        packet = function._overloadpacket
-        if packet is _flash:
-            self.flops += _attention_flops(*arguments[:3])
-        elif packet is _flash_backward:  # the scores, which the kernel computes again, not counted
-            self.flops += 2 * _attention_flops(*arguments[1:4])
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*arguments, **(options or {}), out_val=result)
-        results = result if isinstance(result, tuple | list) else (result,)
-        for tensor, returned in zip(results, function._schema.returns, strict=False):
-            if isinstance(tensor, torch.Tensor) and returned.alias_info is None:
-                self._made(tensor.untyped_storage())
-        return result
-
-    def _made(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._storages:
-            return
-
-        def freed(_) -> None:
-            del self._storages[key]
-            self.live -= size
-
-        self._storages[key] = weakref.ref(storage, freed)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def take(self) -> Cost:
-        """The cost of what ran since the last call."""
-        sent = self._group.sent if self._group else 0.0
-        cost = Cost(self.flops, sent - self._sent, self.peak, self.live)
-        self.flops, self._sent, self.peak = 0, sent, self.live
-        return cost
-
-
-def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Of all scores, as is usual, though a causal mask leaves half of them out."""
-    return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-
-
-class _KernelsOfDevices(TorchFunctionMode):
-    """On meta torch would choose the attention that keeps its scores, and masks of dropout as wide as x."""
-
-    def __torch_function__(self, function, types, arguments=(), options=None):
-        options = options or {}
-        if function is F.scaled_dot_product_attention:
-            q, k, v, *more = arguments
-            options = dict(zip(("attn_mask", "dropout_p", "is_causal"), more, strict=False)) | options
-            options.pop("enable_gqa", None)
-            return _flash(q, k, v, **options)[0]
-        if function is F.dropout:
-            return torch.native_dropout(*arguments, options["p"], train=True)[0]
-        return function(*arguments, **options)
-
-
-def _costs(
-    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, table: list[Action]
-) -> dict[str, Cost]:
-    """What each kind of action of a stage takes: what `run_pipeline` does, with one micro-batch of `table`, on meta.
-
-    If it is the only one of a step, the gradients come while the activations go, and count as live.
-    """
-    for parameter in model.parameters():
-        parameter.grad = None if _is_alone(table) else torch.empty(parameter.shape, dtype=torch.float32, device=META)
-    tokens = (training.micro_batch_size, _padded(training.seq_length, model.ctx))
-    ids = torch.empty(tokens, dtype=torch.int64, device=META)
-    batch = MicroBatch(tokens, ids, ids, length=training.seq_length, longest=training.seq_length)
-    shape = boundary_shape(training, model)
-    meter, costs = Meter(model.ctx.tp_group), {}
-    with _KernelsOfDevices(), meter:
-        received = None if stage.first else torch.empty(shape, dtype=model.dtype, device=META, requires_grad=True)
-        output = model.forward_stage(batch.input_ids if stage.first else received, batch, stage)
-        if stage.last:
-            labelled = torch.ones((), device=META)
-            at_once = backward_follows(table, stage.index)
-            output = model.loss_of(output, batch, 1.0 / labelled if at_once else None) / labelled
-    if not stage.last:  # sent: its graph remains
-        output.data = torch.empty(1, dtype=output.dtype, device=META)
-    costs["F"] = meter.take()
-    with _KernelsOfDevices(), meter:
-        gradient = torch.full_like(output, 1.0) if stage.last else torch.empty(shape, dtype=model.dtype, device=META)
-        torch.autograd.Variable._execution_engine.run_backward(
-            (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
-        weights = queue.take() if queue else None
-    del received, output, gradient
-    costs["I" if queue else "B"] = meter.take()
-    if weights:
-        with meter:
-            weights()
-        del weights
-        costs["W"] = meter.take()
-    return costs
-
-
-def _costs_of_alike(
-    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, table: list[Action]
-) -> dict[str, Cost]:
-    """As _costs, but of many layers only a few are run, and the others taken to be like them.
-
-    The peak is then exact or, where something after the layers' backward needs more than they, above what it is.
-    """
-    unit = training.recompute_interval if training.recompute == "full" else 1
-    rest = len(stage.layers) % unit
-    if len(stage.layers) <= 2 * unit + rest:
-        return _costs(model, stage, training, queue, table)
-    one, two = (
-        _costs(model, replace(stage, layers=stage.layers[: count * unit + rest]), training, queue, table)
-        for count in (1, 2)
-    )
-    more, costs, before = len(stage.layers) // unit - 2, {}, "F"  # before: the action after which this one comes
-    for kind in two:
-        a, b = one[kind], two[kind]
-        costs[kind] = Cost(
-            b.flops + more * (b.flops - a.flops),
-            b.sent + more * (b.sent - a.sent),
-            b.peak + more * max(two[each].held - one[each].held for each in (before, kind)),
-            b.held + more * (b.held - a.held),
-        )
-        before = kind
-    return costs
-
-
-def _is_alone(table: list[Action]) -> bool:
-    """Whether the micro-batch of a table is the only one."""
-    return all(action.microbatch == 0 for action in table)
-
-
-def boundary_shape(training: TrainingOptions, model: Model) -> tuple[int, int, int]:
-    """Of what a stage sends to another."""
-    ctx = model.ctx
-    sequence = _padded(training.seq_length, ctx) // (ctx.tp_size if ctx.sequence_parallel else 1)
-    return training.micro_batch_size, sequence, model.hidden_size
-
-
-def _padded(sequence: int, ctx: ParallelContext) -> int:
-    return sequence + (-sequence % ctx.tp_size if ctx.sequence_parallel else 0)
 
 
 # What a rank takes.
@@ -290,7 +112,7 @@ class Layout:
 class Planner:
     """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts, too.
 
-    quick: meter a few layers of each stage only (see _costs_of_alike).
+    quick: meter a few layers of each stage only (see costs_of_alike).
     """
 
     def __init__(self, config, quick: bool = False):
@@ -425,7 +247,7 @@ class Planner:
         """What the actions of each stage of a rank take that runs `table`."""
         t, later = training, parallel.schedule == "zb-h1"
         how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype)
-        how += (_is_alone(table), backward_follows(table, model.ctx.stage_count - 1))
+        how += (is_alone(table), backward_follows(table, model.ctx.stage_count - 1))
         how += (t.recompute, t.recompute == "full" and t.recompute_interval)
         keys = [(*how, key) for key in _keys(model)]
         if new := [number for number, key in enumerate(keys) if key not in self._known]:
@@ -438,7 +260,7 @@ class Planner:
             with low._gradients_later(queue):
                 for number in new:
                     if keys[number] not in self._known:
-                        of_stage = _costs_of_alike if self.quick else _costs
+                        of_stage = costs_of_alike if self.quick else costs_of
                         self._known[keys[number]] = of_stage(low, low.stages[number], t, queue, table)
         return [self._known[key] for key in keys]
 
@@ -452,7 +274,7 @@ class Planner:
         itemsize = getattr(torch, training.dtype).itemsize
         boundary = math.prod(boundary_shape(training, model)) * itemsize if ctx.pp_size > 1 else 0
         activations = round(_peak(table, by_stage)) + (MAX_OPEN_EXCHANGES + 1) * boundary  # that are on their way
-        if _is_alone(table):
+        if is_alone(table):
             activations -= static.gradients  # that the actions have counted
         last = ctx.stage_count - 1
         sends = sum(a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W")

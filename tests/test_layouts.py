@@ -120,7 +120,7 @@ def test_all_pipelines_train_like_one_process(ranks, case):
     check_pipeline(ranks, *case)
 
 
-# The loss of a long micro-batch, whose logits are made in pieces: here more than ten tokens are long.
+# The loss of a long micro-batch, whose logits are made in pieces: here each is long, and five tokens make a piece.
 
 
 @contextmanager
@@ -128,7 +128,9 @@ def short_pieces():
     """Yields what counts the losses that are made in pieces."""
     module, head = "megazoo.layers.cross_entropy", embedding._VocabParallel
     counted = mock.patch.object(head, "loss_sum", autospec=True, side_effect=head.loss_sum)
-    with mock.patch.dict(f"{module}.PIECE_ELEMENTS", cpu=0), mock.patch(f"{module}.PIECE_ROWS", 5), counted as count:
+    always = mock.patch.object(head, "loss_saves_memory", return_value=True)
+    pieces = mock.patch.dict(f"{module}.PIECE_ELEMENTS", cpu=0), mock.patch(f"{module}.PIECE_ROWS", 5)
+    with pieces[0], pieces[1], always, counted as count:
         yield count
 
 

@@ -208,6 +208,20 @@ def test_flops_by_hand():
     assert sum(rank.flops * len(rank.tp) for rank in cut.ranks) == pytest.approx(8 * s * by_hand, rel=1e-4)
 
 
+def test_logits_in_pieces_take_as_many_flops_and_less_memory(monkeypatch):
+    """Of 16,384 tokens and a vocabulary of 50,257 on a device."""
+    config = GPT2Config(**NO_DROPOUT, layers=2)
+    how = dict(seq_length=1024, micro_batch_size=16, global_batch_size=32, dtype="bfloat16")
+    pieces = plan(config, **how)
+    monkeypatch.setattr("megazoo.layers.embedding._VocabParallel.loss_saves_memory", lambda *_: False)
+    whole = plan(config, **how)
+    assert pieces.model_flops_per_token == pytest.approx(whole.model_flops_per_token)
+    logits, gradient = 2 * 16_384 * config.vocab_size, 4 * config.hidden_size * config.vocab_size
+    piece = 6 * (1 << 27)  # in fp32 and bfloat16
+    saved = whole.ranks[0].activations - pieces.ranks[0].activations
+    assert saved == pytest.approx(2 * logits - gradient - piece, rel=0.1)
+
+
 @pytest.mark.slow
 def test_a_few_layers_stand_for_many():
     """What a search does gives what all layers would, or above."""

@@ -56,18 +56,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         x_grad, weight_grad, dtype = torch.empty_like(x), None, product_dtype(x)
         wide = weight.to(dtype)
-        for first in range(0, len(x), rows):
-            part = slice(first, first + rows)
+
+        def take(part: slice) -> None:  # and leave nothing of it
+            nonlocal weight_grad
             inputs = x[part].to(dtype)
             logits = F.linear(inputs, wide).to(x.dtype).float()
 
-            def sum_exponentials(peak: torch.Tensor, logits=logits) -> torch.Tensor:
+            def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
                 return logits.sub_(peak[:, None]).exp_().sum(dim=-1)
 
             local, here = _targets_here(targets[part], start, len(weight), ignore_index)
             losses[part], _, total = _losses(logits, local, here, group, sum_exponentials)
             if factor is None:
-                continue
+                return
             weights = factor * (targets[part] != ignore_index)
             logits.mul_((weights / total)[:, None]).scatter_add_(-1, local[:, None], -(weights * here)[:, None])
             gradient = logits.to(x.dtype).to(dtype)
@@ -75,6 +76,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 x_grad[part] = gradient @ wide
             if ctx.needs_input_grad[1]:
                 weight_grad = _add_product(weight_grad, gradient.t(), inputs)
+
+        for first in range(0, len(x), rows):
+            take(slice(first, first + rows))
         ctx.factor, ctx.gradients = factor, (x_grad, weight_grad)
         return losses.masked_fill_(targets == ignore_index, 0).sum()
 

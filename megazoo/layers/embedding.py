@@ -39,6 +39,11 @@ class _VocabParallel(ShardedModule):
         how = {"rows": self.tokens_at_once, "factor": factor, "ctx": self.ctx}
         return linear_cross_entropy(x, self.weight, targets.flatten(), self.start, **how)
 
+    def loss_saves_memory(self, tokens: int, differentiated: bool) -> bool:
+        """Whether loss_sum takes less than all logits of so many tokens, and their gradient if it is differentiated: in
+        place of that it keeps the weight's, in fp32."""
+        return tokens >= 2 * max(self.tokens_at_once, self.weight.shape[1] if differentiated else 0)
+
     @property
     def tokens_at_once(self) -> int:
         """Of a loss_sum, the same on every tp rank."""

@@ -235,10 +235,11 @@ class Model(nn.Module):
 
         factor: what the gradient of it will be, if its backward comes next. Without, gradients need all logits.
         """
-        needs_all = factor is None and torch.is_grad_enabled()
-        if needs_all or not self._loss_is_ours or batch.targets.numel() < 2 * self.output_head.tokens_at_once:
+        differentiated, tokens = torch.is_grad_enabled(), batch.shape[0] * batch.shape[1]
+        needs_all = (differentiated and factor is None) or not self._loss_is_ours
+        if needs_all or not self.output_head.loss_saves_memory(tokens, differentiated):
             return self.loss_sum(self.outputs(x, batch), batch)
-        return self.output_head.loss_sum(x, batch.targets, factor)
+        return self.output_head.loss_sum(x, batch.targets, factor if differentiated else None)
 
     @property
     def _loss_is_ours(self) -> bool:

@@ -21,11 +21,15 @@ def cases(setup: Setup) -> Iterator[Result]:
             jobs.append(Job(1, ours, (directory, "fp32", (1, 1, 1), rows, rows // ROWS)))
             if axis in PEERS:
                 jobs.append(Job(2, peer, (axis, directory)))
+            else:
+                jobs.append(Job(2, ours, (directory, "fp32", layout, rows, micro_batches, "zb-h1")))
             found = jobs_in_turn(jobs, setup.pairs)
         what = f"train llama in fp32, {axis} 2" + (" with 16 micro-batches" if axis == "pp" else "")
         yield rates(f"{what}, against one process of as many threads", found[:2], rows)
         if axis in PEERS:
             yield rates(f"{what}, against {PEERS[axis]}", found[::2], rows)
+        else:
+            yield rates(f"{what} under zb-h1, against one process of as many threads", found[:0:-1], rows)
 
 
 def peer(axis: str, directory: str) -> Callable[[], object]:

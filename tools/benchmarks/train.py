@@ -49,7 +49,12 @@ def batch(rows: int = ROWS) -> torch.Tensor:
 
 
 def ours(
-    directory: str, dtype: str, layout: tuple[int, int, int] = (1, 1, 1), rows: int = ROWS, micro_batches: int = 1
+    directory: str,
+    dtype: str,
+    layout: tuple[int, int, int] = (1, 1, 1),
+    rows: int = ROWS,
+    micro_batches: int = 1,
+    schedule: str = "1f1b",
 ) -> Callable[[], object]:
     """A function that trains a step of `rows` rows, on all cores together."""
     import megazoo
@@ -61,7 +66,7 @@ def ours(
     mine = ids[ctx.dp_rank]
 
     def step():
-        model.train_batch(mine, labels=mine, num_microbatches=micro_batches)
+        model.train_batch(mine, labels=mine, num_microbatches=micro_batches, schedule=schedule)
         optimizer.step()
 
     return step
