@@ -199,6 +199,10 @@ def test_sequences_out_of_order_are_refused(token_files):
     with pytest.raises(UserError, match=f"{token_files}.idx: sequences . to . don't lie end to end in the .bin"):
         train.datasets[0][0]
     valid.datasets[0][0]
+    data[first : first + 80] = np.arange(90, -10, -10).astype("<i8").tobytes()
+    token_files.with_suffix(".idx").write_bytes(data)
+    with pytest.raises(UserError, match=f"{token_files}.idx: sequences 0 to . don't lie end to end in the .bin"):
+        open_all(token_files, split="60,40", seq_length=4)
 
 
 def test_batches_number_the_documents_if_they_are_to_be_separate():

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -161,12 +161,15 @@ def test_losses_in_pieces_have_the_gradients_of_one_process(ranks, model, layout
 
 
 def losses_by_other_ways(layout):
-    """An evaluation's loss and that of a loop's micro-batches, whose gradients are twice the usual."""
+    """An evaluation's loss, and those of a loop's micro-batches: the first counts nothing, the second twice."""
     model = randomize(megazoo.from_config(MODELS["llama"], context(**layout), seed=3))
     ids, targets = make_batch(0)
     evaluated = model.eval_batch(ids, targets=targets, num_microbatches=2)
     outputs = model.microbatches(ids, targets=targets, num_microbatches=2)
-    losses = [(2 * out.loss).backward() or out.loss.item() for out in outputs]
+    losses = []
+    for weight, out in zip((0.0, 2.0), outputs, strict=True):
+        (weight * out.loss).backward()
+        losses.append(out.loss.item())
     return evaluated, losses, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -187,20 +190,41 @@ def test_evaluation_and_a_loop_of_ones_own_make_losses_in_pieces(ranks, layout):
     assert pieces[-1][-1] == 4, "two evaluated, two of the loop"
 
 
+def gradients_in_half(dtype):
+    model = randomize(megazoo.from_config(MODELS["gpt2"], context(), dtype=dtype, seed=3))
+    megazoo.optim.AdamW(model, lr=1e-3)  # it brings float16's loss scale
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=targets, num_microbatches=2)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_losses_in_pieces_have_the_gradients_of_whole_ones_in_16_bits(dtype):
+    whole = gradients_in_half(dtype)
+    with short_pieces() as count:
+        pieces = gradients_in_half(dtype)
+    assert count.call_count == 2
+    for name, gradient in pieces.items():
+        assert gradient.dtype == torch.float32
+        assert (gradient - whole[name]).abs().max() <= 2e-2 * whole[name].abs().max(), name
+
+
 class Capped(GPT2):
     """Has logits of its own."""
 
     def outputs(self, x, batch):
-        return 5 * torch.tanh(super().outputs(x, batch) / 5)
+        return 5 * torch.tanh(GPT2.outputs(self, x, batch) / 5)
 
 
 def test_logits_of_ones_own_are_made_together():
     ids, targets = make_batch(0)
-    model = Capped.build(MODELS["gpt2"], context())
-    expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
-    with short_pieces() as count:
-        assert model.train_batch(ids, targets=targets).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert not count.called
+    of_a_class, of_one = (build.build(MODELS["gpt2"], context()) for build in (Capped, GPT2))
+    of_one.outputs = MethodType(Capped.outputs, of_one)
+    expected = torch.nn.functional.cross_entropy(of_a_class(ids).logits.flatten(0, 1), targets.flatten())
+    for model in (of_a_class, of_one):
+        with short_pieces() as count:
+            assert model.train_batch(ids, targets=targets).item() == pytest.approx(expected.item(), rel=1e-6)
+        assert not count.called
 
 
 def gradients_of_loss(config, layout, direct):

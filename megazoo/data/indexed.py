@@ -9,6 +9,7 @@ import os
 import struct
 from bisect import bisect_left, bisect_right
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -94,9 +95,11 @@ class Stream:
         self.source, self.first, self.last = source, first, last
         self.start = source.place(first)[0] if first < last else 0
         self.stop = source.place(last - 1)[1] if first < last else 0
+        if self.stop < self.start:
+            self._refuse(first, last)
 
     def __len__(self) -> int:
-        return max(0, self.stop - self.start)
+        return self.stop - self.start
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
@@ -110,9 +113,12 @@ class Stream:
         begins, held = offsets[first:last], lengths[first:last]
         ends = begins + held.astype(np.int64) * item
         if (begins[1:] != ends[:-1]).any() or ends[-1] < stop * item or held.min() < 0:
-            what = f"sequences {first} to {last - 1} don't lie end to end in the .bin"
-            raise UserError(f"{self.source.index}: {what}", exit_code=1)
+            self._refuse(first, last)
         return self.source.tokens[start:stop]
+
+    def _refuse(self, first: int, last: int) -> NoReturn:
+        what = f"sequences {first} to {last - 1} don't lie end to end in the .bin"
+        raise UserError(f"{self.source.index}: {what}", exit_code=1)
 
 
 def _mapped(path: Path, dtype) -> np.ndarray:

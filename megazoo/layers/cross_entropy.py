@@ -54,7 +54,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, start, group, ignore_index, rows, factor):
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        x_grad, weight_grad, dtype = torch.empty_like(x), None, product_dtype(x)
+        wanted = [factor is not None and needs for needs in ctx.needs_input_grad[:2]]
+        x_grad, weight_grad, dtype = torch.empty_like(x) if wanted[0] else None, None, product_dtype(x)
         wide = weight.to(dtype)
 
         def take(part: slice) -> None:  # and leave nothing of it
@@ -67,15 +68,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
             local, here = _targets_here(targets[part], start, len(weight), ignore_index)
             losses[part], _, total = _losses(logits, local, here, group, sum_exponentials)
-            if factor is None:
+            if not any(wanted):
                 return
             weights = factor * (targets[part] != ignore_index)
             logits.mul_((weights / total)[:, None]).scatter_add_(-1, local[:, None], -(weights * here)[:, None])
-            gradient = logits.to(x.dtype).to(dtype)
-            if ctx.needs_input_grad[0]:
-                x_grad[part] = gradient @ wide
-            if ctx.needs_input_grad[1]:
-                weight_grad = _add_product(weight_grad, gradient.t(), inputs)
+            logits = logits.to(x.dtype).to(dtype)  # are their gradient now
+            if wanted[0]:
+                x_grad[part] = logits @ wide
+            if wanted[1]:
+                weight_grad = _add_product(weight_grad, logits.t(), inputs)
 
         for first in range(0, len(x), rows):
             take(slice(first, first + rows))
@@ -84,10 +85,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        (x_grad, weight_grad), ctx.gradients = ctx.gradients, None  # so that autograd can take them as they are
+        gradients, ctx.gradients = ctx.gradients, None  # so that autograd can take them as they are
         ratio = grad_output / ctx.factor
-        x_grad = x_grad.mul_(ratio) if ctx.needs_input_grad[0] else None
-        return x_grad, None if weight_grad is None else weight_grad.mul_(ratio), *[None] * 6
+        return *(None if gradient is None else gradient.mul_(ratio) for gradient in gradients), *[None] * 6
 
 
 def vocab_parallel_cross_entropy(
@@ -133,7 +133,7 @@ def linear_cross_entropy(
         targets, vocab_start, ignore_index, ctx: as there.
         rows: the tokens whose logits are made at once, the same on every tp rank.
         factor: what the sum's gradient will be, 0-dimensional fp32: x's and the weight's are computed with it while the
-            logits are there. (If it is another one, they are scaled.) None: no gradients.
+            logits are there. (If it is another one, they are scaled; 0 can't be.) None: no gradients.
 
     Returns fp32, 0-dimensional, the same on every rank. With a factor the gradients' memory is taken until backward,
     which may come once.

@@ -42,7 +42,7 @@ class _VocabParallel(ShardedModule):
     def loss_saves_memory(self, tokens: int, differentiated: bool) -> bool:
         """Whether loss_sum takes less than all logits of so many tokens, and their gradient if it is differentiated: in
         place of that it keeps the weight's, in fp32."""
-        return tokens >= 2 * max(self.tokens_at_once, self.weight.shape[1] if differentiated else 0)
+        return tokens >= 2 * (self.tokens_at_once + (self.weight.shape[1] if differentiated else 0))
 
     @property
     def tokens_at_once(self) -> int:

@@ -115,7 +115,9 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(inner)
         gate, up = inner.chunk(2, dim=-1)
         activated = activation(gate)
-        return gate * up if activated is gate else activated.mul_(up)
+        if activated.untyped_storage()._cdata == inner.untyped_storage()._cdata:  # the identity's
+            return activated * up
+        return activated.mul_(up)
 
     @staticmethod
     def backward(ctx, grad):

@@ -97,7 +97,8 @@ class _RMSNorm(torch.autograd.Function):
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        y = (wide * scale).to(x.dtype)
+        return y.mul_(weight) if weight.dtype == y.dtype else weight * y
 
     @staticmethod
     def backward(ctx, grad):

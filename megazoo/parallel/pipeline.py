@@ -170,7 +170,7 @@ class Run:
             self.graphs[action.stage, action.microbatch] = (received, output)
 
     def _finished(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """The micro-batch's part of the loss, or its outputs if it has no labels."""
+        """The micro-batch's part of the loss; without labels what was collected is all there is."""
         outputs = self.model.outputs(x, batch) if self.collect or self.loss_fn else None
         if self.collect:
             self.collected.append(self.collect(outputs, batch))
@@ -196,12 +196,13 @@ class Run:
             raise UserError("loss_fn must return one number, the mean of the micro-batch")
         return loss.float().view(()) * count
 
-    def backward(self, action: Action) -> None:
+    def backward(self, action: Action, factor: float = 1.0) -> None:
+        """factor: what the loss's gradient is multiplied by, beside the loss scale."""
         received, output = self.graphs.pop((action.stage, action.microbatch))
         gradient = self._take(action)
         # The engine itself: torch.autograd.backward insists on an output that still has its memory.
         torch.autograd.Variable._execution_engine.run_backward(
-            (output,), (torch.full_like(output, self.loss_scale) if gradient is None else gradient,),
+            (output,), (torch.full_like(output, self.loss_scale * factor) if gradient is None else gradient,),
             False, False, (), allow_unreachable=True, accumulate_grad=True,
         )  # fmt: skip
         if action.kind == "I":

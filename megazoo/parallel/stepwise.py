@@ -22,7 +22,9 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
     if last:
         labelled += sum(model.label_count(batch) for batch in batches)
         all_reduce(labelled, ctx.dp_group)
-    run, sent = Run(model, batches, labelled.clamp(min=1).float(), loss_scale=loss_scale), []
+    at_once = model.dtype != torch.float16 or model.loss_scale is not None  # else the scale comes with the gradient
+    run = Run(model, batches, labelled.clamp(min=1).float(), loss_scale=loss_scale, at_once=at_once)
+    sent = []
 
     def receive(action: Action, stage: int) -> None:
         """What makes the action's input lies on another stage."""
@@ -35,12 +37,11 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
         sent.append((send_to_stage(tensor, action.stage % ctx.pp_size, ctx), tensor))
 
     def backward(number: int, factor: float) -> None:
-        run.loss_scale = loss_scale * factor
         for stage in reversed(model.stages):
             action = Action("B", stage.index, number)
             if not stage.last:
                 receive(action, stage.index + 1)
-            run.backward(action)
+            run.backward(action, factor)
             if not stage.first:
                 send(action._replace(stage=stage.index - 1))
 
