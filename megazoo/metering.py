@@ -116,8 +116,9 @@ def costs_of(
 
     If it is the only one of a step, the gradients come while the activations go, and count as live.
     """
+    alone = is_alone(table)
     for parameter in model.parameters():
-        parameter.grad = None if is_alone(table) else torch.empty(parameter.shape, dtype=torch.float32, device=META)
+        parameter.grad = None if alone else torch.empty(parameter.shape, dtype=torch.float32, device=META)
     tokens = (training.micro_batch_size, _padded(training.seq_length, model.ctx))
     ids = torch.empty(tokens, dtype=torch.int64, device=META)
     batch = MicroBatch(tokens, ids, ids, length=training.seq_length, longest=training.seq_length)

@@ -197,6 +197,20 @@ def test_the_loss_of_a_head_in_pieces_equals_torch(ranks, layout, dtype, rows):
     assert_close(loss, expected.detach())
 
 
+@pytest.mark.parametrize("activation", [lambda x: x, lambda x: x.view_as(x), torch.tanh], ids=["same", "view", "new"])
+def test_a_gated_mlp_leaves_what_its_activation_returns_of_its_input_alone(activation):
+    torch.manual_seed(5)
+    mlp, x = GatedMLP(8, 12, activation), torch.randn(3, 8, requires_grad=True)
+    weights = [torch.randn_like(layer.weight).requires_grad_() for layer in (mlp.gate_up, mlp.down)]
+    gate, up = (x @ weights[0].t()).chunk(2, dim=-1)
+    expected = torch.autograd.grad(((activation(gate) * up) @ weights[1].t()).sin().sum(), [x, *weights])
+    for layer, weight in zip((mlp.gate_up, mlp.down), weights, strict=True):
+        layer.weight = torch.nn.Parameter(weight.detach())
+    ours = torch.autograd.grad(mlp(x).sin().sum(), [x, mlp.gate_up.weight, mlp.down.weight])
+    for gradient, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(gradient, theirs)
+
+
 def test_cross_entropy_survives_large_logits():
     losses, gradient = cross_entropy(torch.tensor([[1e4, 0.0], [-1e4, 0.0]]), torch.tensor([0, 1]), 1)
     assert losses.tolist() == [0, 0]

@@ -209,6 +209,19 @@ def test_losses_in_pieces_have_the_gradients_of_whole_ones_in_16_bits(dtype):
         assert (gradient - whole[name]).abs().max() <= 2e-2 * whole[name].abs().max(), name
 
 
+def test_float16_whose_scale_comes_with_the_gradient_waits_for_it():
+    """A user's own loss scaler: nothing may be rounded before."""
+    model = megazoo.from_config(MODELS["gpt2"], context(), dtype=torch.float16)
+    ids, targets = make_batch(0)
+    for scaled_by_us in (False, True):
+        if scaled_by_us:
+            megazoo.optim.AdamW(model, lr=1e-3)
+        with short_pieces() as count:
+            for out in model.microbatches(ids, targets=targets, num_microbatches=2):
+                out.loss.backward()
+        assert count.called == scaled_by_us
+
+
 class Capped(GPT2):
     """Has logits of its own."""
 

@@ -29,7 +29,7 @@ def cases(setup: Setup) -> Iterator[Result]:
         if axis in PEERS:
             yield rates(f"{what}, against {PEERS[axis]}", found[::2], rows)
         else:
-            yield rates(f"{what} under zb-h1, against one process of as many threads", found[:0:-1], rows)
+            yield rates(f"{what} under zb-h1, against one process of as many threads", [found[2], found[1]], rows)
 
 
 def peer(axis: str, directory: str) -> Callable[[], object]:
