@@ -13,7 +13,7 @@ from helpers import MODELS, context, layout_name, make_batch, randomize, replica
 import megazoo
 from megazoo.layers import PositionEmbedding, segment_mask
 from megazoo.models.gpt2 import GPT2
-from megazoo.parallel import pipeline
+from megazoo.parallel import pipeline, shared_memory
 from megazoo.parallel.data_parallel import GradientBuckets
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import MicroBatch
@@ -113,6 +113,17 @@ def check_bits(ranks, schedule, layout, model, microbatches, recompute):
 def test_pipeline_gradients_equal_one_process_bit_for_bit(ranks, case):
     """Interleaved and with waiting weights, too, for numbers of micro-batches that pp does not divide."""
     check_bits(ranks, *case)
+
+
+def gradients_by_gloo(*args):
+    with mock.patch.object(shared_memory, "shared_by", return_value=None):
+        return engine_gradients(*args)
+
+
+@pytest.mark.parametrize(("schedule", "layout"), PIPELINES, ids=str)
+def test_pipelines_without_shared_memory_give_the_same_bits(ranks, schedule, layout):
+    results = ranks(gradients_by_gloo, layout["pp"], layout, schedule, "llama", 5)
+    assert_equal_bits([part for _, part in results], plain_autograd_gradients("llama", 5))
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def sent_by(layout, config, recompute):
     from megazoo.parallel import collectives, shared_memory
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "exchange_of", lambda group: None)
+        patch.setattr(shared_memory, "shared_by", lambda group, kind: None)
         for place, name, rounds, whole in (
             (dist, "all_reduce", 2, 0),
             (collectives, "_all_gather", 1, 0),

@@ -18,6 +18,7 @@ from megazoo.parallel.schedule import (
     timeline,
     zb_h1,
 )
+from megazoo.parallel.shared_memory import Mailboxes
 
 SIZES = [(pp, m) for pp in range(1, 8) for m in [*range(1, 20), 33]]
 PLAIN = [(schedule, 1) for schedule in (forward_only, gpipe, one_f_one_b, zb_h1)]
@@ -78,8 +79,37 @@ def run_strictly(programs, cost=COST) -> float:
     return max(clock)
 
 
+def run_in_slots(programs, slots: int) -> bool:
+    """Whether all programs come to their end where a tensor goes into the next of its sender's slots for its receiver,
+    which must be empty: what was there has been taken by the action that it was for.
+
+    When each moves is no matter: nobody can take what another waits for.
+    """
+    position, ways, sent, taken = [0] * len(programs), {}, set(), set()
+
+    def step(rank):
+        item = programs[rank][position[rank]]
+        if isinstance(item, Action) and needs_transfer(item, programs) and item not in sent:
+            return False
+        for transfer in item.sends if isinstance(item, Exchange) else ():
+            way = ways.setdefault((rank, transfer.target), [])
+            if transfer.consumer not in sent:
+                if len(way) >= slots and way[-slots] not in taken:
+                    return False
+                way.append(transfer.consumer)
+                sent.add(transfer.consumer)
+        taken.add(item)
+        position[rank] += 1
+        return True
+
+    while unfinished := [rank for rank, items in enumerate(programs) if position[rank] < len(items)]:
+        if not sum(step(rank) for rank in unfinished):
+            return False
+    return True
+
+
 def needs_transfer(action, programs) -> bool:
-    last = max(item.stage for program in programs for item in program if isinstance(item, Action))
+    last = max(item.stage for item in programs[-1] if isinstance(item, Action))
     return action.stage > 0 if action.kind == "F" else action.kind in "BI" and action.stage < last
 
 
@@ -105,6 +135,22 @@ def test_no_deadlock_and_no_time_lost_under_the_strictest_rules(schedule, virtua
         assert run_strictly(programs) == makespan(schedule, pp, virtual, m)
         if m < 8:
             run_strictly(programs, {"F": 3.0, "B": 1.0, "I": 5.0, "W": 0.1})  # whatever the actions take
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), PLAIN + INTERLEAVED, ids=name)
+def test_no_deadlock_in_the_slots_of_shared_memory(schedule, virtual):
+    for pp in range(2, 9):
+        for m in (1, 2, 3, pp + 1, 2 * pp - 1, 2 * pp, 3 * pp - 1):
+            programs = [program(schedule, rank, pp, virtual, m) for rank in range(pp)]
+            assert run_in_slots(programs, Mailboxes.slots_each(pp) - 1)
+
+
+@pytest.mark.parametrize("pp", [2, 6, 12])
+def test_the_slots_that_uneven_groups_need_grow_with_the_ranks(pp):
+    programs = [program(one_f_one_b, rank, pp, 2, 3 * pp - 1) for rank in range(pp)]
+    assert run_in_slots(programs, max(3, pp // 2 + 1))
+    assert not run_in_slots(programs, max(2, pp // 2))
+    assert Mailboxes.slots_each(pp) > pp // 2 + 1
 
 
 def test_both_sides_of_every_transfer_have_it():

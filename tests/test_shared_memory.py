@@ -1,4 +1,5 @@
-"""All-reduces through shared memory: what gloo gives, in the order of the ranks, and no wait for who will not come."""
+"""All-reduces through shared memory: what gloo gives, in the order of the ranks. Messages: what was sent, in
+turn. And no wait for who will not come."""
 
 import mmap
 import os
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from helpers import context
 
 from megazoo.parallel import collectives, shared_memory
-from megazoo.parallel.shared_memory import FLAG_BYTES, SLOT_BYTES, Exchange, exchange_of
+from megazoo.parallel.shared_memory import FLAG_BYTES, SLOT_BYTES, Mailboxes, Reducer, shared_by
 
 pytestmark = pytest.mark.skipif(shared_memory._host() is None, reason="the host can't share memory")
 
@@ -29,7 +30,7 @@ def reduced(size, shape, dtype, op):
     ctx = context(tp=size)
     mine = parts_of(shape, dtype, size)[ctx.tp_rank]
     ours, theirs = mine.clone(), mine.clone()
-    assert exchange_of(ctx.tp_group)
+    assert shared_by(ctx.tp_group, Reducer)
     collectives.all_reduce(ours, ctx.tp_group, op)
     if op == dist.ReduceOp.SUM:
         assert torch.equal(collectives.summed(mine, ctx.tp_group), ours)
@@ -80,7 +81,7 @@ def apart(size):
     try:
         total = torch.ones(3)
         collectives.all_reduce(total, ctx.tp_group)
-        return exchange_of(ctx.tp_group) is None, total.tolist()
+        return shared_by(ctx.tp_group, Reducer) is None, total.tolist()
     finally:
         shared_memory._host = real
 
@@ -95,28 +96,101 @@ def refused(size):
         patch.setattr(os, "memfd_create", lambda name: os.open("/nowhere", os.O_RDONLY))
         total = torch.ones(3)
         collectives.all_reduce(total, ctx.tp_group)
-        return exchange_of(ctx.tp_group) is None, total.tolist()
+        return shared_by(ctx.tp_group, Reducer) is None, total.tolist()
 
 
 def test_ranks_that_may_make_no_memory_use_gloo(ranks):
     assert ranks(refused, 2, 2) == [(True, [2.0] * 3)] * 2
 
 
-def exchange_with(pid, seconds):
-    memory = mmap.mmap(-1, 2 * (FLAG_BYTES + 2 * SLOT_BYTES))
-    return Exchange(memory, [os.getpid(), pid], 0, timedelta(seconds=seconds))
+SHAPES = [(), (0,), (1,), (7, 33), (2, SLOT_BYTES // 8), (SLOT_BYTES // 4 + 1,), (3, SLOT_BYTES // 8)]
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
-    with pytest.raises(RuntimeError, match=r"timed out after \d+ s waiting for process \d+ in an all-reduce"):
-        exchange_with(os.getppid(), 0.3).all_reduce(torch.ones(3), torch.ones(3))
+def message(source, target, number, shape, dtype):
+    generator = torch.Generator().manual_seed(1000 * source + 100 * target + number)
+    return torch.randint(-99, 99, shape, generator=generator).to(dtype)
 
 
-def test_a_rank_that_has_died_is_not_waited_for():
+def talk(size, rounds):
+    """Rounds in which each rank sends two tensors to each other and takes those of some rounds before, the younger one
+    first, while all are late at random; returns how many were wrong, and how many works of sends there were."""
+    ctx, chance, wrong, awaited, works = context(pp=size), random.Random(0), 0, [], []
+    late, peers = random.Random(ctx.pp_rank), [rank for rank in range(size) if rank != ctx.pp_rank]
+    for number in range(rounds):
+        sizes = [(chance.choice(SHAPES), chance.choice((torch.float32, torch.bfloat16, torch.int64))) for _ in "ab"]
+        what = [(peer, 2 * number + i, *size) for peer in peers for i, size in enumerate(sizes)]
+        buffers = [(torch.empty(shape, dtype=dtype), peer) for peer, _, shape, dtype in what]
+        sent = [(message(ctx.pp_rank, *each), each[0]) for each in what]
+        if late.random() < 0.2:
+            time.sleep(late.random() * 3e-3)
+        coming, going = collectives.exchange_with_stages(buffers, sent, ctx)
+        awaited.append((what, buffers, coming))
+        works.append((going, sent))
+        while awaited and (len(awaited) == 2 or number == rounds - 1):
+            for (peer, *which), (buffer, _), arrival in reversed(list(zip(*awaited.pop(0), strict=True))):
+                for work in arrival:
+                    work.wait()
+                wrong += not torch.equal(buffer, message(peer, ctx.pp_rank, *which))
+    for going, _ in works:
+        for work in going:
+            work.wait()
+    return wrong, sum(len(going) for going, _ in works)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_of_any_size_come_as_they_were_sent(ranks, size):
+    """Those too large for a slot go by gloo, in their own order."""
+    for wrong, by_gloo in ranks(talk, size, size, 20):
+        assert wrong == 0
+        assert 0 < by_gloo < 2 * 20 * (size - 1)
+
+
+def talk_apart(size, rounds):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_host", lambda: None)
+        return talk(size, rounds)
+
+
+def test_messages_between_hosts_go_by_gloo(ranks):
+    assert ranks(talk_apart, 2, 2, 10) == [(0, 2 * 10)] * 2
+
+
+def shared_with(pid, seconds, kind):
+    flags, slots = kind.counts(2)
+    memory = mmap.mmap(-1, flags * FLAG_BYTES + slots * SLOT_BYTES)
+    return kind(memory, [os.getpid(), pid], 0, timedelta(seconds=seconds))
+
+
+def reduce_with(pid, seconds):
+    shared_with(pid, seconds, Reducer).all_reduce(torch.ones(3), torch.ones(3))
+
+
+def receive_from(pid, seconds):
+    shared_with(pid, seconds, Mailboxes).receive(torch.ones(3), 1).wait()
+
+
+def send_to(pid, seconds):
+    """As many messages as there is room for, and one more."""
+    boxes = shared_with(pid, seconds, Mailboxes)
+    for _ in range(Mailboxes.slots_each(2)):
+        boxes.send(torch.ones(3), 1)
+    with pytest.raises(RuntimeError) as raised:
+        boxes.send(torch.ones(3), 1)
+    raise raised.value
+
+
+@pytest.mark.parametrize("do", [reduce_with, receive_from, send_to])
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(do):
+    with pytest.raises(RuntimeError, match=r"timed out after \d+ s waiting for process \d+"):
+        do(os.getppid(), 0.3)
+
+
+@pytest.mark.parametrize("do", [reduce_with, receive_from, send_to])
+def test_a_rank_that_has_died_is_not_waited_for(do):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     while os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         time.sleep(0.01)
     for _ in range(2):  # first it is a zombie
         with pytest.raises(RuntimeError, match=r"connection closed by peer: process \d+ has ended"):
-            exchange_with(ended.pid, 60).all_reduce(torch.ones(3), torch.ones(3))
+            do(ended.pid, 60)
         ended.wait()

@@ -39,30 +39,30 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
     """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if async_op."""
     if group is None or group.size() == 1:
         return None
-    if not async_op and (exchange := _shared_memory_for(tensor, group)):
+    if not async_op and (reducer := _reducer_for(tensor, group)):
         with spent("communication", "all_reduce"):
-            return exchange.all_reduce(tensor, tensor, op)
+            return reducer.all_reduce(tensor, tensor, op)
     return _run(dist.all_reduce, tensor, group=group, whole=tensor, op=op, async_op=async_op)
 
 
 def summed(tensor: torch.Tensor, group) -> torch.Tensor:
     """A new tensor, the sum of every rank's."""
     tensor = tensor.contiguous()
-    if group.size() > 1 and (exchange := _shared_memory_for(tensor, group)):
+    if group.size() > 1 and (reducer := _reducer_for(tensor, group)):
         total = torch.empty_like(tensor)
         with spent("communication", "all_reduce"):
-            exchange.all_reduce(tensor, total)
+            reducer.all_reduce(tensor, total)
     else:
         total = tensor.clone()
         all_reduce(total, group)
     return total
 
 
-def _shared_memory_for(tensor: torch.Tensor, group) -> shared_memory.Exchange | None:
+def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
     """All ranks of a group have a tensor of the same dtype and device, so that they agree."""
     if isinstance(group, VirtualGroup) or tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
         return None
-    return shared_memory.exchange_of(group)
+    return shared_memory.shared_by(group, shared_memory.Reducer)
 
 
 def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
@@ -126,6 +126,32 @@ def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContex
         with spent("communication", "broadcast"):
             dist.broadcast(tensor, src=ctx.global_rank(pp_rank), group=ctx.pp_group)
     return tensor
+
+
+def exchange_with_stages(
+    receives: list[tuple[torch.Tensor, int]], sends: list[tuple[torch.Tensor, int]], ctx: ParallelContext
+) -> tuple[list[list], list]:
+    """Start receiving into tensors from pipeline ranks, and sending tensors to them, all in one go.
+
+    Returns, for each tensor to come, the works to wait for before it is read; and the works to wait for before what is
+    sent may change: until then it must live. Tensors are contiguous; both sides know their shapes and dtypes.
+    """
+    boxes = shared_memory.shared_by(ctx.pp_group, shared_memory.Mailboxes) if ctx.device.type == "cpu" else None
+
+    def boxed(tensor: torch.Tensor) -> bool:
+        return boxes is not None and tensor.nbytes <= shared_memory.SLOT_BYTES
+
+    ops = [(dist.irecv, *each) for each in receives] + [(dist.isend, *each) for each in sends]
+    ops = [dist.P2POp(op, tensor, ctx.global_rank(peer), ctx.pp_group) for op, tensor, peer in ops if not boxed(tensor)]
+    works = dist.batch_isend_irecv(ops) if ops else []
+    if len(works) != len(ops):  # NCCL returns one work for all, gloo one for each
+        return [works] * len(receives), works
+    rest = iter(works)
+    coming = [[boxes.receive(tensor, peer) if boxed(tensor) else next(rest)] for tensor, peer in receives]
+    for tensor, peer in sends:
+        if boxed(tensor):
+            boxes.send(tensor, peer)
+    return coming, list(rest)
 
 
 def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from megazoo.errors import UserError
-from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.collectives import all_reduce, broadcast_from_stage, exchange_with_stages
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.schedule import Action, Exchange, Transfer, backward_follows, forward_only, program
 from megazoo.parallel.timing import spent
@@ -213,22 +212,20 @@ class Run:
     @spent("communication", "exchange")
     def exchange(self, exchange: Exchange) -> None:
         """Start an exchange's sends and receives in one go. Nothing is waited for but exchanges long past."""
-        ops, sent = [], []
-        for transfer in exchange.receives:
-            shape = self.shape(transfer.consumer.microbatch)
-            buffer = torch.empty(shape, dtype=self.model.dtype, device=self.ctx.device)
-            ops.append(dist.P2POp(dist.irecv, buffer, self.ctx.global_rank(transfer.source), self.ctx.pp_group))
-            self.arrived[transfer.consumer] = (buffer, [])
-        for transfer in exchange.sends:
-            sent.append(self.leaving.pop(transfer.consumer).contiguous())
-            ops.append(dist.P2POp(dist.isend, sent[-1], self.ctx.global_rank(transfer.target), self.ctx.pp_group))
-        works = dist.batch_isend_irecv(ops)
-        fused = len(works) != len(ops)  # NCCL returns one work for all, gloo one for each
-        for index, transfer in enumerate(exchange.receives):
-            self.arrived[transfer.consumer] = (self.arrived[transfer.consumer][0], works if fused else [works[index]])
-        self.open.append((works if fused else works[len(exchange.receives) :], sent))
+        shapes = [self.shape(transfer.consumer.microbatch) for transfer in exchange.receives]
+        buffers = [torch.empty(shape, dtype=self.model.dtype, device=self.ctx.device) for shape in shapes]
+        sent = [self.leaving.pop(transfer.consumer).contiguous() for transfer in exchange.sends]
+        coming, going = exchange_with_stages(
+            [(buffer, transfer.source) for buffer, transfer in zip(buffers, exchange.receives, strict=True)],
+            [(tensor, transfer.target) for tensor, transfer in zip(sent, exchange.sends, strict=True)],
+            self.ctx,
+        )
+        for transfer, *arrival in zip(exchange.receives, buffers, coming, strict=True):
+            self.arrived[transfer.consumer] = arrival
         for transfer in exchange.sends:
             self._release(transfer)
+        if going:
+            self.open.append((going, sent))
         while len(self.open) > MAX_OPEN_EXCHANGES:
             self._close_oldest()
 

@@ -1,7 +1,7 @@
-"""All-reduces between the ranks of one host, of CPU tensors, through shared memory instead of gloo's sockets.
+"""Traffic of CPU tensors between the ranks of one host, through shared memory instead of gloo's sockets.
 
-Each rank copies its part into a slot of its own, says so, waits for the others, and adds up all slots in the order of
-the ranks: the result is the same to the bit on all, in every run, and at two ranks that of gloo.
+A rank copies what others are to have into a slot, then says so by a flag; who needs it waits for the flag. Flags only
+grow, and each is written by one rank.
 """
 
 import mmap
@@ -14,78 +14,147 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-SLOT_BYTES = 1 << 22  # longer tensors go in pieces
-FLAG_BYTES = 4096  # a page of its own for each rank's flag
+SLOT_BYTES = 1 << 22
+FLAG_BYTES = 128  # two lines of the cache for each flag, so that those who wait don't slow down those who write
 OPERATIONS = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-_exchanges: "weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange | None]" = weakref.WeakKeyDictionary()
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that OPERATIONS combine as gloo does
 
 
-def exchange_of(group: dist.ProcessGroup) -> "Exchange | None":
-    """The shared memory of a group, made when all its ranks first ask for it; None if they can't share any."""
-    if group not in _exchanges:
-        _exchanges[group] = _open_exchange(group)
-    return _exchanges[group]
-
-
-class Exchange:
-    """memory: of the group, two slots and a flag for each rank. pids: of its ranks."""
+class _Shared:
+    """memory: of `flags` flags and `slots` slots. pids: of the ranks that share it."""
 
     def __init__(self, memory: mmap.mmap, pids: list[int], rank: int, timeout: timedelta):
         self.rank, self.pids, self.timeout = rank, pids, timeout
-        count, ints = len(pids), FLAG_BYTES // 8
-        self._flags, self._places = memoryview(memory).cast("q"), range(0, count * ints, ints)
-        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=count * FLAG_BYTES)
-        self._slots = slots.view(2, count, SLOT_BYTES)  # two, so that one can be filled while others still read
-        self._number = 0  # of the last piece
+        flags, slots = self.counts(len(pids))
+        self._flags = memoryview(memory)[: flags * FLAG_BYTES].cast("q")[:: FLAG_BYTES // 8]
+        room = torch.frombuffer(memory, dtype=torch.uint8, offset=flags * FLAG_BYTES, count=slots * SLOT_BYTES)
+        self._slots = room.view(slots, SLOT_BYTES)
 
-    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
-        """Reduce `tensor` over the ranks into `out`, which may be the same; both are contiguous."""
-        length = SLOT_BYTES // tensor.element_size()
-        for piece, result in zip(tensor.view(-1).split(length), out.view(-1).split(length), strict=True):
-            self._number += 1
-            slots = self._slots[self._number % 2, :, : piece.nbytes].view(piece.dtype)
-            slots[self.rank].copy_(piece)
-            self._flags[self._places[self.rank]] = self._number
-            self._wait()
-            combine = OPERATIONS[op]
-            combine(slots[0], slots[1], out=result)
-            for slot in slots[2:]:
-                combine(result, slot, out=result)
+    @staticmethod
+    def counts(size: int) -> tuple[int, int]:
+        """How many flags and slots a group of `size` ranks has. Memory that no one has written to takes none."""
+        raise NotImplementedError
 
-    def _wait(self) -> None:
-        """Until every rank has filled its slot. A rank that comes here again has read all slots of the time before."""
+    def _wait(self, flag: int, number: int, rank: int) -> None:
+        """Until `rank` has raised the flag to the number."""
         began, looks = time.monotonic(), 0
-        for rank, place in enumerate(self._places):
-            while self._flags[place] < self._number:
-                looks += 1
-                if looks > 1000:  # it is busy with something else: leave it the core
-                    time.sleep(1e-4)
-                    self._check(rank, time.monotonic() - began)
-                elif looks > 100:
-                    os.sched_yield()
+        while self._flags[flag] < number:
+            looks += 1
+            if looks > 1000:  # it is busy with something else: leave it the core
+                time.sleep(1e-4)
+                self._check(rank, time.monotonic() - began)
+            elif looks > 100:
+                os.sched_yield()
 
     def _check(self, rank: int, waited: float) -> None:
         """Raise RuntimeError, as gloo does, if the rank has died, or has been waited for too long."""
         if not _lives(self.pids[rank]):
             raise RuntimeError(f"connection closed by peer: process {self.pids[rank]} has ended")
         if waited > self.timeout.total_seconds():
-            raise RuntimeError(f"timed out after {waited:.0f} s waiting for process {self.pids[rank]} in an all-reduce")
+            raise RuntimeError(f"timed out after {waited:.0f} s waiting for process {self.pids[rank]}")
 
 
-def _lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+class Reducer(_Shared):
+    """All-reduces. Each rank fills a slot of its own, and adds up all ranks' in their order: the result is the same to
+    the bit on all, in every run, and at two ranks that of gloo."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._slots = self._slots.view(2, len(self.pids), SLOT_BYTES)
+        self._number = 0  # of the last piece
+
+    @staticmethod
+    def counts(size: int) -> tuple[int, int]:
+        return size, 2 * size  # two slots for each: one can be filled while others still read
+
+    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
+        """Reduce `tensor` over the ranks into `out`, which may be the same; both contiguous. Long ones in pieces."""
+        length = SLOT_BYTES // tensor.element_size()
+        for piece, result in zip(tensor.view(-1).split(length), out.view(-1).split(length), strict=True):
+            self._number += 1
+            slots = self._slots[self._number % 2, :, : piece.nbytes].view(piece.dtype)
+            slots[self.rank].copy_(piece)
+            self._flags[self.rank] = self._number
+            for rank in range(len(self.pids)):  # one that comes here again has read all slots of the time before
+                self._wait(rank, self._number, rank)
+            combine = OPERATIONS[op]
+            combine(slots[0], slots[1], out=result)
+            for slot in slots[2:]:
+                combine(result, slot, out=result)
 
 
-def _open_exchange(group: dist.ProcessGroup) -> Exchange | None:
+class Mailboxes(_Shared):
+    """Messages of up to SLOT_BYTES from rank to rank, some under way from each to each."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._each = self.slots_each(len(self.pids))
+        self._sent, self._expected = [0] * len(self.pids), [0] * len(self.pids)  # to and from each rank
+
+    @staticmethod
+    def slots_each(size: int) -> int:
+        """For each other rank. A sender waits for an empty one, so that with too few all ranks would wait: of the
+        schedules the interleaved one needs most, half of size and one more, where micro-batches don't divide."""
+        return size + 2
+
+    @staticmethod
+    def counts(size: int) -> tuple[int, int]:
+        slots = size * size * Mailboxes.slots_each(size)
+        return 2 * slots, slots  # flags: the number of the message put there, then those of the one taken
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Returns when the tensor is copied; waits for an empty slot: the target takes what lies there."""
+        self._sent[target] = number = self._sent[target] + 1
+        slot = self._slot(self.rank, target, number)
+        self._wait(len(self._slots) + slot, number - self._each, target)
+        self._view(slot, tensor).copy_(tensor)
+        self._flags[slot] = number
+
+    def receive(self, buffer: torch.Tensor, source: int) -> "Message":
+        """The source's next message, of the buffer's shape and dtype: it is in the buffer after `wait()`."""
+        self._expected[source] = number = self._expected[source] + 1
+        return Message(self, buffer, source, number)
+
+    def take(self, buffer: torch.Tensor, source: int, number: int) -> None:
+        """Wait for the source's message of that number, and copy it."""
+        slot = self._slot(source, self.rank, number)
+        self._wait(slot, number, source)
+        buffer.copy_(self._view(slot, buffer))
+        self._flags[len(self._slots) + slot] = number
+
+    def _slot(self, source: int, target: int, number: int) -> int:
+        return (source * len(self.pids) + target) * self._each + number % self._each
+
+    def _view(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
+        return self._slots[slot, : tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class Message:
+    """One that will come; as torch.distributed's works it is waited for."""
+
+    def __init__(self, boxes: Mailboxes, buffer: torch.Tensor, source: int, number: int):
+        self.boxes, self.arguments = boxes, (buffer, source, number)
+
+    def wait(self) -> None:
+        self.boxes.take(*self.arguments)
+
+
+_opened: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict]" = weakref.WeakKeyDictionary()
+
+
+def shared_by(group: dist.ProcessGroup, kind: type[_Shared]):
+    """A group's Reducer or Mailboxes, made when all its ranks first ask for it; None if they can't share memory."""
+    kinds = _opened.setdefault(group, {})
+    if kind not in kinds:
+        kinds[kind] = _open(group, kind)
+    return kinds[kind]
+
+
+def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
     """All ranks of the group call this. No file has a name, so none is left behind."""
     rank, size = group.rank(), group.size()
-    length = size * (FLAG_BYTES + 2 * SLOT_BYTES)
+    flags, slots = kind.counts(size)
+    length = flags * FLAG_BYTES + slots * SLOT_BYTES
     file = _new_file(length) if rank == 0 and _host() else -1
     told: list = [None] * size
     dist.all_gather_object(told, (_host(), os.getpid(), file), group=group)
@@ -102,7 +171,7 @@ def _open_exchange(group: dist.ProcessGroup) -> Exchange | None:
     if file >= 0:
         os.close(file)
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return Exchange(memory, list(pids), rank, timeout) if all(told) else None
+    return kind(memory, list(pids), rank, timeout) if all(told) else None
 
 
 def _new_file(length: int) -> int:
@@ -113,6 +182,14 @@ def _new_file(length: int) -> int:
         return file
     except OSError:
         return -1
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _host() -> tuple | None:
