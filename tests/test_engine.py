@@ -11,12 +11,14 @@ import torch
 from helpers import MODELS, context, layout_name, make_batch, randomize, replica_rows, tiny_config, worst_relative
 
 import megazoo
+from megazoo.errors import UserError
 from megazoo.layers import PositionEmbedding, segment_mask
 from megazoo.models.gpt2 import GPT2
 from megazoo.parallel import pipeline, shared_memory
 from megazoo.parallel.data_parallel import GradientBuckets
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import MicroBatch
+from megazoo.parallel.schedule import Action
 
 MICROBATCHES = 4
 
@@ -195,6 +197,28 @@ def test_any_parameter_may_be_tied_between_any_stages(ranks, layout):
     for ours, tied in ranks(train_tied, layout["pp"], layout):
         assert worst_relative(ours, losses) < 1e-5
         assert tied is None or torch.allclose(tied, weight, atol=1e-6)
+
+
+class HalfAsPrecise(GPT2):
+    def forward_stage(self, x, batch, stage):
+        return super().forward_stage(x, batch, stage).bfloat16()
+
+
+def refused():
+    """What the first stage is told; the second would wait."""
+    model = HalfAsPrecise.build(tiny_config(), context(pp=2), seed=3)
+    if not model.stages[0].first:
+        return None
+    ids, targets = make_batch(0)
+    run = pipeline.Run(model, [MicroBatch(tuple(ids.shape), ids, targets)], torch.ones(()))
+    with pytest.raises(UserError) as told:
+        run.forward(Action("F", 0, 0), train=True)
+    return str(told.value)
+
+
+def test_what_a_stage_returns_must_be_what_the_next_one_expects(ranks):
+    told = "forward_stage of stage 0 returns torch.bfloat16 [8, 16, 32]: stages send torch.float32 [8, 16, 32]"
+    assert ranks(refused, 2)[0] == told
 
 
 def outputs_alive(microbatches):

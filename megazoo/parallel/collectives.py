@@ -134,7 +134,8 @@ def exchange_with_stages(
     """Start receiving into tensors from pipeline ranks, and sending tensors to them, all in one go.
 
     Returns, for each tensor to come, the works to wait for before it is read; and the works to wait for before what is
-    sent may change: until then it must live. Tensors are contiguous; both sides know their shapes and dtypes.
+    sent may change: until then it must live. Tensors are contiguous; both sides know their shapes and dtypes. Between
+    CPU ranks of one host small tensors are sent when this returns; it waits where too many have not been read.
     """
     boxes = shared_memory.shared_by(ctx.pp_group, shared_memory.Mailboxes) if ctx.device.type == "cpu" else None
 

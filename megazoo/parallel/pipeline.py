@@ -163,6 +163,9 @@ class Run:
             output = self.model.forward_stage(x, batch, stage)
             if stage.last:
                 output = self._finished(output, batch)
+            elif (output.shape, output.dtype) != (shape := self.shape(action.microbatch), self.model.dtype):
+                sent, expected = f"{output.dtype} {list(output.shape)}", f"{self.model.dtype} {list(shape)}"
+                raise UserError(f"forward_stage of stage {stage.index} returns {sent}: stages send {expected}")
             else:
                 self.leaving[action._replace(stage=stage.index + 1)] = output.detach()
         if train:
@@ -211,7 +214,7 @@ class Run:
 
     @spent("communication", "exchange")
     def exchange(self, exchange: Exchange) -> None:
-        """Start an exchange's sends and receives in one go. Nothing is waited for but exchanges long past."""
+        """Start an exchange's sends and receives in one go; waits only for others' part in those long past."""
         shapes = [self.shape(transfer.consumer.microbatch) for transfer in exchange.receives]
         buffers = [torch.empty(shape, dtype=self.model.dtype, device=self.ctx.device) for shape in shapes]
         sent = [self.leaving.pop(transfer.consumer).contiguous() for transfer in exchange.sends]

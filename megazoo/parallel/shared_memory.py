@@ -42,7 +42,8 @@ class _Shared:
             looks += 1
             if looks > 1000:  # it is busy with something else: leave it the core
                 time.sleep(1e-4)
-                self._check(rank, time.monotonic() - began)
+                if looks % 100 == 0:
+                    self._check(rank, time.monotonic() - began)
             elif looks > 100:
                 os.sched_yield()
 
@@ -60,7 +61,6 @@ class Reducer(_Shared):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._slots = self._slots.view(2, len(self.pids), SLOT_BYTES)
         self._number = 0  # of the last piece
 
     @staticmethod
@@ -72,7 +72,7 @@ class Reducer(_Shared):
         length = SLOT_BYTES // tensor.element_size()
         for piece, result in zip(tensor.view(-1).split(length), out.view(-1).split(length), strict=True):
             self._number += 1
-            slots = self._slots[self._number % 2, :, : piece.nbytes].view(piece.dtype)
+            slots = self._slots[self._number % 2 :: 2, : piece.nbytes].view(piece.dtype)
             slots[self.rank].copy_(piece)
             self._flags[self.rank] = self._number
             for rank in range(len(self.pids)):  # one that comes here again has read all slots of the time before
@@ -94,8 +94,8 @@ class Mailboxes(_Shared):
     @staticmethod
     def slots_each(size: int) -> int:
         """For each other rank. A sender waits for an empty one, so that with too few all ranks would wait: of the
-        schedules the interleaved one needs most, half of size and one more, where micro-batches don't divide."""
-        return size + 2
+        schedules the interleaved one needs most, these, where micro-batches can't be in groups of as many as ranks."""
+        return max(3, size // 2 + 1)
 
     @staticmethod
     def counts(size: int) -> tuple[int, int]:
@@ -162,9 +162,8 @@ def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
     memory = None
     if hosts[0] and len(set(hosts)) == 1:
         try:
-            opened = os.open(f"/proc/{pids[0]}/fd/{files[0]}", os.O_RDWR)
-            memory = mmap.mmap(opened, length)
-            os.close(opened)
+            with open(f"/proc/{pids[0]}/fd/{files[0]}", "r+b", buffering=0) as opened:
+                memory = mmap.mmap(opened.fileno(), length)
         except OSError:  # of another user, or in a sandbox
             pass
     dist.all_gather_object(told, memory is not None, group=group)
@@ -176,11 +175,14 @@ def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
 
 def _new_file(length: int) -> int:
     """The descriptor of an unnamed file in memory; -1 where a sandbox allows none: the other ranks wait to be told."""
+    file = -1
     try:
         file = os.memfd_create("megazoo")
         os.truncate(file, length)
         return file
     except OSError:
+        if file >= 0:
+            os.close(file)
         return -1
 
 
