@@ -93,8 +93,8 @@ class Mailboxes(_Shared):
 
     @staticmethod
     def slots_each(size: int) -> int:
-        """For each other rank. A sender waits for an empty one, so that with too few all ranks would wait: of the
-        schedules the interleaved one needs most, these, where micro-batches can't be in groups of as many as ranks."""
+        """How many a rank has for each other. A sender waits for an empty one; with too few, ranks would wait for each
+        other: so many the interleaved schedule needs where the micro-batches don't divide into groups of `size`."""
         return max(3, size // 2 + 1)
 
     @staticmethod
