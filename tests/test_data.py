@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from programs import python
 
 import pretrain_gpt
 from megazoo.data import Batches, Blend, PackedDataset, check_data, open_datasets
@@ -278,7 +279,7 @@ dist.barrier()
 
 @pytest.mark.parametrize("agent", ["0", "1"], ids=["rank 0's store", "torchrun's store"])
 def test_ranks_wait_for_the_tokens_longer_than_for_each_other(tmp_path, agent):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     (tmp_path / "waiting.py").write_text(WAITING)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(1 - int(agent))}
     done = subprocess.run(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from programs import python
 from torch.distributed.run import get_args_parser
 
 from megazoo.config import Options
@@ -47,7 +48,7 @@ def shell(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": ":".join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "PET_STANDALONE": "1",  # torchrun --standalone: a free port, whatever else runs here
         "OMP_NUM_THREADS": "1",

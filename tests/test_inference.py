@@ -11,6 +11,7 @@ import pytest
 import test_conversion
 import torch
 from helpers import context, layout_name, randomize, tiny_config, world
+from programs import python
 from test_conversion import tokenizer  # noqa: F401, a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,7 +70,7 @@ def run_main(tool, monkeypatch, capsys, *arguments, typed=""):
 
 @pytest.mark.parametrize("kind", ["hf", "shards"])
 def test_torchrun_generates_what_transformers_does(directories, kind):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["tools/generate.py", directories / kind, "--tp", "2", "--pp", "2", "--device", "cpu"]
     command += ["--prompt", PROMPT, "--max-new-tokens", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

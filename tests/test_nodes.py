@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from programs import python
 from test_pretrain import SMALL, TORCHRUN, close, losses, records
 
 import pretrain_gpt
@@ -151,7 +152,7 @@ def torchrun_on(nodes, program, *arguments, restarts=0):
     for number, prefix in enumerate(prefixes, 1):
         # Names don't resolve here; and the launchers notice a cut network sooner.
         here = ["--local-addr", f"10.77.0.{number}", "--rdzv-conf", f"is_host={number == 1},read_timeout=10"]
-        commands.append([*prefix, *TORCHRUN[:-1], *rendezvous, *here, program, *arguments])
+        commands.append([*prefix, python(), *TORCHRUN[:-1], *rendezvous, *here, program, *arguments])
     return commands
 
 
@@ -198,7 +199,7 @@ def test_a_rank_of_another_node_is_killed_and_the_job_goes_on_from_its_checkpoin
 
 
 def one_node(program, *arguments, restarts=0):
-    return [*TORCHRUN, "--nproc-per-node", 4, "--max-restarts", restarts, program, *arguments]
+    return [sys.executable, *TORCHRUN, "--nproc-per-node", 4, "--max-restarts", restarts, program, *arguments]
 
 
 FAULTS = {
@@ -277,7 +278,7 @@ def test_srun_alone_starts_a_job(start, straight, tmp_path):
     """What srun sets for two tasks on one node."""
     slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
     slurm |= {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "pretrain_gpt.py", *JOB, "--pp", 2, "--steps", 8, "--metrics", tmp_path / "metrics"]
+    command = [python(), "pretrain_gpt.py", *JOB, "--pp", 2, "--steps", 8, "--metrics", tmp_path / "metrics"]
     jobs = [start(command, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
     for job in jobs:
         assert job.wait() == 0, job.text

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import python
 
 import megazoo
 import pretrain_gpt
@@ -32,12 +33,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import preprocess_data  # noqa: E402
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
-def start(launcher, *arguments, timeout=240):
+def start(launcher, *arguments, executable=None, timeout=240):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [*launcher, "pretrain_gpt.py", *map(str, arguments)]
+    command = [executable or python(), *launcher, "pretrain_gpt.py", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
@@ -63,12 +64,14 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "launcher",
-    [[*TORCHRUN, "--nproc-per-node", "8"], [*TORCHRUN, "--nproc-per-node", "1"], [sys.executable]],
+    [[*TORCHRUN, "--nproc-per-node", "8"], [*TORCHRUN, "--nproc-per-node", "1"], []],
     ids=["torchrun with 8 ranks", "torchrun with 1 rank", "python"],
 )
 def test_every_way_to_start_trains_at_tp2_pp4(launcher, straight, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    done = start(launcher, *SMALL, "--tp", 2, "--pp", 4, "--steps", 4, "--metrics", metrics)
+    executable = sys.executable if "8" in launcher else None  # the one that is as users start it, without the server
+    job = [*SMALL, "--tp", 2, "--pp", 4, "--steps", 4, "--metrics", metrics]
+    done = start(launcher, *job, executable=executable)
     assert done.returncode == 0, done.stderr
     assert ("starting 8 ranks here" in done.stdout) == ("8" not in launcher)
     assert close(losses(metrics), straight)
@@ -373,14 +376,14 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch)
 
 
 def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
-    done = start([sys.executable], "--tp", 3)
+    done = start([], "--tp", 3, executable=sys.executable)
     assert done.returncode == 2
     assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide ffn-size 512: use tp 1, 2 or 4\n"
     assert done.stdout == ""
 
 
 def test_help_names_every_setting():
-    done = start([sys.executable], "--help")
+    done = start([], "--help", executable=sys.executable)
     assert done.returncode == 0
     for setting in settings_of(Options):
         assert re.search(rf"--{setting.replace('_', '-')}[ ,]", done.stdout), setting
@@ -388,7 +391,7 @@ def test_help_names_every_setting():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
 def test_more_ranks_than_cuda_devices_are_refused_before_they_start():
-    done = start([sys.executable], "--device", "cuda", "--tp", 2)
+    done = start([], "--device", "cuda", "--tp", 2)
     message = "cuda: 2 ranks here but 0 CUDA devices: use fewer, or --device cpu"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"pretrain_gpt.py: error: {message}\n")
 

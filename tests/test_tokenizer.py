@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from programs import python
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -111,7 +112,7 @@ def directory(tmp_path_factory):
 
 
 def run_tool(*arguments):
-    command = [sys.executable, "tools/train_tokenizer.py", *map(str, arguments)]
+    command = [python(), "tools/train_tokenizer.py", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

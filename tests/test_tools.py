@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 from megazoo.launch import run_program
 
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(tool, *arguments):
-    command = [sys.executable, f"tools/{tool}", *map(str, arguments)]
+    command = [python(), f"tools/{tool}", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
