@@ -22,6 +22,15 @@ setup(
         "plots": ["matplotlib"],
         "tensorboard": ["tensorboard"],
         "bench": ["transformers>=5", "accelerate"],
-        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "tensorboard", "transformers>=5", "protobuf", "zstandard"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "tensorboard",
+            "transformers>=5",
+            "protobuf",
+            "zstandard",
+        ],
     },
 )

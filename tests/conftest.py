@@ -3,13 +3,23 @@ import torch
 
 from megazoo.testing import RankPool
 
+# What test modules import, and takes seconds: ranks then have it when they are forked.
+PRELOADED = ["pytest", "pretrain_gpt"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("auto", "gpt2", "llama", "mpt")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_pool():
+    """The pool that tests share; it also starts the server from which other pools fork their ranks."""
+    pool = RankPool(PRELOADED)
+    yield pool
+    pool.close()
+
 
 @pytest.fixture(scope="session")
-def ranks():
+def ranks(rank_pool):
     """Runs a function on a number of ranks: ranks(function, world_size, *args)."""
-    pool = RankPool()
-    yield pool.run
-    pool.close()
+    return rank_pool.run
 
 
 @pytest.fixture(autouse=True)

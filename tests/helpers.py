@@ -1,9 +1,6 @@
 """What several tests share: tiny models, batches with unevenly masked labels, and a training run in any layout."""
 
 import ctypes
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +12,7 @@ import megazoo
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
-from megazoo.testing import GROUP_TIMEOUT
+from megazoo.testing import GROUP_TIMEOUT, RankPool
 
 # Five layers so that stages are uneven; 61 tokens so that neither 2 nor 4 divides the vocabulary.
 TINY = dict(vocab_size=61, max_positions=16, hidden_size=32, layers=5, heads=4)
@@ -231,11 +228,17 @@ def worst_relative(a, b) -> float:
 
 
 class PeakMemory:
-    """Within this block: `above`, the peak of this process's anonymous memory above the level at its start, bytes."""
+    """Within this block: `above`, the peak of this process's anonymous memory above the level at its start, bytes.
+
+    The kernel keeps the peak of all resident pages. From it goes what files and shared memory grew by, of which a
+    thread looks for the most: it may come late on a busy machine, but such pages seldom come and go.
+    """
 
     def __enter__(self):
-        self.start = self.peak = self._resident()
-        self._done = False
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+        self._status = self._read()
+        self.start = self._status["RssAnon"]
+        self._others, self._sampled, self._done = 0, self.start, False
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
         return self
@@ -243,17 +246,25 @@ class PeakMemory:
     def __exit__(self, *_):
         self._done = True
         self._watcher.join()
-        self.above = max(self.peak, self._resident()) - self.start
+        status = self._look()
+        self.peak = max(self._sampled, self.start + status["VmHWM"] - self._status["VmRSS"] - self._others)
+        self.above = self.peak - self.start
 
     def _watch(self):
         while not self._done:
-            self.peak = max(self.peak, self._resident())
+            self._look()
             time.sleep(0.001)
 
+    def _look(self) -> dict[str, int]:
+        status = self._read()
+        grown = sum(status[kind] - self._status[kind] for kind in ("RssFile", "RssShmem"))
+        self._others, self._sampled = max(self._others, grown), max(self._sampled, status["RssAnon"])
+        return status
+
     @staticmethod
-    def _resident() -> int:
-        status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+    def _read() -> dict[str, int]:
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
 def give_back_freed_memory() -> None:
@@ -261,10 +272,10 @@ def give_back_freed_memory() -> None:
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
 
-def run_script(text: str) -> list[int]:
-    """Run a script in a process of its own, beside these helpers; the numbers that it prints."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, check=True, timeout=120, env=environment
-    )
-    return [int(word) for word in done.stdout.split()]
+def in_fresh_processes(function, *args, processes: int = 1, timeout: float = 120) -> list:
+    """What a function returns in each of some processes that have done nothing before, for measurements of memory."""
+    pool = RankPool()
+    try:
+        return pool.run(function, processes, *args, timeout=timeout)
+    finally:
+        pool.close()

@@ -20,7 +20,7 @@ import sys
 import types
 from pathlib import Path
 
-PRELOADED = ["torch.distributed.run", "megazoo.checkpoint", "megazoo.testing", "pretrain_gpt"]
+PRELOADED = ["torch.distributed.run", "torch.fx.experimental.symbolic_shapes", "megazoo.testing", "pretrain_gpt"]
 LARGEST_REQUEST = 1 << 18  # bytes
 
 

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 import torch
-from helpers import run_script
+from helpers import PeakMemory, give_back_freed_memory, in_fresh_processes
 
+import megazoo
 from megazoo.models import FAMILIES, find_config
 from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.parallel import ParallelContext
@@ -46,17 +47,13 @@ def test_initial_weights_follow_their_distribution_and_the_seed():
     assert not torch.equal(weight, other["layers.1.mlp.up.weight"])
 
 
-BUILD = """
-import torch
-import megazoo
-from helpers import PeakMemory
-from megazoo.parallel import ParallelContext
-
-ctx = ParallelContext.virtual(tp={tp}, pp={pp}, rank={rank})
-with PeakMemory() as peak:
-    model = megazoo.from_config("{preset}", ctx, dtype=torch.{dtype})
-print(peak.above, sum(p.numel() * p.element_size() for p in model.parameters()))
-"""
+def build(preset, tp, pp, rank, dtype) -> tuple[int, int]:
+    """The peak of memory while a rank's part is built, and the bytes of its parameters."""
+    give_back_freed_memory()
+    ctx = ParallelContext.virtual(tp=tp, pp=pp, rank=rank)
+    with PeakMemory() as peak:
+        model = megazoo.from_config(preset, ctx, dtype=getattr(torch, dtype))
+    return peak.above, sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
@@ -70,7 +67,7 @@ print(peak.above, sum(p.numel() * p.element_size() for p in model.parameters()))
     ],
 )
 def test_building_a_rank_takes_the_memory_of_its_shard(preset, tp, pp, rank, dtype):
-    peak, shard = run_script(BUILD.format(preset=preset, tp=tp, pp=pp, rank=rank, dtype=dtype))
+    ((peak, shard),) = in_fresh_processes(build, preset, tp, pp, rank, dtype)
     assert shard > 180e6
     assert peak <= 1.1 * shard + 64e6, f"{peak / 1e6:.0f} MB for a shard of {shard / 1e6:.0f} MB"
 

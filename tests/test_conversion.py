@@ -12,12 +12,12 @@ import test_gpt2
 import test_hugging_face
 import test_llama
 import torch
-from helpers import run_script
+from helpers import PeakMemory, give_back_freed_memory, in_fresh_processes
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory
+from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory, load_weights, open_source
 from megazoo.checkpoint.convert import write_hugging_face, write_shards
 from megazoo.checkpoint.format import Lazy, write_json, write_safetensors
 from megazoo.checkpoint.hugging_face import their_names
@@ -181,51 +181,47 @@ def hugging_face_directory(directory: Path, hidden: int, layers: int, vocabulary
     write_safetensors(directory / "model.safetensors", tensors)
 
 
-CONVERTING = """
-from pathlib import Path
-from helpers import PeakMemory
-from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory
-from megazoo.checkpoint.convert import write_hugging_face, write_shards
-directory = Path({directory!r})
-with PeakMemory() as memory:
-    write_shards(HuggingFaceDirectory(directory / "hf"), directory / "a", 4, 2)
-print(memory.above)
-with PeakMemory() as memory:
-    write_shards(Checkpoint(directory / "a"), directory / "b", 2, 1)
-print(memory.above)
-with PeakMemory() as memory:
-    write_hugging_face(Checkpoint(directory / "b"), directory / "c")
-print(memory.above)
-"""
-LOADING = """
-import torch
-import megazoo
-from megazoo.checkpoint import load_weights, open_source
-from megazoo.parallel import ParallelContext
-from pathlib import Path
-from helpers import PeakMemory
-for name in ("hf", "b"):
-    with PeakMemory() as memory:
-        source = open_source(Path({directory!r}) / name)
-        model = source.model.empty(source.config, ParallelContext.virtual(4, 2, rank=5), dtype=torch.{dtype})
-        load_weights(source, model)
-    print(memory.above)
-    print(sum(parameter.nbytes for parameter in model.parameters()))
-    print(source.bytes_read)
-    del model, source
-"""
+def convert_all(directory: Path) -> list[int]:
+    """Convert, reshard and merge what is in directory/hf: the peaks of memory above the start."""
+    give_back_freed_memory()
+    steps = [
+        lambda: write_shards(HuggingFaceDirectory(directory / "hf"), directory / "a", 4, 2),
+        lambda: write_shards(Checkpoint(directory / "a"), directory / "b", 2, 1),
+        lambda: write_hugging_face(Checkpoint(directory / "b"), directory / "c"),
+    ]
+    peaks = []
+    for step in steps:
+        with PeakMemory() as memory:
+            step()
+        peaks.append(memory.above)
+    return peaks
+
+
+def load_both(directory: Path, dtype: torch.dtype) -> list[tuple[int, int, int]]:
+    """Load a rank's part of what convert_all was given and has made: the peak, its own bytes and those read."""
+    give_back_freed_memory()
+    numbers = []
+    for name in ("hf", "b"):
+        with PeakMemory() as memory:
+            source = open_source(directory / name)
+            model = source.model.empty(source.config, ParallelContext.virtual(4, 2, rank=5), dtype=dtype)
+            load_weights(source, model)
+        numbers.append((memory.above, sum(parameter.nbytes for parameter in model.parameters()), source.bytes_read))
+        del model, source
+    return numbers
 
 
 def peaks_of_converting(directory: Path, hidden: int, layers: int, vocabulary: int) -> list[int]:
     """Peaks of RssAnon above the start: of converting, resharding and merging."""
     hugging_face_directory(directory / "hf", hidden, layers, vocabulary)
-    return run_script(CONVERTING.format(directory=str(directory)))
+    (peaks,) = in_fresh_processes(convert_all, directory, timeout=600)
+    return peaks
 
 
 def check_loading(directory: Path) -> None:
-    for dtype, wide in (("float32", 1), ("bfloat16", 2)):
-        numbers = run_script(LOADING.format(directory=str(directory), dtype=dtype))
-        for peak, own, read in (numbers[:3], numbers[3:]):
+    for dtype, wide in ((torch.float32, 1), (torch.bfloat16, 2)):
+        (numbers,) = in_fresh_processes(load_both, directory, dtype)
+        for peak, own, read in numbers:
             assert peak < 1.1 * own + (64 << 20)
             assert read < 1.05 * own * wide
 

@@ -32,6 +32,12 @@ SETTINGS = {
     "beams, never early, longer": {"num_beams": 2, "early_stopping": "never", "length_penalty": 1.5},
     "beams, longer": {"num_beams": 2, "early_stopping": False, "length_penalty": 3.0},
 }
+# Where the search for prompts without a close decision begins, for settings whose first ones all have some.
+FIRST_PROMPTS = {
+    ("gpt2", "beams, never early, longer"): 20,
+    ("mpt", "beams"): 3,
+    ("mpt", "beams, never early, longer"): 7,
+}
 LAYOUTS = [dict(tp=tp, pp=pp) for tp in (1, 2) for pp in (1, 2, 4)]
 
 
@@ -87,7 +93,8 @@ def cases(tmp_path_factory):
         model, path = build(), tmp_path_factory.mktemp(family)
         model.save_pretrained(path)
         for name, settings in SETTINGS.items():
-            for seed in range(100):  # the first prompts without a close decision, of which some rows end early
+            first = FIRST_PROMPTS.get((family, name), 0)
+            for seed in range(first, 100):  # the first prompts without a close decision, of which some rows end early
                 ids, mask = prompts(seed)
                 settings = {"max_new_tokens": NEW, "pad_token_id": PAD, **settings, "eos_token_id": 60}
                 free, _ = of_transformers(model, ids, mask, **settings)

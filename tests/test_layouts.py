@@ -55,14 +55,17 @@ def sample(each: int) -> list:
     ]
 
 
+STEPS = 4
+
+
 @cache
 def one_process(model: str):
-    return train_and_keep_gradients(MODELS[model], {}, 10, micro_batch=8)
+    return train_and_keep_gradients(MODELS[model], {}, STEPS, micro_batch=8)
 
 
 def check_training(ranks, model, layout, mode):
     history, gradients = one_process(model)
-    results = ranks(train_and_keep_gradients, world(layout), MODELS[model], layout, 10, recompute=mode)
+    results = ranks(train_and_keep_gradients, world(layout), MODELS[model], layout, STEPS, recompute=mode)
     assert all(theirs == results[0][0] for theirs, _ in results), "ranks disagree"
     assert worst_relative(results[0][0], history) < 1e-5
     for step, expected in enumerate(gradients):
@@ -94,7 +97,7 @@ PIPELINE_CASES = [
 
 @cache
 def one_process_of_many_layers(model: str, rows: int):
-    return train(DEEP[model], {}, 6, micro_batch=rows // 2, rows=rows)
+    return train(DEEP[model], {}, STEPS, micro_batch=rows // 2, rows=rows)
 
 
 # As many layers as there are stages at pp 4 with three a rank; GPT-2 tied, LLaMA not.
@@ -104,7 +107,7 @@ DEEP = {"gpt2": tiny_config(layers=12), "llama": replace(MODELS["llama"], layers
 def check_pipeline(ranks, model, schedule, layout, mode, micro_batches, zero):
     rows = micro_batches * layout.get("dp", 1)
     how = {"schedule": schedule, "recompute": mode, "micro_batch": 1, "rows": rows, "zero": zero}
-    histories = ranks(train, world(layout), DEEP[model], layout, 6, **how)
+    histories = ranks(train, world(layout), DEEP[model], layout, STEPS, **how)
     assert all(history == histories[0] for history in histories), "ranks disagree"
     assert worst_relative(histories[0], one_process_of_many_layers(model, rows)) < 1e-5
 
@@ -151,13 +154,13 @@ PIECES = [
 def test_losses_in_pieces_have_the_gradients_of_one_process(ranks, model, layout, schedule):
     """Only where backward comes at once: else the pieces' gradients would have to wait."""
     history, gradients = one_process(model)
-    results = ranks(train_in_pieces, world(layout), MODELS[model], layout, 10, schedule=schedule)
+    results = ranks(train_in_pieces, world(layout), MODELS[model], layout, STEPS, schedule=schedule)
     assert worst_relative(results[-1][0], history) < 1e-5
     for step, expected in enumerate(gradients):
         distance, name = worst_gradient([ours[step] for _, ours, _ in results], expected)
         assert distance < 1e-5, f"{name} at step {step + 1}"
     micro_batches = 8 // 2 if layout.get("pp") else 2  # of two rows each, or half a replica's
-    assert results[-1][2] == (10 * micro_batches if schedule == "1f1b" else 0)
+    assert results[-1][2] == (STEPS * micro_batches if schedule == "1f1b" else 0)
 
 
 def losses_by_other_ways(layout):
@@ -262,12 +265,17 @@ def test_backward_of_the_loss_gives_the_gradients_of_train_batch(ranks, model, l
             torch.testing.assert_close(gradient, expected[name], atol=1e-8, rtol=1e-5)
 
 
+@cache
+def one_process_of_gpt2(config, steps: int):
+    return train(config, {}, steps, micro_batch=8)
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
     config = tiny_config(tied)
-    expected = train(config, {}, micro_batch=8)
-    histories = ranks(train, world(layout), config, layout)
+    expected = one_process_of_gpt2(config, 8)
+    histories = ranks(train, world(layout), config, layout, 8)
     assert all(history == histories[0] for history in histories), "ranks disagree"
     assert worst_relative(histories[0], expected) < 1e-5
     assert all(norm > CLIP for _, norm in expected), "clipping was not active"
@@ -280,11 +288,17 @@ def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
     "layout", [*LAYOUTS, dict(tp=4, pp=2), dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5)], ids=layout_name
 )
 def test_every_layout_under_every_schedule(ranks, layout, tied, schedule):
-    """The exhaustive sweep: one sequence a micro-batch, five heads over tp 2 (three and two), dp up to 8."""
+    """The exhaustive sweep: 20 steps, one sequence a micro-batch, five heads over tp 2 (three and two), dp up to 8."""
     config = tiny_config(tied, **({"hidden_size": 40, "heads": 5} if layout.get("tp", 1) == 2 else {}))
-    expected = train(config, {}, micro_batch=8)
+    expected = one_process_of_gpt2(config, 20)
     histories = ranks(train, world(layout), config, layout, micro_batch=1, schedule=schedule)
     assert worst_relative(histories[0], expected) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def with_all(ranks):
+    """The losses and norms of two ranks with all their all-reduces, for a layout's items; each trained once."""
+    return cache(lambda layout: ranks(train, 2, tiny_config(tied=True), dict(layout), 3)[0])
 
 
 def train_without(what, config, layout, steps=3):
@@ -334,10 +348,10 @@ def without(what):
         ("loss and label count", {"dp": 2}),
     ],
 )
-def test_taking_out_an_all_reduce_is_noticed(ranks, what, layout):
+def test_taking_out_an_all_reduce_is_noticed(ranks, with_all, what, layout):
     """The check above fails for each, in three steps: no all-reduce is there for nothing."""
     config = tiny_config(tied=True)
-    expected = train(config, {}, steps=3, micro_batch=8)
-    with_all, lacking = ranks(train, 2, config, layout, 3), ranks(train_without, 2, what, config, layout)
-    assert worst_relative(with_all[0], expected) < 1e-5
+    expected = one_process_of_gpt2(config, 3)
+    lacking = ranks(train_without, 2, what, config, layout)
+    assert worst_relative(with_all(tuple(layout.items())), expected) < 1e-5
     assert worst_relative(lacking[0], expected) > 1e-4

@@ -4,11 +4,10 @@ import sys
 
 import pytest
 import torch
-from helpers import PeakMemory, context, give_back_freed_memory
+from helpers import PeakMemory, context, give_back_freed_memory, in_fresh_processes
 
 import megazoo
 from megazoo.models.llama import LlamaConfig
-from megazoo.testing import RankPool
 
 CONFIG = LlamaConfig(vocab_size=61, max_positions=256, hidden_size=128, layers=8, heads=4, ffn_size=512)
 
@@ -36,9 +35,6 @@ def peaks(schedule, virtual, counts):
     [("1f1b", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("1f1b", 2), ("zb-h1", 1), ("gpipe", 1)])],
 )
 def test_32_micro_batches_need_what_8_do(schedule, virtual):
-    pool = RankPool()  # fresh processes
-    measured = pool.run(peaks, 2, schedule, virtual, (8, 32))
-    pool.close()
-    for few, many in measured:
+    for few, many in in_fresh_processes(peaks, schedule, virtual, (8, 32), processes=2):
         assert few > 20e6
         assert (many < 1.05 * few) == (schedule != "gpipe")

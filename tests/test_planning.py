@@ -8,7 +8,7 @@ from functools import partial, update_wrapper
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PeakMemory, context, give_back_freed_memory, run_script, tiny_config
+from helpers import PeakMemory, context, give_back_freed_memory, in_fresh_processes, tiny_config
 from test_tools import ROOT, run
 
 import megazoo
@@ -19,7 +19,6 @@ from megazoo.models.gpt2 import GPT2Config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import Exchange, one_f_one_b, program
 from megazoo.planning import Planner
-from megazoo.testing import RankPool
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 NO_DROPOUT = dict(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
@@ -78,17 +77,6 @@ def test_thousands_of_ranks_take_seconds():
     assert len(told.ranks) == 18  # one has a token of the vocabulary more, on the first stage and on the last
 
 
-RUN = """
-import torch
-import megazoo
-from helpers import PeakMemory, context
-from megazoo.models import config_from_dict
-from test_planning import train_twice
-
-print(train_twice(config_from_dict("{family}", {sizes}), {layout}, {rows}, "{dtype}", "{recompute}", {count}))
-"""
-
-
 def train_twice(config, layout, rows, dtype, recompute, count) -> int:
     """The peak of the memory of two steps of `count` micro-batches, the model's and the optimizer's included, bytes."""
     give_back_freed_memory()
@@ -121,13 +109,9 @@ MEASURED = [
 @pytest.mark.parametrize(("family", "sizes", "layout", "rows", "dtype", "recompute", "count"), MEASURED)
 def test_memory_is_within_a_tenth_of_what_a_run_takes(family, sizes, layout, rows, dtype, recompute, count):
     config = FAMILIES[family].Config(**sizes)
-    if layout:
-        pool = RankPool()  # of its own: fresh processes
-        measured = pool.run(train_twice, layout["pp"], config, layout, rows, dtype, recompute, count)
-        pool.close()
-    else:
-        how = dict(family=family, sizes=sizes, layout=layout, rows=rows, dtype=dtype, recompute=recompute, count=count)
-        measured = run_script(RUN.format(**how))
+    measured = in_fresh_processes(
+        train_twice, config, layout, rows, dtype, recompute, count, processes=layout.get("pp", 1)
+    )
     batch = {"micro_batch_size": rows, "global_batch_size": count * rows, "seq_length": 256}
     told = plan(config, parallel=layout, dtype=dtype, recompute=recompute, **batch)
     for rank, peak in zip(told.ranks, measured, strict=True):

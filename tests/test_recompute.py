@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from helpers import make_batch, randomize, run_script
+from helpers import PeakMemory, give_back_freed_memory, in_fresh_processes, make_batch, randomize
 
 import megazoo
 from megazoo.errors import UserError
@@ -67,26 +67,20 @@ def test_saved_tensors_shrink(config):
     assert saved_bytes(config, ("full", 3)) < full
 
 
-TRAIN = """
-import torch
-import megazoo
-from helpers import PeakMemory
-from megazoo.models.llama import LlamaConfig
-
-torch.set_num_threads(1)
-sizes = dict(vocab_size=61, max_positions=256, hidden_size=128, layers=12, heads=4, ffn_size=512)
-model = megazoo.from_config(LlamaConfig(**sizes)).recompute("{mode}")
-ids = torch.randint(0, 61, (8, 256))
-model.train_batch(ids[:1], labels=ids[:1])  # the gradients' memory
-with PeakMemory() as peak:
-    model.train_batch(ids, labels=ids)
-print(peak.above)
-"""
+def peak_of_training(mode) -> int:
+    give_back_freed_memory()
+    sizes = dict(vocab_size=61, max_positions=256, hidden_size=128, layers=12, heads=4, ffn_size=512)
+    model = megazoo.from_config(LlamaConfig(**sizes)).recompute(mode)
+    ids = torch.randint(0, 61, (8, 256))
+    model.train_batch(ids[:1], labels=ids[:1])  # the gradients' memory
+    with PeakMemory() as peak:
+        model.train_batch(ids, labels=ids)
+    return peak.above
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_the_peak_of_resident_memory_falls():
-    none, selective, full = (run_script(TRAIN.format(mode=mode))[0] for mode in ("none", "selective", "full"))
+    none, selective, full = (in_fresh_processes(peak_of_training, mode)[0] for mode in ("none", "selective", "full"))
     assert full < 0.5 * none
     assert full < selective < none
 

@@ -48,7 +48,7 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
 def summed(tensor: torch.Tensor, group) -> torch.Tensor:
     """A new tensor, the sum of every rank's."""
     tensor = tensor.contiguous()
-    if group.size() > 1 and (reducer := _reducer_for(tensor, group)):
+    if reducer := _reducer_for(tensor, group):
         total = torch.empty_like(tensor)
         with spent("communication", "all_reduce"):
             reducer.all_reduce(tensor, total)
@@ -59,8 +59,11 @@ def summed(tensor: torch.Tensor, group) -> torch.Tensor:
 
 
 def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
-    """All ranks of a group have a tensor of the same dtype and device, so that they agree."""
-    if isinstance(group, VirtualGroup) or tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
+    """What moves this tensor between CPU ranks of one host; None where torch.distributed has to. All ranks of a group
+    have a tensor of the same dtype and device, so that they agree."""
+    if isinstance(group, VirtualGroup) or group.size() == 1:
+        return None
+    if tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
         return None
     return shared_memory.shared_by(group, shared_memory.Reducer)
 
@@ -100,15 +103,13 @@ def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int
 def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
     """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it."""
     padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()  # ranks must send equal shapes
-    parts = padded.new_empty(len(sizes), *padded.shape)
-    _run(dist.all_gather, list(parts), padded, group=group, whole=parts)
+    parts = _gather(padded, group)
     return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
 def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [..., sequence, size]."""
-    parts = tensor.new_empty(group.size(), *tensor.shape)
-    _run(_all_gather, parts.flatten(0, -2), tensor.contiguous().flatten(0, -2), group=group, whole=parts)
+    parts = _gather(tensor.contiguous(), group)
     return rearrange(parts, "ranks ... part size -> ... (ranks part) size")
 
 
@@ -116,8 +117,23 @@ def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [..., part, size]."""
     parts = rearrange(tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()).contiguous()
     mine = torch.empty_like(parts[0])
-    _run(_reduce_scatter, mine.flatten(0, -2), parts.flatten(0, -2), group=group, whole=parts)
+    if reducer := _reducer_for(parts, group):
+        with spent("communication", "reduce_scatter"):
+            reducer.reduce_scatter(parts, mine)
+    else:
+        _run(_reduce_scatter, mine.flatten(0, -2), parts.flatten(0, -2), group=group, whole=parts)
     return mine
+
+
+def _gather(tensor: torch.Tensor, group) -> torch.Tensor:
+    """Every rank's contiguous tensor, [ranks, *shape]."""
+    parts = tensor.new_empty(group.size(), *tensor.shape)
+    if reducer := _reducer_for(tensor, group):
+        with spent("communication", "all_gather"):
+            reducer.all_gather(tensor, parts)
+    else:
+        _run(_all_gather, parts.view(-1), tensor.view(-1), group=group, whole=parts)
+    return parts
 
 
 def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:

@@ -56,8 +56,8 @@ class _Shared:
 
 
 class Reducer(_Shared):
-    """All-reduces. Each rank fills a slot of its own, and adds up all ranks' in their order: the result is the same to
-    the bit on all, in every run, and at two ranks that of gloo."""
+    """All-reduces, all-gathers and reduce-scatters. Each rank fills a slot of its own, and reads all ranks' in their
+    order: a sum is the same to the bit on all, in every run, and at two ranks that of gloo."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -71,16 +71,39 @@ class Reducer(_Shared):
         """Reduce `tensor` over the ranks into `out`, which may be the same; both contiguous. Long ones in pieces."""
         length = SLOT_BYTES // tensor.element_size()
         for piece, result in zip(tensor.view(-1).split(length), out.view(-1).split(length), strict=True):
-            self._number += 1
-            slots = self._slots[self._number % 2 :: 2, : piece.nbytes].view(piece.dtype)
-            slots[self.rank].copy_(piece)
-            self._flags[self.rank] = self._number
-            for rank in range(len(self.pids)):  # one that comes here again has read all slots of the time before
-                self._wait(rank, self._number, rank)
-            combine = OPERATIONS[op]
-            combine(slots[0], slots[1], out=result)
-            for slot in slots[2:]:
-                combine(result, slot, out=result)
+            _combine(self._exchange(piece), result, op)
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """Give every rank each one's contiguous `tensor` in out[rank], contiguous, of which tensor may be a part."""
+        length = SLOT_BYTES // tensor.element_size()
+        results = out.view(len(self.pids), -1).split(length, dim=1)
+        for piece, result in zip(tensor.view(-1).split(length), results, strict=True):
+            result.copy_(self._exchange(piece))
+
+    def reduce_scatter(self, parts: torch.Tensor, out: torch.Tensor) -> None:
+        """Sum every rank's parts[rank], contiguous, into this rank's contiguous `out`, which may be a part of them."""
+        length = SLOT_BYTES // parts.element_size() // len(self.pids)
+        pieces = parts.view(len(self.pids), -1).split(length, dim=1)
+        for piece, result in zip(pieces, out.view(-1).split(length), strict=True):
+            _combine(self._exchange(piece)[:, self.rank], result, dist.ReduceOp.SUM)
+
+    def _exchange(self, piece: torch.Tensor) -> torch.Tensor:
+        """Every rank's piece, [ranks, *shape], to be read before the next call; it must fit into a slot."""
+        self._number += 1
+        slots = self._slots[self._number % 2 :: 2, : piece.nbytes].view(piece.dtype).unflatten(1, piece.shape)
+        slots[self.rank].copy_(piece)
+        self._flags[self.rank] = self._number
+        for rank in range(len(self.pids)):  # one that comes here again has read all slots of the time before
+            self._wait(rank, self._number, rank)
+        return slots
+
+
+def _combine(parts: torch.Tensor, out: torch.Tensor, op) -> None:
+    """Reduce parts[0], parts[1], ... into `out`, in this order."""
+    combine = OPERATIONS[op]
+    combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(out, part, out=out)
 
 
 class Mailboxes(_Shared):

@@ -4,17 +4,21 @@ import atexit
 import itertools
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=60)
+# What every rank needs; symbolic_shapes is what torch imports, with sympy, in the first backward.
+PRELOADED = ["megazoo.checkpoint", "megazoo.optim", "megazoo.testing", "torch.fx.experimental.symbolic_shapes"]
 
 
 class RankError(RuntimeError):
@@ -26,11 +30,15 @@ class RankPool:
 
     The processes are forked from a server that has imported torch, so that starting one costs little; each starts with
     one thread. After a failure the pool is replaced: a rank that is stuck in a collective can't be used again.
+
+    A program has one such server, which its first pool starts. preload: more modules that it imports, so that no rank
+    has to.
     """
 
-    def __init__(self):
+    def __init__(self, preload: Sequence[str] = ()):
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["megazoo.checkpoint", "megazoo.optim", "megazoo.testing"])
+        self._context.set_forkserver_preload([*PRELOADED, *preload])
+        forkserver.ensure_running()
         self._workers: list = []
         self._stores = tempfile.TemporaryDirectory(prefix="megazoo-ranks-")
         self._numbers = itertools.count()
@@ -50,7 +58,7 @@ class RankPool:
             self._workers.append((process, here))
         store = os.path.join(self._stores.name, str(next(self._numbers)))
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-            pipe.send((function, args, kwargs, rank, world_size, store))
+            _send(pipe, (function, args, kwargs, rank, world_size, store))
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         results, failures, deadline = {}, {}, time.monotonic() + timeout
         while pipes and not failures:
@@ -60,7 +68,7 @@ class RankPool:
             for pipe in ready:
                 rank = pipes.pop(pipe)
                 try:
-                    value, failure = pipe.recv()
+                    value, failure = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     value, failure = None, "the process died"
                 if failure:
@@ -80,11 +88,16 @@ class RankPool:
         self._workers = []
 
 
+def _send(pipe, value) -> None:
+    """Pickle the value whole: `pipe.send` would open a connection for each tensor in it."""
+    pipe.send_bytes(pickle.dumps(value))
+
+
 def _serve(pipe) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, args, kwargs, rank, world_size, store = pipe.recv()
+            function, args, kwargs, rank, world_size, store = pickle.loads(pipe.recv_bytes())
         except (EOFError, KeyboardInterrupt):
             return
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -92,9 +105,10 @@ def _serve(pipe) -> None:
         try:
             store = dist.FileStore(store, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+            dist.barrier()  # a rank that ends its group while others still connect to theirs would break them
             answer = function(*args, **kwargs), None
             if dist.is_initialized():  # a whole program may have ended it itself
                 dist.destroy_process_group()
-            pipe.send(answer)
+            _send(pipe, answer)
         except BaseException:
-            pipe.send((None, traceback.format_exc()))
+            _send(pipe, (None, traceback.format_exc()))
