@@ -1,25 +1,36 @@
 # make pretrain   the environment, and the main job: a small GPT-2 at tp 2 x pp 2 on the text of Python's library
+# make check      ruff, and the tests of a minute: for the loop of someone who edits
 # make test       the environment, ruff, and the tests
 # make test-all   the slow sweeps, too
 
 PYTHON ?= python3
 VENV ?= .venv
+# Processes that run tests side by side, each with ranks of its own.
+WORKERS ?= 2
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+# What needs no ranks and little time, and one small model at tp 2 x pp 2 against one process.
+QUICK := tests/test_schedule.py tests/test_indexed.py tests/test_order.py tests/test_initialize.py tests/test_optim.py \
+    tests/test_hugging_face_config.py tests/test_registry.py tests/test_timing.py tests/test_masks.py \
+    "tests/test_layouts.py::test_losses_and_gradient_norms_equal_one_process[tp2pp2-tied]"
 
 pretrain: $(INSTALLED)
 	$(RUN) pretrain_gpt.py --config configs/gpt2_tiny.toml
 	$(RUN) tools/plot_metrics.py runs/gpt2-tiny/metrics.jsonl --output runs/gpt2-tiny/loss.png
 
-test: $(INSTALLED)
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
-	$(RUN) -m pytest
+check: lint
+	$(PYTEST) $(QUICK)
 
-test-all: $(INSTALLED)
+test: lint
+	$(PYTEST)
+
+test-all: lint
+	$(PYTEST) -m "slow or not slow"
+
+lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m pytest -m "slow or not slow"
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,4 +38,4 @@ $(INSTALLED): setup.py constraints.txt
 	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[test,plots]"
 	touch $@
 
-.PHONY: pretrain test test-all
+.PHONY: pretrain check test test-all lint
