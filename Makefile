@@ -1,5 +1,5 @@
 # make pretrain   the environment, and the main job: a small GPT-2 at tp 2 x pp 2 on the text of Python's library
-# make check      ruff, and the tests of a minute: for the loop of someone who edits
+# make check      ruff, and half a minute of tests: for the loop of someone who edits
 # make test       the environment, ruff, and the tests
 # make test-all   the slow sweeps, too
 
@@ -10,7 +10,7 @@ WORKERS ?= 2
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
-# What needs no ranks and little time, and one small model at tp 2 x pp 2 against one process.
+# Tests of single functions, and one small model at tp 2 x pp 2 against one process.
 QUICK := tests/test_schedule.py tests/test_indexed.py tests/test_order.py tests/test_initialize.py tests/test_optim.py \
     tests/test_hugging_face_config.py tests/test_registry.py tests/test_timing.py tests/test_masks.py \
     "tests/test_layouts.py::test_losses_and_gradient_norms_equal_one_process[tp2pp2-tied]"

@@ -3,7 +3,7 @@ import torch
 
 from megazoo.testing import RankPool
 
-# What test modules import, and takes seconds: ranks then have it when they are forked.
+# Modules that tests import and that take seconds to load: the server of ranks loads them once.
 PRELOADED = ["pytest", "pretrain_gpt"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("auto", "gpt2", "llama", "mpt")]
 

@@ -230,10 +230,10 @@ def worst_relative(a, b) -> float:
 
 
 def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> list[tuple]:
-    """A few of the possible combinations, one value of each factor, in which every two values that go together do.
+    """A few of the possible combinations, one value of each factor: any two values that can meet do so in one.
 
-    Most mistakes need two settings, not five (Kuhn et al. 2004): where all combinations would take hours, these find
-    them in minutes. Greedily, the one with the most new pairs first; the same for the same seed.
+    Most mistakes show wherever some two settings meet (Kuhn et al. 2004): these find them in minutes where all
+    combinations would take hours. Chosen greedily, by the number of new pairs; the same for the same seed.
     """
     cases = [case for case in itertools.product(*factors) if possible(*case)]
     random.Random(seed).shuffle(cases)
@@ -249,8 +249,8 @@ def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> li
 class PeakMemory:
     """Within this block: `above`, the peak of this process's anonymous memory above the level at its start, bytes.
 
-    The kernel keeps the peak of all resident pages. From it goes what files and shared memory grew by, of which a
-    thread looks for the most: it may come late on a busy machine, but such pages seldom come and go.
+    The kernel keeps the peak of all resident pages. What files and shared memory grew by is taken off; a thread watches
+    how much that was. On a busy machine the thread may miss a peak, but not the kernel.
     """
 
     def __enter__(self):

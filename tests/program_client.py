@@ -15,9 +15,12 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def main(server: str, real_python: str, *arguments: str) -> None:
-    words = [word for word in arguments if word != "-u"]
+    unbuffered = arguments[:1] == ("-u",)
+    words = list(arguments[unbuffered:])
     if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
         os.execv(real_python, [real_python, *arguments])
+    if unbuffered:
+        os.environ["PYTHONUNBUFFERED"] = "1"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(server)
     network = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -28,7 +31,8 @@ def main(server: str, real_python: str, *arguments: str) -> None:
         signal.signal(number, lambda number, _: os.kill(pid, number))
     code = int(connection.recv(64) or 1)  # nothing: the server is gone
     if code < 0:  # ended by a signal
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

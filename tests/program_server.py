@@ -69,9 +69,11 @@ def serve(path: str) -> tuple[list[str], str, dict[str, str]] | None:
                 if client in selector.get_map():
                     selector.unregister(client)
                 client.close()
-            elif key.data in running:  # a client has died; its program's end is met above
-                selector.unregister(key.fileobj)
-                os.kill(running[key.data][1], signal.SIGKILL)
+            else:  # a client has died; its program's end is met above, unless it was in this round
+                client, pid = running.get(key.data, (None, 0))
+                if client is key.fileobj:
+                    selector.unregister(client)
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _send(client: socket.socket, number: int) -> None:
@@ -100,7 +102,8 @@ def become(words: list[str], directory: str, environment: dict[str, str]) -> Non
     os.environ.update(environment)
     sys.executable = environment["MEGAZOO_TEST_PYTHON"]
     for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = io.TextIOWrapper(open(number, "wb", closefd=False), line_buffering=number == 2)  # noqa: SIM115
+        at_once = {"write_through": True} if environment.get("PYTHONUNBUFFERED") else {"line_buffering": number == 2}
+        stream = io.TextIOWrapper(open(number, "wb", closefd=False), **at_once)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
@@ -127,7 +130,7 @@ def run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _tests, *sys.path[:] = sys.path  # this file's folder
+    del sys.path[0]  # this file's folder
     sys.path.insert(0, str(Path(__file__).parent.parent))  # for what is imported before
     for module in PRELOADED:
         importlib.import_module(module)

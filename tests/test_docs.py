@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import MARK, marked, python
 from torch.distributed.run import get_args_parser
 
 from megazoo.config import Options
@@ -25,7 +25,6 @@ TEXTS = [ROOT / "README.md", *PAGES]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"# ([\w./-]+\.\w+)\n")  # a block's first line, where it is a file
 SECONDS = 300  # for one block
-MARK = "MEGAZOO_PAGE_UNDER_TEST"  # in the environment of all that a page starts
 # Slurm's.
 FOREIGN = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--kill-on-bad-exit", "--dependency"}
 sys.path.insert(0, str(ROOT / "tools"))
@@ -79,16 +78,10 @@ def shell(tmp_path, monkeypatch):
 
 def processes_of(directory: Path, patience: float = 5.0) -> list[int]:
     """The processes that a page in this directory has started and that don't end by themselves."""
-    mark, end = f"{MARK}={directory}".encode(), time.monotonic() + patience
-    while True:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        if not found or time.monotonic() > end:
-            return found
+    end = time.monotonic() + patience
+    while (found := marked(str(directory))) and time.monotonic() < end:
         time.sleep(0.1)
+    return found
 
 
 @pytest.mark.timeout(600)

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import MARK, marked, python
 from test_pretrain import SMALL, TORCHRUN, close, losses, records
 
 import pretrain_gpt
@@ -56,10 +57,12 @@ class Job:
 
     def __init__(self, command, **environment):
         clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        self.mark = uuid.uuid4().hex
+        clean |= {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MARK: self.mark}
         self.process = subprocess.Popen(
             list(map(str, command)),
             cwd=ROOT,
-            env=clean | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | environment,
+            env=clean | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -89,19 +92,10 @@ class Job:
 
     def end(self):
         """Leave no process behind: the launcher's ranks have sessions of their own."""
-        for pid in descendants(self.process.pid):
+        for pid in marked(self.mark):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
-
-
-def descendants(pid: int) -> list[int]:
-    """A process and all that came of it, those that started last first."""
-    try:
-        tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except OSError:
-        return []
-    return [*(each for text in tasks for child in text.split() for each in descendants(int(child))), pid]
 
 
 @pytest.fixture
@@ -198,8 +192,8 @@ def test_a_rank_of_another_node_is_killed_and_the_job_goes_on_from_its_checkpoin
     assert close(losses(tmp_path / "metrics"), straight)
 
 
-def one_node(program, *arguments, restarts=0):
-    return [sys.executable, *TORCHRUN, "--nproc-per-node", 4, "--max-restarts", restarts, program, *arguments]
+def one_node(program, *arguments, executable=None):
+    return [executable or python(), *TORCHRUN, "--nproc-per-node", 4, program, *arguments]
 
 
 FAULTS = {
@@ -236,7 +230,8 @@ def test_a_network_that_is_cut_ends_the_job_on_both_nodes(start, nodes, tmp_path
 def test_a_signal_to_one_rank_saves_and_ends_all(start, fault, straight, tmp_path, name):
     """One rank of four is sent it; the run goes on as if it had not been stopped."""
     arguments = [*JOB, "--tp", 2, "--pp", 2, "--save", tmp_path / "run", "--metrics", tmp_path / "metrics"]
-    job = start(one_node(fault, "--fault", f"wait,1,5,{tmp_path}/once", *arguments, "--steps", 8))
+    arguments = ["--fault", f"wait,1,5,{tmp_path}/once", *arguments, "--steps", 8]
+    job = start(one_node(fault, *arguments, executable=sys.executable))  # whose ranks are its children
     job.wait_for("step 4/8")
     children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
     child = next(c for c in children if b"\0RANK=3\0" in Path(f"/proc/{c}/environ").read_bytes())

@@ -68,6 +68,7 @@ def test_saved_tensors_shrink(config):
 
 
 def peak_of_training(mode) -> int:
+    """Bytes above the level before the step."""
     give_back_freed_memory()
     sizes = dict(vocab_size=61, max_positions=256, hidden_size=128, layers=12, heads=4, ffn_size=512)
     model = megazoo.from_config(LlamaConfig(**sizes)).recompute(mode)

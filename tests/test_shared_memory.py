@@ -1,5 +1,5 @@
-"""Through shared memory, all-reduces give what gloo gives, in the order of the ranks, and messages come as they were
-sent; no one waits for who will not come."""
+"""Through shared memory, all-reduces, all-gathers and reduce-scatters give what gloo gives, sums in the order of the
+ranks, and messages come as they were sent; no one waits for who will not come."""
 
 import mmap
 import os
@@ -54,6 +54,53 @@ def test_more_ranks_add_in_their_order(ranks):
     for ours, theirs in ranks(reduced, 4, 4, (7, 33), torch.float32, dist.ReduceOp.SUM):
         assert torch.equal(ours, expected)
         torch.testing.assert_close(ours, theirs)
+
+
+def multiples(part, count):
+    """The part once, twice, ..., one after the other along dimension -2: each rank is to get another one."""
+    return torch.cat([part * (number + 1) for number in range(count)], dim=-2)
+
+
+def gathered_and_scattered(size, shape, dtype):
+    """Of a tensor of this shape and a value that is this rank's: gathered and scattered along dimension -2, and along
+    the last one in uneven parts. By shared memory, and by gloo."""
+    ctx = context(tp=size)
+    mine, results = parts_of(shape, dtype, size)[ctx.tp_rank], []
+    assert shared_by(ctx.tp_group, Reducer)
+    sizes = [shape[-1] - rank % 2 for rank in range(size)]
+    for reducer in (shared_by(ctx.tp_group, Reducer), None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_memory, "shared_by", lambda *_, reducer=reducer: reducer)
+            results.append(
+                [
+                    collectives.all_gather_sequence(mine, ctx.tp_group),
+                    collectives.reduce_scatter_sequence(multiples(mine, size), ctx.tp_group),
+                    collectives.all_gather_last_dim(mine[..., : sizes[ctx.tp_rank]], ctx.tp_group, sizes),
+                ]
+            )
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5, 7), (2, SLOT_BYTES // 8 + 3, 2), (3, 0, 4)], ids=str)
+def test_two_ranks_gather_and_scatter_as_by_gloo_to_the_bit(ranks, shape, dtype):
+    parts = parts_of(shape, dtype, 2)
+    for rank, (ours, theirs) in enumerate(ranks(gathered_and_scattered, 2, 2, shape, dtype)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert torch.equal(ours[0], torch.cat(parts, dim=-2))
+        total = multiples(parts[0], 2) + multiples(parts[1], 2)
+        assert torch.equal(ours[1], total.chunk(2, dim=-2)[rank])
+        assert torch.equal(ours[2], torch.cat([parts[0], parts[1][..., :-1]], dim=-1))
+
+
+def test_more_ranks_gather_and_scatter_in_their_order(ranks):
+    parts = parts_of((2, 4, 3), torch.float32, 4)
+    total = sum(multiples(part, 4) for part in parts)
+    for rank, (ours, theirs) in enumerate(ranks(gathered_and_scattered, 4, 4, (2, 4, 3), torch.float32)):
+        assert torch.equal(ours[0], torch.cat(parts, dim=-2))
+        assert torch.equal(ours[1], total.chunk(4, dim=-2)[rank])
+        torch.testing.assert_close(ours[1], theirs[1])
+        assert torch.equal(ours[2], theirs[2])
 
 
 def many(size, rounds):

@@ -74,14 +74,14 @@ class Reducer(_Shared):
             _combine(self._exchange(piece), result, op)
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """Give every rank each one's contiguous `tensor` in out[rank], contiguous, of which tensor may be a part."""
+        """Copy every rank's `tensor` to out[rank], on all ranks; both contiguous."""
         length = SLOT_BYTES // tensor.element_size()
         results = out.view(len(self.pids), -1).split(length, dim=1)
         for piece, result in zip(tensor.view(-1).split(length), results, strict=True):
             result.copy_(self._exchange(piece))
 
     def reduce_scatter(self, parts: torch.Tensor, out: torch.Tensor) -> None:
-        """Sum every rank's parts[rank], contiguous, into this rank's contiguous `out`, which may be a part of them."""
+        """Put the sum of all ranks' parts[rank], for this rank, into its `out`; both contiguous."""
         length = SLOT_BYTES // parts.element_size() // len(self.pids)
         pieces = parts.view(len(self.pids), -1).split(length, dim=1)
         for piece, result in zip(pieces, out.view(-1).split(length), strict=True):

@@ -1,7 +1,5 @@
-"""Ranks for tests: a pool of gloo processes on this machine, spawned once and used again and again."""
+"""Ranks for tests: a pool of gloo processes on this machine, forked once and used again and again."""
 
-import atexit
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -40,9 +38,6 @@ class RankPool:
         self._context.set_forkserver_preload([*PRELOADED, *preload])
         forkserver.ensure_running()
         self._workers: list = []
-        self._stores = tempfile.TemporaryDirectory(prefix="megazoo-ranks-")
-        self._numbers = itertools.count()
-        atexit.register(self.close)
 
     def run(self, function: Callable, world_size: int, *args, timeout: float = 120, **kwargs) -> list:
         """Call function(*args, **kwargs) on `world_size` ranks; return what each returned, in the order of the ranks.
@@ -56,9 +51,13 @@ class RankPool:
             process.start()
             there.close()
             self._workers.append((process, here))
-        store = os.path.join(self._stores.name, str(next(self._numbers)))
-        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-            _send(pipe, (function, args, kwargs, rank, world_size, store))
+        with tempfile.TemporaryDirectory(prefix="megazoo-ranks-") as directory:
+            store = os.path.join(directory, "store")
+            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+                _send(pipe, (function, args, kwargs, rank, world_size, store))
+            return self._answers(world_size, timeout)
+
+    def _answers(self, world_size: int, timeout: float) -> list:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         results, failures, deadline = {}, {}, time.monotonic() + timeout
         while pipes and not failures:

@@ -13,7 +13,7 @@ def shrink(config):
     names = {f.name for f in fields(config)}
     small = {name: min(getattr(config, name), largest) for name, largest in LARGEST.items() if name in names}
     if {"heads", "hidden_size"} <= names:
-        head = 8 if config.heads <= 16 else 4 if config.heads <= 32 else 2
+        head = 8 if config.heads <= 16 else 4
         small["hidden_size"] = head * config.heads
         small |= {"head_size": head} if getattr(config, "head_size", None) else {}
         if "ffn_size" in names:
