@@ -2,24 +2,19 @@ import pytest
 import torch
 
 from megazoo.testing import RankPool
+from megazoo.testing.ranks import PRELOADED
 
 # Modules that tests import and that take seconds to load: the server of ranks loads them once.
-PRELOADED = ["pytest", "pretrain_gpt"]
+PRELOADED += ["pytest", "pretrain_gpt"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("auto", "gpt2", "llama", "mpt")]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def rank_pool():
-    """The pool that tests share; it also starts the server from which other pools fork their ranks."""
-    pool = RankPool(PRELOADED)
-    yield pool
-    pool.close()
-
-
 @pytest.fixture(scope="session")
-def ranks(rank_pool):
+def ranks():
     """Runs a function on a number of ranks: ranks(function, world_size, *args)."""
-    return rank_pool.run
+    pool = RankPool()
+    yield pool.run
+    pool.close()
 
 
 @pytest.fixture(autouse=True)

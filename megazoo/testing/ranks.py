@@ -6,16 +6,16 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=60)
-# What every rank needs; symbolic_shapes is what torch imports, with sympy, in the first backward.
+# What the server of ranks imports when the first pool starts it: what every rank needs, and what a program adds of its
+# own. symbolic_shapes is what torch imports, with sympy, in the first backward.
 PRELOADED = ["megazoo.checkpoint", "megazoo.optim", "megazoo.testing", "torch.fx.experimental.symbolic_shapes"]
 
 
@@ -28,15 +28,11 @@ class RankPool:
 
     The processes are forked from a server that has imported torch, so that starting one costs little; each starts with
     one thread. After a failure the pool is replaced: a rank that is stuck in a collective can't be used again.
-
-    A program has one such server, which its first pool starts. preload: more modules that it imports, so that no rank
-    has to.
     """
 
-    def __init__(self, preload: Sequence[str] = ()):
+    def __init__(self):
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOADED, *preload])
-        forkserver.ensure_running()
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list = []
 
     def run(self, function: Callable, world_size: int, *args, timeout: float = 120, **kwargs) -> list:
@@ -58,6 +54,7 @@ class RankPool:
             return self._answers(world_size, timeout)
 
     def _answers(self, world_size: int, timeout: float) -> list:
+        """What each rank returned. RankError, and the end of all processes, if one failed or is late."""
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         results, failures, deadline = {}, {}, time.monotonic() + timeout
         while pipes and not failures:
