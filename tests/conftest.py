@@ -1,3 +1,7 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side: threads would wait for each other
+
 import pytest
 import torch
 
