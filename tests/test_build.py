@@ -47,6 +47,16 @@ def test_initial_weights_follow_their_distribution_and_the_seed():
     assert not torch.equal(weight, other["layers.1.mlp.up.weight"])
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mpt"])
+def test_residual_projections_start_smaller_by_depth(family):
+    """GPT-2's rule (Radford et al. 2019), which the families share: 0.02 / sqrt(2 layers)."""
+    sizes = {"vocab_size": 61, "max_positions": 16, "hidden_size": 256, "layers": 3, "heads": 4}
+    parameters = dict(megazoo.from_config(FAMILIES[family].Config(**sizes), seed=5).named_parameters())
+    for name in ("attention.output", "mlp.down"):
+        assert parameters[f"layers.1.{name}.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.02)
+    assert parameters["layers.1.attention.qkv.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+
+
 def build(preset, tp, pp, rank, dtype) -> tuple[int, int]:
     """The peak of memory while a rank's part is built, and the bytes of its parameters."""
     give_back_freed_memory()
