@@ -18,6 +18,7 @@ from megazoo.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
+    rotate,
     vocab_parallel_cross_entropy,
 )
 from megazoo.parallel import ParallelContext, Shard
@@ -239,3 +240,14 @@ def test_layers_built_alone_are_initialised_from_torchs_seed():
     assert torch.equal(first.weight, second.weight)
     assert abs(first.weight.std() - 0.02) < 1e-3
     assert not torch.equal(first.weight, ColumnParallelLinear(64, 64).weight)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["positions of all rows", "positions of each row"])
+def test_rotation_turns_pairs_and_its_gradient_turns_back(batch):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 5, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(*batch, 5, 4, generator=generator, dtype=torch.float64)
+    cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles).unsqueeze(-3)
+    torch.testing.assert_close(rotate(x, cos, sin), torch.cat([pairs.real, pairs.imag], dim=-1))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)
