@@ -101,9 +101,9 @@ def _serve(pipe) -> None:
         try:
             store = dist.FileStore(store, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
-            dist.barrier()  # a rank that ends its group while others still connect to theirs would break them
             answer = function(*args, **kwargs), None
             if dist.is_initialized():  # a whole program may have ended it itself
+                dist.barrier()  # else a rank that is early would break connections that others still make
                 dist.destroy_process_group()
             _send(pipe, answer)
         except BaseException:
