@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import is_of_communication
 
 PATIENCE = 20.0  # seconds from a signal to the end of the step; then SIGTERM does what it does by itself
 GRACE = 3.0  # seconds in which ranks that wait in vain tell each other so
@@ -79,7 +80,7 @@ def naming_absent_ranks(ctx: ParallelContext):
     try:
         yield
     except RuntimeError as error:
-        if ctx.world_size > 1 and _is_of_communication(error):
+        if ctx.world_size > 1 and is_of_communication(error):
             teller = Thread(target=_tell_absent, args=(ctx, str(error).splitlines()[0]), daemon=True)
             teller.start()
             teller.join(GRACE + OUT_OF_REACH)
@@ -87,11 +88,6 @@ def naming_absent_ranks(ctx: ParallelContext):
                 line = f"rank {ctx.rank} on {os.uname().nodename} can't reach the others any more, nor the job's store"
                 print(f"{line}: is a node or its network down?", file=sys.stderr, flush=True)
         raise
-
-
-def _is_of_communication(error: RuntimeError) -> bool:
-    words = ("timed out", "timeout", "connection", "gloo", "nccl", "socket")
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def _tell_absent(ctx: ParallelContext, reason: str) -> None:

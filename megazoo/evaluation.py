@@ -13,6 +13,7 @@ from megazoo.errors import UserError
 from megazoo.generation import share_of
 from megazoo.models.batch import Batch
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.failure import together
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, run_pipeline
 
 
@@ -26,6 +27,7 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
+@together
 def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     """How likely a language model finds the targets of each row.
 

@@ -8,6 +8,7 @@ from torch import nn
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce, gather_ranges
 from megazoo.parallel.data_parallel import GradientBuckets
+from megazoo.parallel.failure import failing_together, together
 from megazoo.parallel.shard import Entry
 from megazoo.precision import LossScale
 
@@ -93,6 +94,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = lr
 
+    @together
     @torch.no_grad()
     def step(self) -> torch.Tensor:
         """Clip, then update every parameter from its .grad; returns the global norm before clipping, fp32.
@@ -225,8 +227,9 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
     itself. UserError if the gradients are not whole yet.
     """
     check_model(model, "clip_grad_norm(model, max_norm)")
-    model.gradient_buckets.check_summed()
-    norm = global_norm(model)
+    with failing_together(model.ctx):
+        model.gradient_buckets.check_summed()
+        norm = global_norm(model)
     for entry in model.trained_entries():
         if entry.parameter.grad is not None:
             entry.parameter.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from helpers import context
 
 from megazoo.parallel import collectives, shared_memory
-from megazoo.parallel.shared_memory import FLAG_BYTES, SLOT_BYTES, Mailboxes, Reducer, shared_by
+from megazoo.parallel.shared_memory import SLOT_BYTES, Mailboxes, Reducer, shared_by
 
 pytestmark = pytest.mark.skipif(shared_memory._host() is None, reason="the host can't share memory")
 
@@ -205,8 +205,7 @@ def test_messages_between_hosts_go_by_gloo(ranks):
 
 
 def shared_with(pid, seconds, kind):
-    flags, slots = kind.counts(2)
-    memory = mmap.mmap(-1, flags * FLAG_BYTES + slots * SLOT_BYTES)
+    memory = mmap.mmap(-1, kind.nbytes(2))
     return kind(memory, [os.getpid(), pid], 0, timedelta(seconds=seconds))
 
 

@@ -23,6 +23,7 @@ from megazoo.parallel.collectives import all_gather_objects, all_reduce, sum_bet
 from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext, Stage, cut_into_stages
 from megazoo.parallel.data_parallel import GradientBuckets
+from megazoo.parallel.failure import failing_together, together
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline
 from megazoo.parallel.random import derive_seed
@@ -324,6 +325,7 @@ class Model(nn.Module):
         load_weights(open_source(directory), self)
         return self
 
+    @together
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -359,6 +361,7 @@ class Model(nn.Module):
                 logits = collect(outputs, micro_batch)
         return Output(None if labels is None else loss, logits)
 
+    @together
     def train_batch(
         self,
         input_ids: torch.Tensor | None = None,
@@ -411,15 +414,18 @@ class Model(nn.Module):
         mean that train_batch returns, the same on every rank: they add up to it. inputs: as there. One micro-batch is
         under way at a time; train_batch keeps all stages busy.
         """
-        buckets = self._buckets_to_train()
-        batch = Batch(input_ids, labels, **inputs)
-        batches = self._with_targets(self.micro_batches(batch, num_microbatches))
+        with failing_together(self.ctx):
+            buckets = self._buckets_to_train()
+            batch = Batch(input_ids, labels, **inputs)
+            batches = self._with_targets(self.micro_batches(batch, num_microbatches))
         buckets.start(num_microbatches)
         scale = self.loss_scale.value if self.loss_scale else 1.0
         with self._gradients_later(None):
             yield from run_stepwise(self, batches, scale)
-        self._finish_gradients(buckets, scale)
+        with failing_together(self.ctx):
+            self._finish_gradients(buckets, scale)
 
+    @together
     @torch.no_grad()
     def sync_gradients(self) -> None:
         """Make gradients whole after a backward of your own, `model(ids, labels=ids).loss.backward()`, before the step.
@@ -440,6 +446,7 @@ class Model(nn.Module):
             self._sum_tied(self.trained_entries())
             buckets.average()
 
+    @together
     @torch.no_grad()
     def eval_batch(
         self,
@@ -462,6 +469,7 @@ class Model(nn.Module):
             result = run_pipeline(self, self._with_targets(self.micro_batches(batch, num_microbatches)))
         return (result.loss, result.labelled) if return_count else result.loss
 
+    @together
     def generate(
         self,
         input_ids: torch.Tensor,

@@ -26,6 +26,7 @@ class _Shared:
     def __init__(self, memory: mmap.mmap, pids: list[int], rank: int, timeout: timedelta):
         self.rank, self.pids, self.timeout = rank, pids, timeout
         flags, slots = self.counts(len(pids))
+        flags += 1
         self._flags = memoryview(memory)[: flags * FLAG_BYTES].cast("q")[:: FLAG_BYTES // 8]
         room = torch.frombuffer(memory, dtype=torch.uint8, offset=flags * FLAG_BYTES, count=slots * SLOT_BYTES)
         self._slots = room.view(slots, SLOT_BYTES)
@@ -34,6 +35,16 @@ class _Shared:
     def counts(size: int) -> tuple[int, int]:
         """How many flags and slots a group of `size` ranks has. Memory that no one has written to takes none."""
         raise NotImplementedError
+
+    @classmethod
+    def nbytes(cls, size: int) -> int:
+        """Of the memory of a group of `size` ranks. One more flag tells that a rank has given up."""
+        flags, slots = cls.counts(size)
+        return (flags + 1) * FLAG_BYTES + slots * SLOT_BYTES
+
+    def give_up(self) -> None:
+        """End all waits of the ranks that share this memory, now and later."""
+        self._flags[-1] = 1
 
     def _wait(self, flag: int, number: int, rank: int) -> None:
         """Until `rank` has raised the flag to the number."""
@@ -48,7 +59,9 @@ class _Shared:
                 os.sched_yield()
 
     def _check(self, rank: int, waited: float) -> None:
-        """Raise RuntimeError, as gloo does, if the rank has died, or has been waited for too long."""
+        """Raise RuntimeError, as gloo does, if the rank has died, one has given up, or it was waited for too long."""
+        if self._flags[-1]:
+            raise RuntimeError("connection closed by peer: a rank has given up")
         if not _lives(self.pids[rank]):
             raise RuntimeError(f"connection closed by peer: process {self.pids[rank]} has ended")
         if waited > self.timeout.total_seconds():
@@ -173,11 +186,17 @@ def shared_by(group: dist.ProcessGroup, kind: type[_Shared]):
     return kinds[kind]
 
 
+def give_up(group: dist.ProcessGroup) -> None:
+    """End all waits for shared memory of a group's ranks."""
+    for shared in _opened.get(group, {}).values():
+        if shared:
+            shared.give_up()
+
+
 def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
     """All ranks of the group call this. No file has a name, so none is left behind."""
     rank, size = group.rank(), group.size()
-    flags, slots = kind.counts(size)
-    length = flags * FLAG_BYTES + slots * SLOT_BYTES
+    length = kind.nbytes(size)
     file = _new_file(length) if rank == 0 and _host() else -1
     told: list = [None] * size
     dist.all_gather_object(told, (_host(), os.getpid(), file), group=group)

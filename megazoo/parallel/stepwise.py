@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage, receive_from_stage, send_to_stage
+from megazoo.parallel.failure import failing_together
 from megazoo.parallel.pipeline import MicroBatch, Output, Run
 from megazoo.parallel.schedule import Action
 
@@ -19,9 +20,10 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
     """
     ctx, last = model.ctx, model.stages[-1].last
     labelled = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    if last:
-        labelled += sum(model.label_count(batch) for batch in batches)
-        all_reduce(labelled, ctx.dp_group)
+    with failing_together(ctx):
+        if last:
+            labelled += sum(model.label_count(batch) for batch in batches)
+            all_reduce(labelled, ctx.dp_group)
     at_once = model.dtype != torch.float16 or model.loss_scale is not None  # else the scale comes with the gradient
     run = Run(model, batches, labelled.clamp(min=1).float(), loss_scale=loss_scale, at_once=at_once)
     sent = []
@@ -36,16 +38,7 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
         tensor = run.leaving.pop(action).contiguous()
         sent.append((send_to_stage(tensor, action.stage % ctx.pp_size, ctx), tensor))
 
-    def backward(number: int, factor: float) -> None:
-        for stage in reversed(model.stages):
-            action = Action("B", stage.index, number)
-            if not stage.last:
-                receive(action, stage.index + 1)
-            run.backward(action, factor)
-            if not stage.first:
-                send(action._replace(stage=stage.index - 1))
-
-    for number in range(len(batches)):
+    def forward(number: int) -> torch.Tensor:
         for stage in model.stages:
             action = Action("F", stage.index, number)
             if not stage.first:
@@ -55,7 +48,21 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
                 send(action._replace(stage=stage.index + 1))
         loss = run.losses[-1].float() if last else torch.zeros((), device=ctx.device)
         all_reduce(loss, ctx.dp_group if last else None)
-        loss = broadcast_from_stage(loss, ctx.pp_size - 1, ctx)
+        return broadcast_from_stage(loss, ctx.pp_size - 1, ctx)
+
+    def backward(number: int, factor: float) -> None:
+        with failing_together(ctx):
+            for stage in reversed(model.stages):
+                action = Action("B", stage.index, number)
+                if not stage.last:
+                    receive(action, stage.index + 1)
+                run.backward(action, factor)
+                if not stage.first:
+                    send(action._replace(stage=stage.index - 1))
+
+    for number in range(len(batches)):
+        with failing_together(ctx):
+            loss = forward(number)
         yield Output(_Loss.apply(torch.zeros((), requires_grad=True), loss, partial(backward, number)))
         while sent:
             sent.pop(0)[0].wait()
