@@ -1,12 +1,16 @@
 """Stages of no layers, ranks that own no tensor, replicas of no rows: every call does what one process does."""
 
+import os
+import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import context, layout_name, make_batch, randomize, run_in_layout
+from programs import python
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
@@ -21,12 +25,13 @@ from megazoo.parallel.schedule import SCHEDULES
 from megazoo.planning import Planner
 from megazoo.testing import check_parallel
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
 
-import convert_hf
-import inspect_checkpoint
-import merge_shards
-import reshard
+import convert_hf  # noqa: E402
+import inspect_checkpoint  # noqa: E402
+import merge_shards  # noqa: E402
+import reshard  # noqa: E402
 
 # The tied vocabulary weighs as much as ten layers: the last stage gets none, and its norm is all that it owns, which
 # tp rank 0 writes.
@@ -169,3 +174,43 @@ def test_plans_and_checks_know_empty_ranks():
     )
     assert [rank.layers for rank in plan.ranks] == [4, 0]
     assert plan.parameters == parameter_count(CONFIGS["gpt2"])
+
+
+def warnings_of_building(layout: dict) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        megazoo.from_config(CONFIGS["gpt2"], context(**layout))
+    return [str(warning.message) for warning in told]
+
+
+def test_rank_0_warns_of_a_stage_without_layers(ranks):
+    line = (
+        "stage 2 of 2 gets no layers: its head weighs as much as 10.0 of them; "
+        "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
+    )
+    assert ranks(warnings_of_building, 4, dict(tp=2, pp=2)) == [[line], [], [], []]
+    assert ranks(warnings_of_building, 4, dict(pp=2, dp=2, stage_layers="uniform")) == [[], [], [], []]
+
+
+def test_programs_warn_in_one_line(tmp_path):
+    """The training program, which saves what a tool then reads; and that tool, which can also cut otherwise."""
+    sizes = "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16".split()
+    job = [*sizes, "--device", "cpu", "--pp", "2", "--tp", "2", "--steps", "1", "--eval-steps", "0"]
+    lines = run("pretrain_gpt.py", *job, "--global-batch-size", "2", "--micro-batch-size", "1", "--save", tmp_path)
+    assert [line for line in lines if "gets no layers" in line] == [
+        "warning: stage 2 of 2 gets no layers: its head weighs as much as 9.6 of them; "
+        "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
+    ]
+    for more, count in (([], 1), (["--stage-layers", "uniform"], 0)):
+        told = run("tools/generate.py", tmp_path, "--pp", "2", "--prompt", "a", "--max-new-tokens", "2", *more)
+        assert len([line for line in told if line.startswith("warning: stage 2 of 2")]) == count
+
+
+def run(*words) -> list[str]:
+    """What a program tells on stderr."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [python(), *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
