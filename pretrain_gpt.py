@@ -18,7 +18,7 @@ import torch.distributed as dist
 import megazoo
 from megazoo.checkpoint import Checkpoint, Saver, load, load_weights, open_source
 from megazoo.checkpoint.format import LATEST
-from megazoo.command_line import parse_options, run_file
+from megazoo.command_line import each_once, parse_options, run_file
 from megazoo.config import (
     DataOptions,
     OptimizerOptions,
@@ -221,7 +221,8 @@ def main(arguments: list[str]) -> None:
         say(f"  checkpoint    {saver.saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
         longer = ["--epochs", 2 * training.epochs] if training.epochs else ["--steps", 2 * training.steps]
         more = [] if signalled else map(str, longer)
-        again = [*arguments, "--load", str(options.checkpoint.save), *more]
+        whole = ["--no-load-weights-only"] if keep.load_weights_only else []
+        again = each_once([*arguments, *whole, "--load", str(options.checkpoint.save), *more])
         say(f"  go on         {python_line(again) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, again)}")
     else:
         say("  nothing was saved: --save DIR keeps a checkpoint")
