@@ -110,6 +110,22 @@ def test_an_exception_ends_the_run(raises, line, tmp_path):
     assert ("Traceback" in done.stderr) == ("bug" in line)
 
 
+def test_after_an_exception_nothing_more_is_called(tmp_path):
+    """The first save, in the background, is finished all the same."""
+    saved, run = [], tmp_path / "run"
+    megazoo.on_save(lambda step, values, model: saved.append(step))
+
+    @megazoo.on_step
+    def fail(step, values, model):
+        if step == 2:
+            raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        pretrain_gpt.main([*SMALL, "--steps", "3", "--save", str(run), "--save-interval", "1", "--async-save"])
+    assert saved == []
+    assert (run / "step_00000001" / "megazoo.json").is_file()
+
+
 WANDB = """
 import json
 from pathlib import Path
