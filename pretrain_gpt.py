@@ -106,6 +106,9 @@ def main(arguments: list[str]) -> None:
     model = megazoo.from_config(config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed)
     if source and not goes_on:
         load_weights(source, model)
+    if training.train_only:
+        model.train_only(training.train_only)
+        say(f"training {parameter_count(config, training.train_only):,} of them: {training.train_only}")
     model.recompute(training.recompute, training.recompute_interval)
     if training.compile:
         model.compile()

@@ -114,6 +114,9 @@ class TrainingOptions:
     """Layers that are recomputed as one unit under full."""
     compile: bool = False
     """Run the layers under torch.compile: slow to start (a minute or so), faster after."""
+    train_only: optional(str, "PATTERN", "everything") = None
+    """Regular expression: parameters in whose name it is not found stay frozen: head, norm, layers[.]3[.], or several:
+    "head|norm". They get no gradient, no optimizer state and no weight decay."""
     seed: int = 1234
     """Of the initial weights, the order of samples and the dropout: the same run in any layout."""
 
@@ -337,6 +340,8 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
         raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1, or schedule 1f1b")
     how = {"virtual": parallel.virtual_pp, "stage_layers": parse_stage_layers(parallel.stage_layers)}
     model.all_stages(config, ParallelContext.virtual(parallel.tp, parallel.pp, **how))
+    if training.train_only:
+        model.on_meta(config, ParallelContext()).train_only(training.train_only)
     unit = training.micro_batch_size * dp
     if training.global_batch_size % unit:
         below, above = training.global_batch_size // unit * unit, -(-training.global_batch_size // unit) * unit

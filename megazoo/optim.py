@@ -3,9 +3,11 @@
 import math
 
 import torch
+from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce, gather_ranges
+from megazoo.parallel.data_parallel import GradientBuckets
 from megazoo.parallel.shard import Entry
 from megazoo.precision import LossScale
 
@@ -13,11 +15,11 @@ MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
-class AdamW:
+class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused, on the device of the parameters.
 
     Args:
-        model: its `entries()` name the parameters and say which are copies.
+        model: its parameters are trained, but for those that are frozen (`requires_grad_(False)`) by now.
         lr: step size; assign to `opt.lr` to change it. betas, eps: as in Adam.
         weight_decay: on parameters of two and more dimensions; biases and norms have none.
         clip_grad: largest global gradient norm; 0 turns clipping off.
@@ -30,9 +32,13 @@ class AdamW:
 
     The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]` of this rank's part of
     it, flattened; for one of lower precision, or that is offloaded, also `master`, the fp32 weights that are updated
-    and then rounded into it: most steps are smaller than its precision.
+    and then rounded into it: most steps are smaller than its precision. A frozen parameter has none.
+
+    To torch's learning-rate schedulers it is an optimizer with two `param_groups`, with decay and without; what a group
+    says of lr, betas, eps and weight_decay holds.
     """
 
+    # torch's own constructor is not called: it would import torch._dynamo (70 MB).
     def __init__(
         self,
         model,
@@ -46,19 +52,25 @@ class AdamW:
         offload: bool = False,
         loss_scale: LossScale | None = None,
     ):
+        check_model(model, "AdamW(model, lr=...)")
         if zero not in (0, 1):
             raise UserError(f"zero {zero} is neither 0 nor 1")
-        self.lr, self.betas, self.eps, self.weight_decay, self.clip_grad = lr, betas, eps, weight_decay, clip_grad
+        self.model, self.ctx, self.clip_grad = model, model.ctx, clip_grad
         if model.dtype == torch.float16:
             model.loss_scale = loss_scale or LossScale()
         self.loss_scale, self.skipped = model.loss_scale, False
-        self.ctx = model.ctx
         self.device = torch.device("cpu") if offload else self.ctx.device
-        self.entries = list(model.entries())
-        self._buckets = model.gradient_buckets if zero and self.ctx.dp_size > 1 else None
-        if self._buckets:
-            self._buckets.sharded = True
+        model.agree_on_frozen()
+        self.entries = model.trained_entries()
+        self.buckets: GradientBuckets = model.gradient_buckets
+        self.buckets.sharded = bool(zero) and self.ctx.dp_size > 1
         self.ranges = {entry.name: self.range_of(entry, self.ctx.dp_rank) for entry in self.entries}
+        self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.param_groups = []
+        for decay in (weight_decay, 0.0):
+            entries = [e for e in self.entries if (e.parameter.dim() > 1) == (not self.param_groups)]
+            group = {"params": [e.parameter for e in entries], "names": [e.name for e in entries]}
+            self.param_groups.append({**group, **self.defaults, "weight_decay": decay})
         self.state: dict[str, dict[str, torch.Tensor]] = {}
         for entry in self.entries:
             mine = self._mine(entry.parameter.detach(), entry)
@@ -71,54 +83,99 @@ class AdamW:
             self.state[entry.name] = state
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
     @torch.no_grad()
     def step(self) -> torch.Tensor:
-        """Clip, then update every parameter from its .grad; returns the global norm before clipping, fp32."""
+        """Clip, then update every parameter from its .grad; returns the global norm before clipping, fp32.
+
+        UserError if the gradients are not whole yet, or parameters were frozen or unfrozen since it was made.
+        """
+        if self.model.gradient_buckets is not self.buckets:
+            raise UserError("parameters were frozen or unfrozen after AdamW was made: make a new one")
+        self.buckets.check_summed()
         if self.loss_scale:
             self.skipped = self._overflowed()
             self.loss_scale.update(self.skipped)
             if self.skipped:
                 return torch.tensor(torch.inf)
-        norm = self.global_norm()
+        norm = global_norm(self.model)
         self.steps += 1
         # The fused kernel divides gradients by grad_scale, so that clipping needs no pass of its own.
         clips = self.clip_grad > 0 and norm > self.clip_grad
         scale = ((norm + 1e-6) / self.clip_grad).to(self.device) if clips else None
-        for decay in (True, False):
-            group = [e for e in self.entries if (e.parameter.dim() > 1) == decay and e.parameter.grad is not None]
-            if group:
-                self._update(group, self.weight_decay if decay else 0.0, scale)
-        if self._buckets:
-            self._buckets.gather()
+        by_name = {entry.name: entry for entry in self.entries}
+        for group in self.param_groups:
+            entries = [by_name[name] for name in group["names"]]
+            entries = [entry for entry in entries if entry.parameter.grad is not None]
+            if entries:
+                self._update(entries, group, scale)
+        if self.buckets.sharded:
+            self.buckets.gather()
         return norm
 
-    def zero_grad(self) -> None:
-        """Zero every gradient in place."""
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero every gradient in place, or free it."""
         for entry in self.entries:
-            if entry.parameter.grad is not None:
+            if set_to_none:
+                entry.parameter.grad = None
+            elif entry.parameter.grad is not None:
                 entry.parameter.grad.zero_()
 
-    def global_norm(self) -> torch.Tensor:
-        """The 2-norm of the whole model's gradient: copies over tp or between tied stages count once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
-        for entry in self.entries:
-            if entry.parameter.grad is not None:
-                total += self._square_sum(entry)
-        for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group if self._buckets else None):
-            all_reduce(total, group)
-        return total.sqrt().float()
+    def add_param_group(self, param_group: dict) -> None:
+        """Refuse: a model's parameters are all there."""
+        raise UserError("AdamW has all of a model's parameters from the start: none can be added")
+
+    def state_dict(self) -> dict:
+        """This rank's state and settings, for a checkpoint of your own that is loaded in the same layout.
+
+        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": names}], "steps": ...}; tensors are
+        not copied, as in torch. `megazoo.checkpoint.save` writes what loads in any layout.
+        """
+        groups = [{**group, "params": group["names"]} for group in self.param_groups]
+        state = {"state": self.state, "param_groups": groups, "steps": int(self.steps.item())}
+        return {**state, "loss_scale": self.loss_scale.state()} if self.loss_scale else state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take what `state_dict` gave, of an optimizer of the same model and layout; UserError if it is of another."""
+        state = state_dict["state"]
+        of = {name: {key: tensor.shape for key, tensor in tensors.items()} for name, tensors in state.items()}
+        ours = {name: {key: tensor.shape for key, tensor in tensors.items()} for name, tensors in self.state.items()}
+        if of != ours:
+            name = min((of.keys() ^ ours.keys()) or (name for name in ours if of[name] != ours[name]))
+            what = f"the optimizer's state is of another model or layout: {name} differs"
+            raise UserError(f"{what}; a checkpoint of megazoo.checkpoint.save loads in any layout")
+        for name, tensors in state.items():
+            for key, tensor in tensors.items():
+                self.state[name][key].copy_(tensor)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "names")})
+        self.steps.fill_(state_dict["steps"])
+        if self.loss_scale and "loss_scale" in state_dict:
+            self.loss_scale.load(state_dict["loss_scale"])
 
     def range_of(self, entry: Entry, dp_rank: int) -> tuple[int, int]:
         """The elements of a parameter, flattened, that a replica has the state of."""
-        return self._buckets.range_of(entry.parameter, dp_rank) if self._buckets else (0, entry.parameter.numel())
+        return element_range(entry, self.buckets, dp_rank)
 
     def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
-        """A parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others must call this, too."""
+        """A parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others must call this, too.
+
+        Of a frozen one there is none.
+        """
         states = {}
-        for name, tensor in self.state[entry.name].items():
+        for name, tensor in self.state.get(entry.name, {}).items():
             if name == MASTER and entry.parameter.dtype == torch.float32:
                 continue  # the parameter itself, on the CPU
-            if self._buckets:
+            if self.buckets.sharded:
                 ranges = [self.range_of(entry, dp_rank) for dp_rank in range(self.ctx.dp_size)]
                 whole = tensor.new_empty(entry.parameter.numel())
                 whole[slice(*self.ranges[entry.name])] = tensor
@@ -131,40 +188,87 @@ class AdamW:
         """The elements of a tensor of the parameter's shape that this replica updates."""
         return tensor.view(-1)[slice(*self.ranges[entry.name])]
 
-    def _square_sum(self, entry: Entry) -> torch.Tensor | float:
-        """Of the gradient's elements that this rank counts."""
-        gradient, pieces = entry.parameter.grad, entry.counted_pieces(self.ctx)
-        if not self._buckets:
-            return sum(square_sum(gradient[piece.index()]) for piece in pieces)
-        counted = torch.zeros(gradient.shape, dtype=torch.bool, device=gradient.device)
-        for piece in pieces:
-            counted[piece.index()] = True
-        counted, gradient = self._mine(counted, entry), self._mine(gradient, entry)
-        return square_sum(gradient if counted.all() else gradient[counted])
-
     def _overflowed(self) -> bool:
         """Whether a gradient on any rank is infinite or not a number."""
-        sums = sum(entry.parameter.grad.sum() for entry in self.entries if entry.parameter.grad is not None)
-        overflow = (~torch.isfinite(sums)).float()
+        total = torch.zeros((), device=self.ctx.device)
+        for entry in self.entries:
+            if entry.parameter.grad is not None:
+                total += entry.parameter.grad.sum()
+        overflow = (~torch.isfinite(total)).float()
         for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
             all_reduce(overflow, group)
         return bool(overflow)
 
-    def _update(self, group: list[Entry], weight_decay: float, grad_scale: torch.Tensor | None) -> None:
-        mine = [self._mine(e.parameter, e) for e in group]
+    def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:
+        mine = [self._mine(e.parameter, e) for e in entries]
         # The kernel behind torch.optim.AdamW(fused=True), whose constructor would import torch._dynamo.
         torch._fused_adamw_(
-            [self.state[e.name].get(MASTER, part) for e, part in zip(group, mine, strict=True)],
-            [self._mine(e.parameter.grad, e).to(self.device, torch.float32) for e in group],
-            *([self.state[e.name][moment] for e in group] for moment in MOMENTS),
+            [self.state[e.name].get(MASTER, part) for e, part in zip(entries, mine, strict=True)],
+            [self._mine(e.parameter.grad, e).to(self.device, torch.float32) for e in entries],
+            *([self.state[e.name][moment] for e in entries] for moment in MOMENTS),
             [],
-            [self.steps] * len(group),
-            lr=self.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False, grad_scale=grad_scale,
+            [self.steps] * len(entries),
+            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=grad_scale,
         )  # fmt: skip
-        for e, part in zip(group, mine, strict=True):
+        for e, part in zip(entries, mine, strict=True):
             if MASTER in self.state[e.name]:
                 part.copy_(self.state[e.name][MASTER])
+
+
+@torch.no_grad()
+def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
+    """Scale the gradients so that the norm of the whole model's is at most max_norm; returns the norm before, fp32.
+
+    For an optimizer of your own: `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's part alone. Every
+    rank calls it, after `train_batch`, or after `sync_gradients` where the backward was yours; megazoo's AdamW clips by
+    itself. UserError if the gradients are not whole yet.
+    """
+    check_model(model, "clip_grad_norm(model, max_norm)")
+    model.gradient_buckets.check_summed()
+    norm = global_norm(model)
+    for entry in model.trained_entries():
+        if entry.parameter.grad is not None:
+            entry.parameter.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm
+
+
+@torch.no_grad()
+def global_norm(model) -> torch.Tensor:
+    """The 2-norm of the whole model's gradient: copies over tp or between tied stages count once, frozen parts not."""
+    ctx, buckets = model.ctx, model.gradient_buckets
+    total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    for entry in model.trained_entries():
+        if entry.parameter.grad is not None:
+            total += _square_sum(entry, ctx, buckets)
+    for group in (ctx.tp_group, ctx.pp_group, ctx.dp_group if buckets.sharded else None):
+        all_reduce(total, group)
+    return total.sqrt().float()
+
+
+def element_range(entry: Entry, buckets: GradientBuckets, dp_rank: int) -> tuple[int, int]:
+    """The elements of a parameter, flattened, of which a replica has the summed gradient."""
+    return buckets.range_of(entry.parameter, dp_rank) if buckets.sharded else (0, entry.parameter.numel())
+
+
+def _square_sum(entry: Entry, ctx, buckets: GradientBuckets) -> torch.Tensor | float:
+    """Of the gradient's elements that this rank counts."""
+    gradient, pieces = entry.parameter.grad, entry.counted_pieces(ctx)
+    if not buckets.sharded:
+        return sum(square_sum(gradient[piece.index()]) for piece in pieces)
+    counted = torch.zeros(gradient.shape, dtype=torch.bool, device=gradient.device)
+    for piece in pieces:
+        counted[piece.index()] = True
+    mine = slice(*element_range(entry, buckets, ctx.dp_rank))
+    counted, gradient = counted.view(-1)[mine], gradient.view(-1)[mine]
+    return square_sum(gradient if counted.all() else gradient[counted])
+
+
+def check_model(model, call: str) -> None:
+    """Raise UserError, with the right call, if what should be a model is its parameters, or anything else."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "trained_entries"):
+        what = "not its parameters" if not isinstance(model, nn.Module) else f"not a {type(model).__name__}"
+        raise UserError(f"give a megazoo model, {what}: {call}")
 
 
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -249,7 +249,7 @@ def reduced_in_small_buckets():
     """Train a batch with many buckets; returns how many had left before the end, of how many, and the gradients."""
     ctx = context(dp=2)
     model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
-    model.gradient_buckets = GradientBuckets([entry.parameter for entry in model.entries()], ctx, bucket_elements=2000)
+    model._buckets = GradientBuckets([entry.parameter for entry in model.entries()], ctx, bucket_elements=2000)
     left, finish = [], model.gradient_buckets.finish
     model.gradient_buckets.finish = lambda scale: left.append(model.gradient_buckets.launched) or finish(scale)
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))

@@ -38,7 +38,7 @@ def trained(config, layout, dtype=torch.float32, steps=5, path=None, small_bucke
     if small_buckets:  # several of them, so that parameters begin and end within shards
         entries = list(model.entries())
         late = {e.parameter for e in entries if len(e.stages) > 1 or e.spec.has_partial_gradient(ctx)}
-        model.gradient_buckets = GradientBuckets([e.parameter for e in entries], ctx, 3000, late)
+        model._buckets = GradientBuckets([e.parameter for e in entries], ctx, 3000, late)
     optimizer, norms = AdamW(model, lr=1e-2, **how), []
     for step in range(steps):
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))

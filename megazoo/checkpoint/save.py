@@ -144,6 +144,9 @@ def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -
         checkpoint.read_into(name, entry.parameter, entry.spec, model.ctx)
     if optimizer:
         for entry in optimizer.entries:
+            if not checkpoint.states_of(entry.name):
+                what = f"{checkpoint.path} has no optimizer state of {entry.name}: it was frozen then"
+                raise UserError(f"{what}; freeze the same, or start a new run with the weights alone")
             for state, tensor in optimizer.state[entry.name].items():
                 name = best_weights(entry, tensor.dtype) if state == MASTER else f"{entry.name}.{state}"
                 checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, model.ctx)

@@ -120,10 +120,12 @@ def config_from_hugging_face(values: dict):
     return config
 
 
-def parameter_count(config) -> int:
-    """The number of parameters of the whole model; a tied head counts once."""
+def parameter_count(config, train_only: str | None = None) -> int:
+    """The number of parameters of the whole model; a tied head counts once. train_only: as in `Model.train_only`."""
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
-    return sum(parameter.numel() for parameter in model.parameters())
+    if train_only:
+        model.train_only(train_only)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def flops_per_token(config, seq_length: int) -> int:

@@ -1,14 +1,17 @@
 """What the stages of every model share: building, ties, the loss, and the calls that users make. Never a forward of a
 model: that stands, whole, in the model's own file."""
 
+import fnmatch
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cached_property, partial
+from functools import partial
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megazoo.errors import Advice, UserError, nearest
@@ -17,7 +20,7 @@ from megazoo.models import classification
 from megazoo.models.batch import Batch
 from megazoo.models.hugging_face import Theirs
 from megazoo.models.sizes import check_sizes
-from megazoo.parallel.collectives import sum_between_stages
+from megazoo.parallel.collectives import all_gather_objects, all_reduce, sum_between_stages
 from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext, Stage, cut_into_stages
 from megazoo.parallel.data_parallel import GradientBuckets
@@ -57,6 +60,8 @@ class Model(nn.Module):
         self.companions: dict[str, bytes] = {}  # tokenizer files and the like that came with the weights, on rank 0
         self.generation: dict = {}  # what its generation_config.json says
         self._calls = 0
+        self._buckets: GradientBuckets | None = None
+        self._frozen_ties: frozenset[str] | None = None  # names of tied parameters that are frozen, once ranks agreed
 
     # What a family defines.
 
@@ -152,12 +157,52 @@ class Model(nn.Module):
                     stages = self.tied.get(full, (self.ctx.pp_rank,))
                     yield Entry(full, getattr(module, name), spec, stages)
 
-    @cached_property
+    def trained_entries(self) -> list[Entry]:
+        """This rank's parameters that are not frozen (`requires_grad_(False)`): those that have gradients."""
+        return [entry for entry in self.entries() if entry.parameter.requires_grad]
+
+    @property
     def gradient_buckets(self) -> GradientBuckets:
-        """Where `train_batch` leaves the gradients, and sums them over the replicas."""
+        """Where `train_batch` leaves the gradients, and sums them over the replicas; of what is not frozen by now."""
+        entries = self.trained_entries()
+        if self._buckets is None or {id(p) for p in self._buckets.place} != {id(e.parameter) for e in entries}:
+            if self._buckets:
+                self._buckets.discard()
+            late = {e.parameter for e in entries if len(e.stages) > 1 or e.spec.has_partial_gradient(self.ctx)}
+            self._buckets = GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
+        return self._buckets
+
+    def agree_on_frozen(self) -> None:
+        """Freeze on every rank what any rank has frozen its part or copy of; all ranks call it together.
+
+        A tied parameter of which one stage's copy learned and the other's did not would be two. AdamW calls it, and
+        the first batch that is trained on. UserError if nothing is left to train.
+        """
         entries = list(self.entries())
-        late = {e.parameter for e in entries if len(e.stages) > 1 or e.spec.has_partial_gradient(self.ctx)}
-        return GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
+        frozen = {entry.name for entry in entries if not entry.parameter.requires_grad}
+        told = [(frozen, len(entries))]
+        if self.ctx.mesh is not None:
+            told = all_gather_objects(told[0], self.ctx)
+        if all(len(names) == count for names, count in told):
+            raise UserError("every parameter is frozen: there is nothing to train")
+        frozen = set().union(*(names for names, _ in told))
+        for entry in entries:
+            if entry.name in frozen:
+                entry.parameter.requires_grad_(False)
+        self._frozen_ties = frozenset(frozen & self.tied.keys())
+
+    def train_only(self, pattern: str) -> "Model":
+        """Freeze every parameter whose global name does not match the pattern; returns self.
+
+        pattern: a regular expression that is searched for in the names, such as "head|norm" or "layers[.](10|11)[.]";
+        or, where it is none, a glob of whole names, such as "*norm*". Call it before the optimizer is made. UserError,
+        with the names there are, if it matches nothing in the whole model.
+        """
+        whole = [entry.name for entry in self.on_meta(self.config, ParallelContext()).entries()]
+        trained = names_matching(pattern, whole)
+        for entry in self.entries():
+            entry.parameter.requires_grad_(entry.name in trained)
+        return self
 
     # Layers.
 
@@ -196,7 +241,11 @@ class Model(nn.Module):
             return run(x, stage.layers)
         for first in stage.layers[:: self._interval]:
             layers = range(first, min(first + self._interval, stage.layers.stop))
-            x = x if x.requires_grad else x.detach().requires_grad_()  # of a frozen embedding
+            if not x.requires_grad:  # nothing before these layers learns
+                if not any(p.requires_grad for i in layers for p in self.layers[str(i)].parameters()):
+                    x = run(x, layers)
+                    continue
+                x = x.detach().requires_grad_()
             x = recomputed(partial(run, layers=layers), x)
         return x
 
@@ -305,10 +354,13 @@ class Model(nn.Module):
 
         Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every rank. Without, or
         with return_logits: logits [batch, sequence, vocabulary] ([batch, labels] of a classifier) on every rank of the
-        last stage. The loss can be differentiated when pp is 1; `train_batch` trains in every layout.
+        last stage. The loss can be differentiated when pp is 1, with `sync_gradients` after backward; `train_batch`
+        trains in every layout.
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self.micro_batches(batch, 1)
+        if torch.is_grad_enabled() and self.ctx.dp_size > 1:
+            _ = self.gradient_buckets  # they notice a backward whose gradients nobody sums
         collect = self.whole_logits if return_logits or labels is None else None
         if self.ctx.pp_size > 1:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
@@ -348,16 +400,16 @@ class Model(nn.Module):
         """
         if schedule not in SCHEDULES:
             raise UserError(f"unknown schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
+        buckets = self._buckets_to_train()
         batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
         batches = self._with_targets(self.micro_batches(batch, num_microbatches, step, loss_fn is not None))
-        buckets = self.gradient_buckets
         queue = WeightQueue(buckets.received) if schedule == "zb-h1" else None
         buckets.start(num_microbatches, queue.weights if queue else ())
         with self._gradients_later(queue):
             scale = self.loss_scale.value if self.loss_scale else 1.0
             how = {"loss_fn": loss_fn, "loss_scale": scale, "weight_queue": queue}
             loss = run_pipeline(self, batches, SCHEDULES[schedule], **how).loss
-        self._finish_gradients(scale)
+        self._finish_gradients(buckets, scale)
         return loss
 
     def microbatches(
@@ -375,13 +427,34 @@ class Model(nn.Module):
         mean that train_batch returns, the same on every rank: they add up to it. inputs: as there. One micro-batch is
         under way at a time; train_batch keeps all stages busy.
         """
+        buckets = self._buckets_to_train()
         batch = Batch(input_ids, labels, **inputs)
         batches = self._with_targets(self.micro_batches(batch, num_microbatches))
-        self.gradient_buckets.start(num_microbatches)
+        buckets.start(num_microbatches)
         scale = self.loss_scale.value if self.loss_scale else 1.0
         with self._gradients_later(None):
             yield from run_stepwise(self, batches, scale)
-        self._finish_gradients(scale)
+        self._finish_gradients(buckets, scale)
+
+    @torch.no_grad()
+    def sync_gradients(self) -> None:
+        """Make gradients whole after a backward of your own, `model(ids, labels=ids).loss.backward()`, before the step.
+
+        They become the mean over the replicas of each one's gradient, as torch's DistributedDataParallel has it; those
+        of a parameter that is tied between stages, the sum of its copies'. (Copies over tp are summed in backward.)
+        Every rank calls it, once a step. After `train_batch` and `microbatches`, which sum by themselves, it does
+        nothing.
+        """
+        buckets = self.gradient_buckets
+        if buckets.counting:
+            buckets.check_summed()  # tells what to do
+        pending = torch.tensor(float(buckets.unsummed), device=self.ctx.device)
+        for group in (self.ctx.pp_group, self.ctx.dp_group):
+            all_reduce(pending, group, op=dist.ReduceOp.MAX)
+        if pending:
+            buckets.complete()
+            self._sum_tied(self.trained_entries())
+            buckets.average()
 
     @torch.no_grad()
     def eval_batch(
@@ -470,18 +543,46 @@ class Model(nn.Module):
             for module in modules:
                 module.sums_later, module.weight_queue = False, None
 
-    def _finish_gradients(self, loss_scale: float) -> None:
+    def _buckets_to_train(self) -> GradientBuckets:
+        """The gradient buckets, once all ranks agree on what is frozen."""
+        if self._frozen_ties is None:
+            self.agree_on_frozen()
+        frozen = {entry.name for entry in self.entries() if not entry.parameter.requires_grad}
+        if frozen & self.tied.keys() != self._frozen_ties:
+            what = "a tied parameter was frozen or unfrozen after training began"
+            raise UserError(f"{what}: make a new megazoo.optim.AdamW, or call model.agree_on_frozen() on every rank")
+        return self.gradient_buckets
+
+    def _finish_gradients(self, buckets: GradientBuckets, loss_scale: float) -> None:
         """After the last backward: sum what is partial over tp, tied between stages, and over the replicas."""
-        entries = list(self.entries())
-        self.gradient_buckets.complete()
+        entries = self.trained_entries()
+        buckets.complete()
         partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
         sum_over_copies(partial, self.ctx)
+        self._sum_tied(entries)
+        buckets.finish(loss_scale)
+
+    def _sum_tied(self, entries: list[Entry]) -> None:
         for entry in entries:
             if len(entry.stages) > 1:
                 sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
-        self.gradient_buckets.finish(loss_scale)
 
     def _with_targets(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         if self.stages[-1].last and batches[0].targets is None and batches[0].labels is None:
             raise UserError("the last stage needs labels or targets")
         return batches
+
+
+def names_matching(pattern: str, names: list[str]) -> set[str]:
+    """The names that have a regular expression in them, or that a glob fits whole; UserError if there are none.
+
+    What is not a regular expression, as "*norm*", is a glob.
+    """
+    try:
+        found = {name for name in names if re.search(pattern, name)}
+    except re.error:
+        found = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+    if not found:
+        kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names)
+        raise UserError(f"train-only {pattern!r} matches no parameter; there are {', '.join(kinds)}")
+    return found

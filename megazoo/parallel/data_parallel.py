@@ -5,7 +5,9 @@ from collections.abc import Container
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_shards, all_reduce, reduce_scatter_shards
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.timing import spent
@@ -25,6 +27,9 @@ class GradientBuckets:
 
     With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1, Rajbhandari et al. 2020):
     the elements `range_of(parameter)` of each parameter. It updates these, and `gather` gives them to all.
+
+    A backward outside of start and finish is a user's own. Its gradients are this rank's alone until `average`; that
+    someone forgot it, `check_summed` tells.
     """
 
     def __init__(
@@ -35,6 +40,9 @@ class GradientBuckets:
         late: Container[nn.Parameter] = (),
     ):
         self.ctx, self.sharded = ctx, False
+        self.counting = False  # between start and finish
+        self.unsummed = False  # a backward outside of them has left gradients that nobody has summed
+        self._hooks: list = []
         self.sizes: list[int] = []  # elements of each bucket
         self.members: list[list[tuple[nn.Parameter, int]]] = []  # of each bucket, with where they begin in it
         self.place: dict[nn.Parameter, tuple[int, int]] = {}  # the bucket, and where in it
@@ -56,8 +64,8 @@ class GradientBuckets:
                 if parameter.dtype != torch.float32:
                     parameter.grad_dtype = torch.float32  # autograd then adds up in the bucket's precision
                 self.place[parameter] = (len(self.sizes), start)
-                if ctx.dp_size > 1:
-                    parameter.register_post_accumulate_grad_hook(received)
+                if ctx.dp_size > 1 or (ctx.pp_size > 1 and parameter in late):
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(received))
             self.sizes.append(_aligned(end, ALIGNMENT * ctx.dp_size))
             self.members.append(list(zip(members, starts, strict=True)))
         self.early = len(early)  # buckets that may leave before the end
@@ -65,6 +73,15 @@ class GradientBuckets:
         self.elsewhere: Container[nn.Parameter] = ()
         self.launched = 0
         self.works: list = []
+        _alive.add(self)
+
+    def discard(self) -> None:
+        """Give way to other buckets of the same parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.place:
+            parameter.grad = None
+        _alive.discard(self)
 
     def start(self, backwards: int, elsewhere: Container[nn.Parameter] = ()) -> None:
         """Free the gradients and expect `backwards` contributions to each before it is summed over the replicas.
@@ -73,7 +90,7 @@ class GradientBuckets:
         """
         for parameter in self.place:
             parameter.grad = None
-        self.elsewhere = elsewhere
+        self.elsewhere, self.counting = elsewhere, True
         self.missing = [len(members) * backwards for members in self.members[: self.early]]
         self.launched = 0
 
@@ -93,7 +110,7 @@ class GradientBuckets:
         """Sum what has not left yet (parameters without a gradient hold their bucket back), wait for all sums, and
         divide by the loss scale."""
         self._launch(len(self.members))
-        self.missing = []
+        self.missing, self.counting, self.unsummed = [], False, False
         with spent("communication", "wait"):
             for work in self.works:
                 work.wait()
@@ -104,11 +121,29 @@ class GradientBuckets:
 
     def received(self, parameter: nn.Parameter) -> None:
         """A backward has added to the parameter's gradient."""
+        self.unsummed |= not self.counting
         index, _ = self.place[parameter]
         if self.missing and index < self.early:
             self.missing[index] -= 1
             if not self.missing[index]:
                 self._launch(next((i for i, missing in enumerate(self.missing) if missing), self.early))
+
+    def average(self) -> None:
+        """Replace every gradient by its mean over the replicas; parameters that have none count as zero."""
+        self.complete()
+        for index in range(len(self.members) if self.ctx.dp_size > 1 else 0):
+            bucket = self._filled(index)
+            all_reduce(bucket, self.ctx.dp_group)
+            bucket /= self.ctx.dp_size
+        self.unsummed = False
+
+    def check_summed(self) -> None:
+        """Raise UserError if an optimizer's step would take gradients that are not whole."""
+        if self.counting:
+            raise UserError("a batch was left in the middle: go through model.microbatches() to its end before a step")
+        if self.unsummed:
+            what = "gradients of your own backward are not summed over the ranks"
+            raise UserError(f"{what}: call model.sync_gradients() on every rank before the step")
 
     def range_of(self, parameter: nn.Parameter, dp_rank: int) -> tuple[int, int]:
         """The elements of a parameter, first and last + 1, that lie in a replica's part of its bucket."""
@@ -147,6 +182,28 @@ class GradientBuckets:
             view.copy_(parameter.grad)
             parameter.grad = view
         return bucket
+
+
+_alive: "weakref.WeakSet[GradientBuckets]" = weakref.WeakSet()
+# Their steps mix parameters and gradients in a way that needs one dtype.
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Look, before a step of one of torch's optimizers, whether it can do right by a model's parameters."""
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for buckets in _alive:
+        ours = parameters & buckets.place.keys()
+        if not ours:
+            continue
+        buckets.check_summed()
+        lower = next((p for p in ours if p.grad is not None and p.grad.dtype != p.dtype), None)
+        if lower is not None and isinstance(optimizer, _ADAMS):
+            what = f"torch's {type(optimizer).__name__} can't step {lower.dtype} parameters by fp32 gradients"
+            raise UserError(f"{what}: use megazoo.optim.AdamW(model), which also keeps fp32 master weights")
+
+
+register_optimizer_step_pre_hook(_before_step)
 
 
 def _aligned(count: int, to: int) -> int:

@@ -196,17 +196,20 @@ class Run:
         loss = self.loss_fn(self.model.whole_logits(outputs, batch).float(), batch.labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UserError("loss_fn must return one number, the mean of the micro-batch")
+        if outputs.requires_grad and not loss.requires_grad:
+            raise UserError("loss_fn returns a number without a gradient: compute it from the logits, not detached")
         return loss.float().view(()) * count
 
     def backward(self, action: Action, factor: float = 1.0) -> None:
         """factor: what the loss's gradient is multiplied by, beside the loss scale."""
         received, output = self.graphs.pop((action.stage, action.microbatch))
         gradient = self._take(action)
-        # The engine itself: torch.autograd.backward insists on an output that still has its memory.
-        torch.autograd.Variable._execution_engine.run_backward(
-            (output,), (torch.full_like(output, self.loss_scale * factor) if gradient is None else gradient,),
-            False, False, (), allow_unreachable=True, accumulate_grad=True,
-        )  # fmt: skip
+        if output.requires_grad:  # else all of a first stage is frozen
+            # The engine itself: torch.autograd.backward insists on an output that still has its memory.
+            torch.autograd.Variable._execution_engine.run_backward(
+                (output,), (torch.full_like(output, self.loss_scale * factor) if gradient is None else gradient,),
+                False, False, (), allow_unreachable=True, accumulate_grad=True,
+            )  # fmt: skip
         if action.kind == "I":
             self.weights[action.stage, action.microbatch] = self.weight_queue.take()
         if received is not None:

@@ -1,0 +1,312 @@
+"""Loops and optimizers of a user's own: gradients that are summed are right, and those that nobody summed refused."""
+
+import pytest
+import torch
+from helpers import (
+    MODELS,
+    context,
+    layout_name,
+    make_batch,
+    randomize,
+    replica_rows,
+    run_in_layout,
+    tiny_config,
+    world,
+    worst_gradient,
+)
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.optim import AdamW, clip_grad_norm
+from megazoo.parallel.pipeline import MicroBatch
+
+FORGOTTEN = r"not summed over the ranks: call model.sync_gradients\(\) on every rank before the step"
+
+
+def pieces_of_gradients(model) -> dict:
+    tp = model.ctx.tp_size, model.ctx.tp_rank
+    return {
+        entry.name: [(piece.box, entry.parameter.grad[piece.index()].clone()) for piece in entry.spec.pieces(*tp)]
+        for entry in model.entries()
+    }
+
+
+def parameters_after(optimizer_of, layout, steps=3, sync=True, config=None):
+    """A user's loop, `model(...).loss.backward()`: gradients of the last step, and this rank's parameters."""
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(config or tiny_config(), ctx, seed=3))
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        ids, _ = make_batch(step)
+        optimizer.zero_grad()
+        for half in replica_rows(ids, ctx).chunk(2):  # two backwards, added up
+            (model(half, labels=half).loss / 2).backward()
+        if sync:
+            model.sync_gradients()
+        gradients = pieces_of_gradients(model)  # which the step clips
+        optimizer.step()
+    return gradients, {entry.name: entry.parameter.detach() for entry in model.entries()}
+
+
+def ours(model, **how):
+    return AdamW(model, lr=1e-2, eps=1e-4, clip_grad=0.2, **how)
+
+
+def sharded(model):
+    return ours(model, zero=1)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+LAYOUTS = [dict(dp=2), dict(tp=2), dict(tp=2, sp=True), dict(tp=2, dp=2, sp=True)]
+
+
+@pytest.mark.parametrize("optimizer_of", [ours, sharded, sgd])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_a_loop_of_ones_own_trains_like_one_process(ranks, layout, optimizer_of):
+    # All rows have as many labels, so that the mean over the replicas is the mean over the batch.
+    expected, parameters = parameters_after(optimizer_of, {})
+    answers = run_in_layout(ranks, parameters_after, layout, optimizer_of)
+    assert worst_gradient([gradients for gradients, _ in answers], expected)[0] < 1e-3
+    for _, found in answers:
+        for name, parameter in found.items():
+            if parameter.shape == parameters[name].shape:
+                torch.testing.assert_close(parameter, parameters[name], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer_of", [ours, sharded, sgd])
+def test_a_step_with_gradients_that_nobody_summed_is_refused(ranks, optimizer_of):
+    ranks(refused, 2, optimizer_of)
+
+
+def refused(optimizer_of):
+    with pytest.raises(UserError, match=FORGOTTEN):
+        parameters_after(optimizer_of, dict(dp=2), sync=False)
+
+
+def test_copies_over_tp_need_no_more_than_the_backward(ranks):
+    expected, _ = parameters_after(ours, {})
+    answers = ranks(parameters_after, 2, ours, dict(tp=2, sp=True), sync=False)
+    assert worst_gradient([gradients for gradients, _ in answers], expected)[0] < 1e-3
+
+
+def synced_after_train_batch(zero):
+    ctx = context(dp=2)
+    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
+    optimizer = AdamW(model, zero=zero)
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets)
+    before = [p.grad.clone() for p in model.parameters()]
+    model.sync_gradients()
+    for gradient, p in zip(before, model.parameters(), strict=True):
+        assert torch.equal(gradient, p.grad)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_after_train_batch_nothing_is_left_to_sum(ranks, zero):
+    ranks(synced_after_train_batch, 2, zero)
+
+
+def left_in_the_middle():
+    ctx = context(pp=2)
+    model = megazoo.from_config(tiny_config(), ctx)
+    optimizer = AdamW(model)
+    ids, _ = make_batch(0)
+    for out in model.microbatches(ids, labels=ids, num_microbatches=2):
+        out.loss.backward()
+        break
+    for act in (optimizer.step, model.sync_gradients, lambda: clip_grad_norm(model, 1.0)):
+        with pytest.raises(UserError, match=r"go through model.microbatches\(\) to its end"):
+            act()
+    for out in model.microbatches(ids, labels=ids, num_microbatches=2):
+        out.loss.backward()
+    optimizer.step()
+
+
+def test_a_loop_over_micro_batches_that_was_left_is_refused(ranks):
+    ranks(left_in_the_middle, 2)
+
+
+def own_pipeline():
+    """Two stages by hand, with a tied embedding: gradients after sync_gradients."""
+    import torch.distributed as dist
+
+    model = randomize(megazoo.from_config(MODELS["llama"], context(pp=2), seed=3))
+    ids, targets = make_batch(0)
+    targets = torch.where(targets == -100, 0, targets)
+    batch, (stage,) = MicroBatch(tuple(ids.shape), ids, targets), model.stages
+    optimizer = AdamW(model)
+    if stage.first:
+        x = model.forward_stage(ids, batch, stage)
+        dist.send(x.detach(), 1)
+        gradient = torch.empty_like(x)
+        dist.recv(gradient, 1)
+        x.backward(gradient)
+    else:
+        x = torch.empty(*ids.shape, 32)
+        dist.recv(x, 0)
+        x.requires_grad_()
+        model.token_losses(model.outputs(model.forward_stage(x, batch, stage), batch), batch).mean().backward()
+        dist.send(x.grad, 0)
+    with pytest.raises(UserError, match=FORGOTTEN):
+        optimizer.step()
+    model.sync_gradients()
+    norm = optimizer.step()
+    return norm, model.embedding.weight.detach()
+
+
+def test_ties_of_an_own_pipeline_are_summed(ranks):
+    model = randomize(megazoo.from_config(MODELS["llama"], seed=3))
+    optimizer = AdamW(model)
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=torch.where(targets == -100, 0, targets))
+    norm = optimizer.step()
+    (norm_0, first), (norm_1, last) = ranks(own_pipeline, 2)
+    torch.testing.assert_close([norm_0, norm_1], [norm, norm])
+    assert torch.equal(first, last)
+
+
+def clipped(config, frozen, layout, zero=0):
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(config, ctx, seed=3))
+    if frozen:
+        model.train_only("norm|mlp")
+    if zero:
+        AdamW(model, zero=zero)
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets, num_microbatches=2)
+    norm = clip_grad_norm(model, 0.05).item()
+    again = clip_grad_norm(model, 1e9).item()
+    return norm, again, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "layout", [dict(), dict(tp=2), dict(pp=2), dict(tp=2, pp=2, sp=True), dict(dp=2)], ids=layout_name
+)
+def test_clip_grad_norm_is_of_the_whole_model(ranks, layout, frozen):
+    for name in ("gpt2", "llama"):  # tied, and llama's KV heads have copies at tp 4
+        model = randomize(megazoo.from_config(MODELS[name], seed=3))
+        if frozen:
+            model.train_only("norm|mlp")
+        ids, targets = make_batch(0)
+        torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).backward()
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+        for norm, again, _ in run_in_layout(ranks, clipped, layout, MODELS[name], frozen):
+            assert norm == pytest.approx(expected, rel=1e-4)
+            assert again == pytest.approx(0.05, rel=1e-4)
+
+
+def test_clip_grad_norm_under_zero_1_and_with_copied_heads(ranks):
+    expected, _, _ = clipped(MODELS["llama, one KV head"], False, {})
+    for layout, zero in ((dict(tp=2, dp=2), 1), (dict(tp=4), 0)):
+        for norm, again, _ in ranks(clipped, world(layout), MODELS["llama, one KV head"], False, layout, zero=zero):
+            assert norm == pytest.approx(expected, rel=1e-4)
+            assert again == pytest.approx(0.05, rel=1e-4)
+
+
+def test_small_gradients_are_not_clipped():
+    model = megazoo.from_config(tiny_config(), seed=3)
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=targets)
+    before = [p.grad.clone() for p in model.parameters()]
+    clip_grad_norm(model, 1e3)
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+
+
+def test_parameters_in_place_of_the_model_are_refused():
+    model = megazoo.from_config("gpt2-tiny")
+    with pytest.raises(UserError, match=r"not its parameters: AdamW\(model, lr=...\)"):
+        AdamW(model.parameters())
+    with pytest.raises(UserError, match=r"not its parameters: clip_grad_norm\(model, max_norm\)"):
+        clip_grad_norm(model.parameters(), 1.0)
+    with pytest.raises(UserError, match="give a megazoo model, not a Linear"):
+        AdamW(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax"])
+def test_torchs_adam_in_bfloat16_says_what_to_use(kind):
+    model = megazoo.from_config(tiny_config(), dtype=torch.bfloat16)
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=targets)
+    with pytest.raises(UserError, match=rf"torch's {kind} can't step torch.bfloat16 .* use megazoo\.optim\.AdamW"):
+        getattr(torch.optim, kind)(model.parameters()).step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_torchs_schedulers_set_the_learning_rate():
+    ids, targets = make_batch(0)
+    runs = []
+    for scheduled in (True, False):
+        model = megazoo.from_config(tiny_config(), seed=3)
+        optimizer = AdamW(model, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if scheduled else None
+        for step in range(3):
+            model.train_batch(ids, targets=targets, step=step)
+            if not scheduled:
+                optimizer.lr = 1e-2 / (1 + step)
+            optimizer.step()
+            if scheduled:
+                scheduler.step()
+        runs.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    warm = torch.optim.lr_scheduler.OneCycleLR(AdamW(model), max_lr=1e-2, total_steps=10)  # looks for betas, too
+    assert warm.get_last_lr()[0] == pytest.approx(1e-2 / 25)
+
+
+def test_a_groups_settings_hold():
+    ids, targets = make_batch(0)
+    model, other = (megazoo.from_config(tiny_config(), seed=3) for _ in range(2))
+    optimizer, expected = AdamW(model), AdamW(other, weight_decay=0.5, eps=1e-3, betas=(0.5, 0.6))
+    for group, decay in zip(optimizer.param_groups, (0.5, 0.0), strict=True):
+        group.update(weight_decay=decay, eps=1e-3, betas=(0.5, 0.6))
+    for each, opt in ((model, optimizer), (other, expected)):
+        each.train_batch(ids, targets=targets)
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def own_checkpoint(path, dtype, zero, layout):
+    """Four steps, of which two come after a checkpoint by torch.save; or four without: the parameters."""
+    ctx = context(**layout)
+    found = []
+    for stops in (False, True):
+        model = megazoo.from_config(tiny_config(), ctx, dtype=dtype, seed=3)
+        optimizer = AdamW(model, lr=1e-2, zero=zero)
+        for step in range(4):
+            if stops and step == 2:
+                file = path / f"{ctx.rank}.pt"
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                saved = torch.load(file)
+                model = megazoo.from_config(tiny_config(), ctx, dtype=dtype, seed=4)
+                model.load_state_dict(saved["model"])
+                optimizer = AdamW(model, lr=0.5, zero=zero)
+                optimizer.load_state_dict(saved["optimizer"])
+                assert optimizer.lr == 1e-2
+            ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
+            model.train_batch(ids, targets=targets, step=step)
+            optimizer.step()
+        found.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("layout", "zero"), [(dict(), 0), (dict(dp=2), 1), (dict(pp=2), 0)], ids=str)
+def test_state_dicts_make_a_checkpoint_of_ones_own(ranks, tmp_path, layout, zero, dtype):
+    run_in_layout(ranks, own_checkpoint, layout, tmp_path, dtype, zero)
+
+
+def test_the_state_of_another_model_is_refused():
+    small = AdamW(megazoo.from_config(tiny_config(layers=2)))
+    with pytest.raises(UserError, match=r"of another model or layout: layers\.2\..* differs"):
+        AdamW(megazoo.from_config(tiny_config(layers=3))).load_state_dict(small.state_dict())
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    model = megazoo.from_config(tiny_config())
+    ids, _ = make_batch(0)
+    with pytest.raises(UserError, match="loss_fn returns a number without a gradient"):
+        model.train_batch(ids, labels=ids, loss_fn=lambda logits, labels: logits.detach().mean())
