@@ -10,15 +10,17 @@ import math
 import resource
 import sys
 from contextlib import closing
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import megazoo
+from megazoo import callbacks
 from megazoo.checkpoint import Checkpoint, Saver, load, load_weights, open_source
 from megazoo.checkpoint.format import LATEST
-from megazoo.command_line import parse_options, run_file
+from megazoo.command_line import each_once, parse_options, run_file
 from megazoo.config import (
     DataOptions,
     OptimizerOptions,
@@ -146,8 +148,10 @@ def main(arguments: list[str]) -> None:
             mean, labelled = model.eval_batch(**batch, num_microbatches=microbatches, return_count=True)
             total, count = total + mean.item() * labelled.item(), count + labelled.item()
         loss = total / max(count, 1)
-        metrics.write(**{"step": step, f"{key}_loss": loss, f"{key}_perplexity": math.exp(min(loss, 700.0))})
+        values = {f"{key}_loss": loss, f"{key}_perplexity": math.exp(min(loss, 700.0))}
+        metrics.write(step, **values)
         say(f"step {step:>{len(str(training.steps))}}/{training.steps}  {name} loss {loss:.4f}")
+        callbacks.after_evaluation(step, values, model)
         return loss
 
     # The training loop.
@@ -155,11 +159,14 @@ def main(arguments: list[str]) -> None:
     peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(ctx.device)
     progress = Progress(first_step, training.steps, log.log_interval, rank_flops / peak if peak else None)
     keep, eval_loss, test_loss = options.checkpoint, None, None
-    saver = Saver(keep.save, model, optimizer, background=keep.async_save, keep_last=keep.keep_last, say=say)
+    how = {"background": keep.async_save, "keep_last": keep.keep_last, "say": say}
+    saver = Saver(keep.save, model, optimizer, **how, after=lambda step, path: callbacks.after_save(step, path, model))
+    told = (log.metrics, log.tensorboard, log.wandb) if is_rank_zero() else ()
+    about = {**asdict(config), **settings_to_resume(options), "tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
     starts = range(consumed, consumed + (training.steps - first_step) * rows, rows)
     with (
         saver,
-        closing(Metrics(*((log.metrics, log.tensorboard) if is_rank_zero() else (None, None)), first_step)) as metrics,
+        closing(Metrics(*told, step=first_step, run=state.get("wandb_run"), settings=about)) as metrics,
         traced_steps(log.profile, log.profile_steps, ctx.rank) as step_done,
         StopSignal(ctx) as stop,
         naming_absent_ranks(ctx),
@@ -182,25 +189,26 @@ def main(arguments: list[str]) -> None:
                 what = f"the loss is {loss} and its gradient norm {norm} at step {step}: try a smaller --lr"
                 raise megazoo.UserError(f"{what}; checkpoints of earlier steps are whole", exit_code=1)
 
-            metrics.write(
-                step=step,
-                loss=loss,
-                grad_norm=None if optimizer.skipped else norm,
-                lr=optimizer.lr,
-                tokens_per_second=tokens / watch.seconds,
-                tflops=speed / 1e12,
+            values = {
+                "loss": loss,
+                "grad_norm": None if optimizer.skipped else norm,
+                "lr": optimizer.lr,
+                "tokens_per_second": tokens / watch.seconds,
+                "tflops": speed / 1e12,
                 **({"mfu": speed / peak} if peak else {}),
-                step_time=watch.seconds,
+                "step_time": watch.seconds,
                 **{f"{part}_time": seconds for part, seconds in watch.times().items()},
-                consumed_samples=consumed,
-                consumed_tokens=consumed_tokens,
-                peak_memory=peak_memory(ctx),
+                "consumed_samples": consumed,
+                "consumed_tokens": consumed_tokens,
+                "peak_memory": peak_memory(ctx),
                 **float16_metrics(optimizer),
-            )
+            }
+            metrics.write(step, **values)
             if optimizer.skipped:
                 say(f"step {step}: the gradients overflowed, step skipped; loss scale {optimizer.loss_scale.value:g}")
             if line := progress.line(step, tokens, loss, norm, optimizer.lr):
                 say(line)
+            callbacks.after_step(step, values, model)
             signalled = stop.agreed()
             last = step == training.steps
             if has_valid and (last or (log.eval_interval and step % log.eval_interval == 0)):
@@ -209,6 +217,7 @@ def main(arguments: list[str]) -> None:
                 test_loss = evaluate(step, test, "test", "test")
             if keep.save and (last or signalled or (keep.save_interval and step % keep.save_interval == 0)):
                 trainer = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
+                trainer |= {"wandb_run": metrics.run} if metrics.run else {}
                 trainer["settings"] = settings_to_resume(options)
                 saver.save(step, trainer, may_fail=keep.on_save_error == "continue" and not last)
             if signalled:
@@ -224,7 +233,8 @@ def main(arguments: list[str]) -> None:
         say(f"  checkpoint    {saver.saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
         longer = ["--epochs", 2 * training.epochs] if training.epochs else ["--steps", 2 * training.steps]
         more = [] if signalled else map(str, longer)
-        again = [*arguments, "--load", str(options.checkpoint.save), *more]
+        whole = ["--no-load-weights-only"] if keep.load_weights_only else []
+        again = each_once([*arguments, *whole, "--load", str(options.checkpoint.save), *more])
         say(f"  go on         {python_line(again) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, again)}")
     else:
         say("  nothing was saved: --save DIR keeps a checkpoint")

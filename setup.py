@@ -21,6 +21,7 @@ setup(
         "zst": ["zstandard"],
         "plots": ["matplotlib"],
         "tensorboard": ["tensorboard"],
+        "wandb": ["wandb"],
         "bench": ["transformers>=5", "accelerate"],
         "test": [
             "pytest>=8",

@@ -35,6 +35,21 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
     return options
 
 
+def each_once(arguments: list[str]) -> list[str]:
+    """A command line without the flags that a later one overrides: --steps=3 --load a --steps 6 is --load a --steps 6.
+
+    --no-X overrides --X, and the reverse.
+    """
+    flags: dict[str, list[str]] = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
+            flags.pop(name, None)
+        flags.setdefault(name, []).append(argument)
+    return [word for words in flags.values() for word in words]
+
+
 def required(options: ImportOption, *names: str) -> list:
     """The values of positional arguments, each of which must be given; runs the --import file first."""
     if options.import_:

@@ -32,7 +32,8 @@ class ModelOptions:
     model: Name = None
     """Family: gpt2 (the default), llama, mpt, or one that --import registers. Without a preset, its tiny model."""
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
-    """Python file that registers a model of your own (megazoo.register); it is run."""
+    """Python file of your own; it is run. It may register a model (megazoo.register), and functions that are called
+    after a step, an evaluation or a save (megazoo.on_step, on_evaluation, on_save)."""
     preset: Name = None
     """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl), gpt3-175b; llama-tiny,
     llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b, llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b,
@@ -206,6 +207,8 @@ class LoggingOptions:
     """File that gets one JSON object a step, appended."""
     tensorboard: File = None
     """Directory that gets the same for TensorBoard."""
+    wandb: Name = None
+    """Project of Weights & Biases that gets the same. WANDB_MODE=offline keeps it here."""
     peak_tflops: optional(float, "FLOAT", "the device's in bf16, where known") = None
     """TFLOP/s of one rank's device: what mfu, the model FLOPs utilization, is a share of."""
     profile: File = None
@@ -358,8 +361,10 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
     for flag, directory in {"--save": save, "--tensorboard": log.tensorboard, "--profile": log.profile}.items():
         if directory:
             _check_writable(flag, directory)
-    if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UserError("--tensorboard needs the package tensorboard: install it, or leave --tensorboard out")
+    for package, wanted in {"tensorboard": log.tensorboard, "wandb": log.wandb}.items():
+        found = importlib.util.find_spec(package) if wanted else None
+        if wanted and (found is None or found.origin is None):  # a directory of that name is no package
+            raise UserError(f"--{package} needs the package {package}: install it, or leave --{package} out")
     if metrics:
         _check_writable("--metrics", metrics.parent)
         if metrics.is_dir():

@@ -1,4 +1,4 @@
-"""The one exception that means: the user asked for something that can't be, and one line says what."""
+"""What users are told in one line: the exception for what can't be, and the warning for what can, but badly."""
 
 from difflib import get_close_matches
 
@@ -12,6 +12,10 @@ class UserError(ValueError):
     def __init__(self, message: str, exit_code: int = 2):
         super().__init__(" ".join(message.split()))
         self.exit_code = exit_code
+
+
+class Advice(UserWarning):
+    """Something that works, though not as the user may want it. Programs print its text as one line on stderr."""
 
 
 def nearest(name: str, known) -> str:

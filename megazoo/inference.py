@@ -8,7 +8,7 @@ import torch
 
 from megazoo.checkpoint import load_weights, open_source
 from megazoo.command_line import required, run_file
-from megazoo.config import AS_STORED, ImportOption
+from megazoo.config import AS_STORED, ImportOption, parse_stage_layers
 from megazoo.errors import UserError
 from megazoo.flags import Argument, Name
 from megazoo.launch import data_parallel_size, is_rank_zero, start_missing_ranks, world_size
@@ -27,6 +27,8 @@ class InferenceOptions(ImportOption):
     """Tensor-parallel size: ranks that share each layer."""
     pp: int = 1
     """Pipeline-parallel size: stages that the layers are cut into."""
+    stage_layers: str = "balanced"
+    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each stage: 5,6,6,5."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Of weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -46,10 +48,12 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Cal
         raise UserError(f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file")
     tokenizer = open_tokenizer(where)
     source.model.check(source.config, options.tp, options.pp)
+    how = {"stage_layers": parse_stage_layers(options.stage_layers)}
+    source.model.all_stages(source.config, ParallelContext.virtual(options.tp, options.pp, **how))
     data_parallel_size(options.tp, options.pp)
     choose_device(options.device, options.tp * options.pp if world_size() == 1 else None)
     start_missing_ranks(options.tp, options.pp)
-    ctx = ParallelContext.from_torch(options.tp, options.pp, device=options.device)
+    ctx = ParallelContext.from_torch(options.tp, options.pp, device=options.device, **how)
     dtype = getattr(torch, options.dtype) if options.dtype else source.dtype_of(next(iter(source.specs)))
     model = source.model.empty(source.config, ctx, dtype=dtype)
     load_weights(source, model)

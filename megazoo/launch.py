@@ -6,10 +6,11 @@ import shlex
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from megazoo.errors import UserError
+from megazoo.errors import Advice, UserError
 
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 LAUNCHER_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -115,6 +116,12 @@ def run_program(main: Callable[[list[str]], None]) -> None:
     A mistake that all ranks find is told by rank 0; the others wait to be ended by the launcher.
     """
     sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
+    usual = warnings.formatwarning
+
+    def formatted(message, category, *where) -> str:
+        return f"warning: {message}\n" if category is Advice else usual(message, category, *where)
+
+    warnings.formatwarning = formatted
     try:
         main(sys.argv[1:])
     except UserError as error:

@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from megazoo.errors import UserError
 from megazoo.launch import is_rank_zero
 
 # TFLOP/s of dense bf16 products (fp16 on the V100), by a part of the device's name; the first that fits counts.
@@ -38,13 +39,25 @@ def peak_flops(device) -> float | None:
 
 
 class Metrics:
-    """Appends JSON objects to a file, a line each, and their numbers to TensorBoard's; does nothing without either.
+    """Appends JSON objects to a file, a line each, and gives their numbers to TensorBoard and to Weights & Biases; does
+    nothing without any of the three.
 
-    step: after which the run starts; what TensorBoard has of later ones is hidden.
+    path: the file. tensorboard: TensorBoard's directory; what it has of steps after `step`, where this start begins, is
+    hidden. wandb: the project of Weights & Biases. run: the id there of the run that goes on; a new one by default.
+    settings: what its page tells of the run. UserError if Weights & Biases refuses.
     """
 
-    def __init__(self, path: Path | None, tensorboard: Path | None = None, step: int = 0):
-        self.path, self.board = path, None
+    def __init__(
+        self,
+        path: Path | None = None,
+        tensorboard: Path | None = None,
+        wandb: str | None = None,
+        *,
+        step: int = 0,
+        run: str | None = None,
+        settings: dict | None = None,
+    ):
+        self.path, self.board, self.wandb_run = path, None, None
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -52,21 +65,48 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter  # seconds, and much memory
 
             self.board = SummaryWriter(str(tensorboard), purge_step=step + 1)
+        if wandb:
+            self.wandb_run = _open_run(wandb, run, settings)
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run in Weights & Biases, if there is one."""
+        return self.wandb_run and self.wandb_run.id
 
     def write(self, step: int, **values) -> None:
         """Numbers of a step, or of an evaluation after it, which begin with eval_ or test_. None: there is none."""
         if self.path:
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
+        named = {}  # in groups: train/loss, eval/loss
+        for key, value in values.items():
+            kind, name = (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
+            if value is not None:
+                named[f"{kind}/{name}"] = value
         if self.board:
-            for key, value in values.items():
-                kind, name = (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
-                if value is not None:
-                    self.board.add_scalar(f"{kind}/{name}", value, step)
+            for name, value in named.items():
+                self.board.add_scalar(name, value, step)
+        if self.wandb_run:
+            self.wandb_run.log({"step": step, **named})
 
     def close(self) -> None:
         if self.board:
             self.board.close()
+        if self.wandb_run:
+            self.wandb_run.finish()
+
+
+def _open_run(project: str, run: str | None, settings: dict | None):
+    """A run of a project of Weights & Biases: a new one, or the one of an id."""
+    import wandb
+
+    try:
+        opened = wandb.init(project=project, id=run, resume="allow", config=settings)
+    except wandb.Error as error:  # there is no login, or no connection, say
+        raise UserError(f"--wandb {project}: {error}; WANDB_MODE=offline needs no connection", exit_code=1) from error
+    # Their own count of steps refuses to go back to where a checkpoint was.
+    opened.define_metric("*", step_metric="step")
+    return opened
 
 
 @contextmanager

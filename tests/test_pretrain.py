@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from programs import python
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
+from megazoo.command_line import each_once
 from megazoo.config import Options
 from megazoo.flags import settings_of
 from megazoo.launch import run_program
@@ -179,6 +181,33 @@ def test_metrics_evaluation_and_summary(tmp_path, capsys):
         assert words in out
 
 
+def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
+    """A run with other weights, then what it prints, then what that prints: each flag is named once."""
+    weights, saved, metrics = tmp_path / "weights", tmp_path / "run", tmp_path / "metrics"
+    config = pretrain_gpt.model_config(pretrain_gpt.parse_options(SMALL, "").model)
+    megazoo.from_config(config).save_parallelized(weights)
+    kept = [*SMALL, "--save", str(saved), "--metrics", str(metrics)]
+    words = [*kept, "--load", str(weights), "--load-weights-only", "--steps=2"]
+    for steps in (4, 8):
+        pretrain_gpt.main(words)
+        (line,) = re.findall(r"^  go on +(.*)$", capsys.readouterr().out, re.MULTILINE)
+        words = shlex.split(line)[2:]
+        assert words == [*kept, "--no-load-weights-only", "--load", str(saved), "--steps", str(steps)]
+    assert list(losses(metrics)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "once"),
+    [
+        ("--steps=3 --load a --steps 6", "--load a --steps 6"),
+        ("--log_interval 1 --data 0.7 a 0.3 b --log-interval 2 --data c", "--log-interval 2 --data c"),
+        ("--compile --no-compile --sequence-parallel", "--no-compile --sequence-parallel"),
+    ],
+)
+def test_of_a_flag_the_last_value_remains(given, once):
+    assert each_once(given.split()) == once.split()
+
+
 def test_tensorboard_and_mfu(tmp_path, capsys):
     """TensorBoard's reader finds what the metrics file says, a resumed run in place of what came after its start."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -262,7 +291,8 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
     assert records(metrics)[-1]["step"] == -(-3 * samples // 8)
     out = capsys.readouterr().out
     assert re.search(r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats a token", out)
-    assert re.search(r"go on .* --epochs 3 .*--epochs 6$", out, re.MULTILINE)
+    assert re.search(r"go on .*--epochs 6$", out, re.MULTILINE)
+    assert "--epochs 3 " not in out
     with pytest.raises(megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"):
         pretrain_gpt.main([*common, "--load", str(tmp_path / "run")])
     with monkeypatch.context() as restarted:

@@ -70,8 +70,8 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> di
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    rows = (tensor.nbytes // max(1, tensor.shape[0]) for tensor in tensors.values())
-    buffer = _pages(max(PIECE_BYTES, *rows))
+    rows = [tensor.nbytes // max(1, tensor.shape[0]) for tensor in tensors.values()]
+    buffer = _pages(max([PIECE_BYTES, *rows]))  # a rank may own no tensor
     with NewFile(path, 8 + len(text) + end) as file:
         file.write(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
         for tensor in tensors.values():

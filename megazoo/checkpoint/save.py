@@ -57,7 +57,9 @@ class Saver:
     """Saves the steps of a run, each at once or, in the background, while training goes on.
 
     background: `save` only copies this rank's share in memory; a thread writes it. keep_last: as in `save`. say: is
-    told of every step that was saved. Use it as a context: at its end the last step is on disk, or UserError is raised.
+    told of every step that was saved. after: after(step, path) is called on every rank, in the caller's thread, when a
+    step is known to be on disk; of one that was saved in the background this is when the next begins or the context
+    ends. Use it as a context: at its end the last step is on disk, or UserError is raised.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class Saver:
         background: bool = False,
         keep_last: int = 0,
         say: Callable[[str], None] = lambda _: None,
+        after: Callable[[int, Path], None] = lambda *_: None,
     ):
         self.directory, self.model, self.optimizer = directory, model, optimizer
-        self.background, self.keep_last, self.say = background, keep_last, say
+        self.background, self.keep_last, self.say, self.after = background, keep_last, say, after
         self.saved: Path | None = None  # the last step that is on disk
         self._thread: Thread | None = None
         self._error: UserError | None = None
@@ -84,7 +87,8 @@ class Saver:
         may_fail: should it fail, that is told on stderr; else UserError is raised, on every rank.
         """
         self.wait()
-        contents, self._may_fail = _contents(step, self.model, self.optimizer, trainer), may_fail
+        contents = _contents(step, self.model, self.optimizer, trainer)
+        self._step, self._may_fail = step, may_fail
         if self.background:
             self._thread = Thread(target=self._write, args=(step, contents.copied()))
             self._thread.start()
@@ -104,6 +108,8 @@ class Saver:
 
     def __exit__(self, kind, error, traceback) -> None:
         self._may_fail = kind is not None  # what failed first is what is raised
+        if kind:
+            self.after = lambda *_: None
         self.wait()
 
     def _write(self, step: int, contents: "_Contents") -> None:
@@ -121,6 +127,8 @@ class Saver:
             raise error
         if error and self.model.ctx.rank == 0:
             print(f"warning: {error}", file=sys.stderr, flush=True)
+        if not error:
+            self.after(self._step, self.saved)
 
 
 def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -> dict:

@@ -3,6 +3,7 @@ model: that stands, whole, in the model's own file."""
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megazoo.errors import UserError, nearest
+from megazoo.errors import Advice, UserError, nearest
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, VocabParallelHead, vocab_parallel_cross_entropy
 from megazoo.models import classification
 from megazoo.models.batch import Batch
@@ -107,12 +108,27 @@ class Model(nn.Module):
 
     @classmethod
     def empty(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
-        """This rank's stages on its device, to be filled."""
+        """This rank's stages on its device, to be filled. Warns, on rank 0, of stages without layers."""
         model = cls.on_meta(config, ctx, seed=seed)
+        if ctx.rank == 0 and ctx.device.type != "meta":
+            cls._warn_of_empty_stages(config, ctx)
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=ctx.device)))
         return model
+
+    @classmethod
+    def _warn_of_empty_stages(cls, config, ctx: ParallelContext) -> None:
+        layer, first, last = cls.stage_costs(config)
+        for stage in cls.all_stages(config, ctx):
+            if not stage.layers:
+                what, cost = ("embedding", first) if stage.first else ("head", last)
+                warnings.warn(
+                    f"stage {stage.index + 1} of {stage.count} gets no layers: its {what} weighs as much as "
+                    f"{cost / layer:.1f} of them; use stage_layers uniform (--stage-layers uniform), or a smaller pp",
+                    Advice,
+                    stacklevel=4,  # who calls from_config
+                )
 
     @classmethod
     def on_meta(cls, config, ctx: ParallelContext, *, seed: int = 0) -> "Model":

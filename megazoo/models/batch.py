@@ -22,6 +22,7 @@ class Batch:
     for its other problems; those of a loss of one's own have any shape that begins with the batch. attention_mask: 1
     for tokens, 0 for padding on either side. position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions
     are distances, have no use for them. document_ids: tokens see those of the same number only, for packed documents.
+    A replica's batch may have no rows: tensors [0, sequence].
     The first stage's masks and positions go to all others, and the batch's shape to stages that are given no tensor.
     """
 
