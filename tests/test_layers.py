@@ -1,5 +1,6 @@
 """Layers against plain torch, in one process and cut over ranks."""
 
+import runpy
 from dataclasses import replace
 from unittest import mock
 
@@ -21,7 +22,7 @@ from megazoo.layers import (
     rotate,
     vocab_parallel_cross_entropy,
 )
-from megazoo.parallel import ParallelContext, Shard
+from megazoo.parallel import ParallelContext, Shard, collectives
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import initialize
 
@@ -251,3 +252,12 @@ def test_rotation_turns_pairs_and_its_gradient_turns_back(batch):
     pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles).unsqueeze(-3)
     torch.testing.assert_close(rotate(x, cos, sin), torch.cat([pairs.real, pairs.imag], dim=-1))
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)
+
+
+def test_a_torch_without_the_old_names_of_collectives_will_do(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_gather_single", "new gather", raising=False)
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_single", "new scatter", raising=False)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        monkeypatch.delattr(torch.distributed, name)
+    fresh = runpy.run_path(collectives.__file__)
+    assert (fresh["_all_gather"], fresh["_reduce_scatter"]) == ("new gather", "new scatter")

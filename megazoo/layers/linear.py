@@ -49,6 +49,8 @@ class ColumnParallelLinear(ShardedModule):
     Source: Megatron-LM, section 3: the input's gradient is summed over tp.
     """
 
+    multiplied = ("weight",)
+
     def __init__(
         self,
         in_features: int,
@@ -96,6 +98,8 @@ class RowParallelLinear(ShardedModule):
     Errors: UserError if tp does not divide in_features.
     Source: Megatron-LM, section 3.
     """
+
+    multiplied = ("weight",)
 
     def __init__(
         self,
@@ -155,6 +159,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three, KV
     heads together with the queries that use them. Where tp doesn't divide the KV heads, the first ranks hold one more;
     where tp is a multiple of them, each is replicated over tp / kv_heads ranks, over which its gradient is summed.
+    score_features: the features of all query heads, over all ranks, for `flops_per_token` to count.
     Errors: UserError if neither holds, or the heads don't divide hidden_size.
     """
 
@@ -177,6 +182,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
             raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
         queries = heads // kv_heads if tp <= kv_heads else 1  # that stay with their KV head
+        self.score_features = heads * size
         parts, self.units = tuple(n * size for n in (heads, kv_heads, kv_heads)), (queries * size, size, size)
         super().__init__(hidden_size, parts, bias, units=self.units, std=std, ctx=ctx)
         self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -158,9 +158,11 @@ class ShardedModule(nn.Module):
     ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward takes a parameter that
     several tp ranks hold through `whole`, so that its gradient is the sum of what they contribute. sums_later: whoever
     runs backward makes those sums himself, once for many backwards (`sum_over_copies`). weight_queue: where gradients
-    of linear weights wait, if they do.
+    of linear weights wait, if they do. multiplied: names of the parameters that are matrices by which every token is
+    multiplied, for `flops_per_token` to count.
     """
 
+    multiplied: ClassVar[tuple[str, ...]] = ()
     sums_later = False
     weight_queue: WeightQueue | None = None
 
