@@ -18,10 +18,12 @@ import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
 from megazoo.config import Options
+from megazoo.errors import UserError
 from megazoo.flags import settings_of
 from megazoo.launch import run_program
 from megazoo.models import flops_per_token
 from megazoo.models.gpt2 import GPT2
+from megazoo.models.llama import Llama
 from megazoo.parallel.schedule import zb_h1
 from megazoo.tokenizer import ByteTokenizer
 
@@ -294,6 +296,22 @@ def test_the_shipped_configs_are_valid():
         options = pretrain_gpt.parse_options(["--config", str(path)], "")
         config = pretrain_gpt.model_config(options.model)
         pretrain_gpt.check_run(options, GPT2, config, ByteTokenizer(), dp=1)
+
+
+def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
+    file = tmp_path / "config.json"
+    sizes = '"model": "llama", "vocab_size": 257, "max_positions": 64, "hidden_size": 32, "layers": 1, "heads": 2'
+    file.write_text(f'{{{sizes}, "rope_scaling": {{"rope_type": "linear", "factor": 4.0}}}}')
+    for length in (256, 257):
+        options = pretrain_gpt.parse_options(["--preset", str(file), "--seq-length", str(length)], "")
+        config = pretrain_gpt.model_config(options.model)
+        if length == 256:
+            pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+            continue
+        with pytest.raises(UserError) as refused:
+            pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+    what = "seq-length 257 exceeds the model's max-positions 64, which its rotary scaling takes to 256"
+    assert str(refused.value) == f"{what}: use at most that, or a larger --max-positions"
 
 
 BAD_INPUT = {
