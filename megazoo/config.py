@@ -42,11 +42,12 @@ class ModelOptions:
     layers: Size = None
     """Transformer blocks."""
     heads: Size = None
-    """Attention heads, cut over tp; the ranks' shares must be even or nearly so."""
+    """Attention heads, cut whole over tp, which need not divide them if no rank has over a quarter above its share."""
     kv_heads: Size = None
-    """Key and value heads, for models with grouped queries; replicated where tp exceeds them."""
+    """Key and value heads, for models with grouped queries: cut as the heads are; where tp exceeds them, tp must be a
+    multiple of them and divide the heads, and each is held by several ranks."""
     ffn_size: Size = None
-    """Inner features of the MLP, 4 x hidden-size in GPT-2; tp must divide them."""
+    """Inner features of the MLP, 4 x hidden-size in GPT-2; tp need not divide them."""
     vocab_size: Size = None
     """Size of the vocabulary; tp need not divide it."""
     max_positions: Size = None

@@ -174,6 +174,11 @@ def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
     ("overrides", "tp", "message"),
     [
         ({"kv_heads": 3}, 1, "kv-heads 3 don't divide heads 4"),
+        (
+            {"hidden_size": 64, "heads": 32, "kv_heads": 8},
+            6,
+            "tp 6 doesn't divide heads 32 and kv-heads 8: use tp 1, 2, 3, 4, 5, 8, 16 or 32",
+        ),
         ({"kv_heads": 2}, 3, "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
         ({"rope_scaling": {"rope_type": "longrope"}}, 1, "rope_type 'longrope' is not supported: there are default"),
     ],

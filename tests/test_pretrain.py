@@ -315,7 +315,7 @@ def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
 
 
 BAD_INPUT = {
-    "--tp 3": "tp 3 doesn't divide ffn-size 512: use tp 1, 2 or 4",
+    "--tp 3": "tp 3 doesn't divide heads 4: use tp 1, 2 or 4",
     "--tp 8": "tp 8 doesn't divide heads 4: use tp 1, 2 or 4",
     "--tp 0": "tp 0 must be at least 1",
     "--pp 5": "layers 4 don't fill pp 5 stages: use pp of at most 4",
@@ -396,7 +396,7 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch)
 def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
     done = start([], "--tp", 3, executable=sys.executable)
     assert done.returncode == 2
-    assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide ffn-size 512: use tp 1, 2 or 4\n"
+    assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide heads 4: use tp 1, 2 or 4\n"
     assert done.stdout == ""
 
 

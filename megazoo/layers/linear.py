@@ -10,7 +10,7 @@ from megazoo.layers.rotary import rotate, turn
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.linear import WeightQueue, linear
-from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
+from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule, units_for
 
 
 def column_parallel_linear(
@@ -38,14 +38,16 @@ class ColumnParallelLinear(ShardedModule):
             of each part, one after the other.
         bias: add a bias, cut like the outputs.
         units: cut each part between groups of so many features (a head), whose number tp need not divide, and which are
-            replicated if tp is a multiple of it; without, tp must divide every part.
+            replicated if tp is a multiple of it; by default evenly where tp divides a part, else as `units_for` says:
+            nearly so, by 128 features or by single ones. A RowParallelLinear of as many inputs is cut alike.
         gather_output: return all outputs on every rank instead of this rank's (one part only).
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: [..., in_features] -> [..., out_features / tp], or [..., out_features] if gathered. Under sequence
-    parallelism x is this rank's part of the sequence, [..., sequence / tp, in_features], and y has all of it.
-    Errors: UserError if tp does not divide a part.
+    Shapes: [..., in_features] -> [..., this rank's outputs], or [..., out_features] if gathered; `sizes` are those of
+    every rank. Under sequence parallelism x is this rank's part of the sequence, [..., sequence / tp, in_features], and
+    y has all of it.
+    Errors: UserError if a part has fewer outputs than there are ranks, or units that don't fill it are replicated.
     Source: Megatron-LM, section 3: the input's gradient is summed over tp.
     """
 
@@ -64,7 +66,7 @@ class ColumnParallelLinear(ShardedModule):
     ):
         super().__init__(ctx)
         parts = out_features if isinstance(out_features, tuple) else (out_features,)
-        shard = Shard(0, parts, units)
+        shard = Shard(0, parts, units or units_for(parts, self.ctx.tp_size))
         _check_cut("outputs", shard, self.ctx)
         if gather_output and len(parts) > 1:
             raise UserError(f"gather_output would interleave the {len(parts)} fused parts: gather them one by one")
@@ -88,14 +90,15 @@ class RowParallelLinear(ShardedModule):
         in_features: inputs in all, over the tp ranks together.
         out_features: size of y's last dimension, the same on every rank.
         bias: add a bias, once, after the sum; every rank holds all of it.
-        unit: cut between groups of this many inputs (a head), whose number tp need not divide; 1 must be divided.
+        unit: cut between groups of this many inputs (a head), whose number tp need not divide; by default the inputs
+            are cut as the outputs of a ColumnParallelLinear are.
         input_is_parallel: x is this rank's part already (what a ColumnParallelLinear returns); else x is cut here.
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: [..., in_features / tp] -> [..., out_features]. Under sequence parallelism y is this rank's part of the
+    Shapes: [..., this rank's inputs] -> [..., out_features]. Under sequence parallelism y is this rank's part of the
     sequence, [..., sequence / tp, out_features], and x must be cut by features already.
-    Errors: UserError if tp does not divide in_features.
+    Errors: UserError if there are fewer inputs than ranks.
     Source: Megatron-LM, section 3.
     """
 
@@ -107,13 +110,14 @@ class RowParallelLinear(ShardedModule):
         out_features: int,
         bias: bool = True,
         *,
-        unit: int = 1,
+        unit: int | None = None,
         input_is_parallel: bool = True,
         std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
-        shard = Shard(1, (in_features,), (unit,) if unit > 1 else ())
+        units = units_for((in_features,), self.ctx.tp_size) if unit is None else (unit,) if unit > 1 else ()
+        shard = Shard(1, (in_features,), units)
         _check_cut("inputs", shard, self.ctx)
         if self.ctx.sequence_parallel and not input_is_parallel:
             raise UserError("under sequence parallelism a row-parallel layer needs an input that is cut by features")
@@ -250,6 +254,8 @@ def _heads(qkv: torch.Tensor, parts: Sequence[int], head_size: int) -> tuple[tor
 
 
 def _check_cut(what: str, shard: Shard, ctx: ParallelContext) -> None:
-    for part in () if shard.units else shard.parts:
-        if part % ctx.tp_size:
-            raise UserError(f"{part} {what} don't divide over tp {ctx.tp_size}")
+    for part, unit, copied in zip(shard.parts, shard.all_units, shard.replicated(ctx.tp_size), strict=True):
+        if copied and unit == 1:
+            raise UserError(f"{part} {what} can't be cut over tp {ctx.tp_size}: use tp of at most {part}")
+        if copied and (part % unit or not part or ctx.tp_size % (part // unit)):
+            raise UserError(f"{part} {what} in units of {unit} can't be cut over tp {ctx.tp_size}, nor copied evenly")
