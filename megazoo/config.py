@@ -43,15 +43,16 @@ class ModelOptions:
     layers: Size = None
     """Transformer blocks."""
     heads: Size = None
-    """Attention heads, cut over tp; the ranks' shares must be even or nearly so."""
+    """Attention heads, cut whole over tp, which need not divide them if no rank has over a quarter above its share."""
     kv_heads: Size = None
-    """Key and value heads, for models with grouped queries; replicated where tp exceeds them."""
+    """Key and value heads, for models with grouped queries: cut as the heads are; where tp exceeds them, tp must be a
+    multiple of them and divide the heads, and each is held by several ranks."""
     ffn_size: Size = None
-    """Inner features of the MLP, 4 x hidden-size in GPT-2; tp must divide them."""
+    """Inner features of the MLP, 4 x hidden-size in GPT-2; tp need not divide them."""
     vocab_size: Size = None
     """Size of the vocabulary; tp need not divide it."""
     max_positions: Size = None
-    """Longest sequence that the model has positions for."""
+    """Longest sequence that the model has positions for; a rotary scaling may take it further."""
     dropout: Rate = None
     """Probability, in all the places where the model has dropout."""
     tie_embeddings: Switch = None
@@ -349,11 +350,11 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
             f"global-batch-size {training.global_batch_size} is not a multiple of micro-batch-size "
             f"{training.micro_batch_size} x dp {dp} = {unit}: use {f'{below} or ' if below else ''}{above}"
         )
-    if training.seq_length > config.max_positions:
-        raise UserError(
-            f"seq-length {training.seq_length} exceeds the model's max-positions {config.max_positions}: "
-            f"use at most that, or a larger --max-positions"
-        )
+    if training.seq_length > (longest := model.longest_sequence(config)):
+        what = f"seq-length {training.seq_length} exceeds the model's max-positions {config.max_positions}"
+        if longest > config.max_positions:
+            what += f", which its rotary scaling takes to {longest}"
+        raise UserError(f"{what}: use at most that, or a larger --max-positions")
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
         what = f"the {tokenizer.vocab_size} of the tokenizer {tokenizer.source}"
         raise UserError(f"vocab-size {config.vocab_size} is smaller than {what}")

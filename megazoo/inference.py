@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 
 from megazoo.checkpoint import load_weights, open_source
-from megazoo.command_line import required, run_file
+from megazoo.command_line import required
 from megazoo.config import AS_STORED, ImportOption, parse_stage_layers
 from megazoo.errors import UserError
 from megazoo.flags import Argument, Name
@@ -40,8 +40,6 @@ class InferenceOptions(ImportOption):
 def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Callable[[str], None]]:
     """This rank's part of the model, its tokenizer, and a print that only rank 0 does; starts the missing ranks."""
     (path,) = required(options, "source")
-    if options.import_:
-        run_file(options.import_)
     source = open_source(path)
     where = options.tokenizer or source.tokenizer
     if where is None:

@@ -82,6 +82,19 @@ def test_resume_in_another_layout(ranks, tmp_path, before, afters, tied):
         assert worst_relative(history, expected[4:]) < 1e-5, after
 
 
+@pytest.mark.parametrize("ffn_size", [50, 1283])
+def test_resume_in_another_layout_with_inner_features_that_tp_does_not_divide(ranks, tmp_path, ffn_size):
+    config = tiny_config(hidden_size=40, heads=5, ffn_size=ffn_size)
+    expected, _ = run_steps({}, config, 6)
+    ranks(run_steps, 3, {"tp": 3}, config, 3, tmp_path)
+    stored = Checkpoint(tmp_path).manifest["tensors"]["layers.0.mlp.up.weight"]["shard"]
+    assert stored == {"dim": 0, "parts": [ffn_size], "units": [128] if ffn_size == 1283 else []}
+    for after in ({"tp": 2, "dp": 2}, {}):
+        run = (after, config, 3, None, tmp_path)
+        history, _ = ranks(run_steps, world(after), *run)[0] if after else run_steps(*run)
+        assert worst_relative(history, expected[3:]) < 1e-5, after
+
+
 def test_files_and_manifest_are_as_documented(ranks, tmp_path):
     ranks(run_steps, 4, {"tp": 2, "dp": 2}, tiny_config(), 1, tmp_path)
     step = tmp_path / "step_00000001"

@@ -92,6 +92,16 @@ def test_there_and_back_is_bit_for_bit(originals, tmp_path, name, first, second,
     check_round_trip(*originals(name, dtype), first, second, tmp_path)
 
 
+UNEVEN = {"gpt2": lambda: gpt2(n_inner=50), "llama": lambda: llama(kv_heads=8, ffn_size=1283, mlp_bias=True)}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize(("first", "second"), [((3, 1), (4, 2)), ((4, 2), (3, 1)), ((8, 1), (1, 2))])
+def test_there_and_back_with_inner_features_that_tp_does_not_divide(tmp_path, name, first, second):
+    UNEVEN[name]().save_pretrained(tmp_path / "original")
+    check_round_trip(tmp_path / "original", tensors_of(tmp_path / "original"), first, second, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

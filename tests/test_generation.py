@@ -170,6 +170,25 @@ def test_dynamic_scaling_past_the_context_is_the_uncached_result():
         assert model(out[:, :length]).logits[0, -1].argmax() == out[0, length]
 
 
+@pytest.mark.parametrize("name", [name for name in test_llama.ROPE if name != "llama3"])
+def test_scaled_rotary_generates_past_the_models_positions_what_transformers_does(name):
+    """With and without a cache; dynamic scaling, of which transformers' cache keeps what it turned before, without."""
+    sizes = {**SIZES, "max_positions": 32, "kv_heads": 2, "ffn_size": 48}
+    config = LlamaConfig(**sizes, rope_scaling=test_llama.ROPE[name])
+    hf, model = test_llama.hugging_face_model(config), megazoo.from_config(config)
+    weights = test_llama.global_tensors(hf, config)
+    with torch.no_grad():
+        for entry in model.entries():
+            entry.parameter.copy_(weights[entry.name])
+    hf.generation_config.eos_token_id = None  # to the end, past 32
+    settings, ids = {"max_new_tokens": 50, "pad_token_id": PAD}, prompts()[0][:1]
+    expected = hf.generate(ids, do_sample=False, use_cache=name != "dynamic", **settings)
+    for use_cache in (True, False):
+        assert torch.equal(model.generate(ids, use_cache=use_cache, **settings), expected)
+    with pytest.raises(UserError, match="max-positions 64"):
+        model.generate(ids, max_new_tokens=56)
+
+
 def test_top_k_and_top_p_keep_the_tokens_that_transformers_keeps():
     generator = torch.Generator().manual_seed(0)
     for trial in range(200):

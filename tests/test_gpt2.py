@@ -144,7 +144,7 @@ def test_every_rank_of_gpt3_adds_up_to_the_whole_model():
         ({"heads": 5}, 1, 1, "heads 5 don't divide hidden-size 32"),
         ({"ffn_size": 132}, 3, 1, "tp 3 doesn't divide heads 4: use tp 1, 2 or 4"),
         ({}, 8, 1, "tp 8 doesn't divide heads 4: use tp 1, 2 or 4"),
-        ({"ffn_size": 66}, 4, 1, "tp 4 doesn't divide ffn-size 66: use tp 1 or 2"),
+        ({"ffn_size": 3}, 4, 1, "tp 4 exceeds ffn-size 3: use tp 1 or 2"),
         ({"activation": "geglu"}, 1, 1, "activation 'geglu' is not supported: there are gelu_new"),
         ({}, 1, 4, "layers 3 don't fill pp 4 stages: use pp of at most 3"),
     ],

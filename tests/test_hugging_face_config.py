@@ -1,6 +1,7 @@
 """Hugging Face's config.json: what is read, and the one line for what is not supported. Good ones: tests of models."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from megazoo.errors import UserError
 from megazoo.models import config_from_hugging_face
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
+from megazoo.models.mpt import MPTConfig
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -43,6 +45,19 @@ LONG = {"rope_type": "longrope", "factor": 2.0}
         ({**MPT, "attn_config": {"attn_type": "linear"}}, "attn_config.attn_type 'linear' is not supported"),
         ({**MPT, "ffn_config": {"ffn_type": "mptglu"}}, "ffn_config.ffn_type 'mptglu' is not supported"),
         ({**MPT, "embedding_fraction": 0.5}, "embedding_fraction 0.5 is not supported"),
+        ({**MPT, "attn_config": {"nope": True}}, "attn_config.nope True is not supported: it must be False"),
+        (
+            {**MPT, "attn_config": {"attn_temperature_tuning": {"attn_scale": 0.1, "floor_scale": 8192}}},
+            "attn_config.attn_temperature_tuning.attn_scale 0.1 is not supported: it must be 0.0",
+        ),
+        ({**MPT, "attn_config": {"attn_logit_softcapping": 30.0}}, "attn_config.attn_logit_softcapping 30.0 is not"),
+        ({**MPT, "attn_config": {"kv_dim": 32}}, "attn_config.kv_dim 32 is not supported"),
+        ({**MPT, "attn_config": {"reuse_kv_layer_idx": -1}}, "attn_config.reuse_kv_layer_idx -1 is not supported"),
+        ({**MPT, "attn_config": {"sliding_window_size": 9}}, "attn_config.sliding_window_size 9 is not supported"),
+        ({**MPT, "no_bias": True, "attention_bias": True}, "attention_bias True is not supported: it must be False"),
+        ({**MPT, "no_bias": False, "attn_config": {"attention_bias": False}}, "attn_config.attention_bias False is"),
+        ({**MPT, "head_dim": 32}, "head_dim 32 is not supported: it must be 16"),
+        ({**MPT, "block_overrides": {"order": []}}, "block_overrides {'order': []} is not supported"),
         ({"model_type": "mpt"}, "the config has no vocab_size"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -76,6 +91,77 @@ def test_llm_foundrys_own_fields():
     assert (config.norm_epsilon, config.ffn_size, config.bias, config.logit_scale) == (1e-6, 160, True, 0.125)
     multiquery = config_from_hugging_face({**MPT, "attn_config": {"attn_type": "multiquery_attention"}})
     assert (multiquery.kv_heads, multiquery.alibi, multiquery.bias) == (1, True, False)
+
+
+# What llm-foundry 0.22's MPTConfig.save_pretrained writes, whole.
+FOUNDRY = """{
+  "attention_bias": false,
+  "attn_config": {
+    "alibi": true,
+    "alibi_bias_max": 8,
+    "attn_impl": "torch",
+    "attn_logit_softcapping": null,
+    "attn_pdrop": 0.0,
+    "attn_temperature_tuning": {"attn_scale": 0.0, "floor_scale": 8192},
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": false,
+    "clip_qkv": null,
+    "fused_qkv": true,
+    "kv_dim": null,
+    "nope": false,
+    "qk_gn": false,
+    "qk_ln": true,
+    "rope": false,
+    "rope_dail_config": {"pos_idx_in_fp32": true, "type": "original", "xpos_scale_base": 512},
+    "rope_hf_config": {"factor": 1.0, "type": "no_scaling"},
+    "rope_impl": "dail",
+    "rope_theta": 10000,
+    "sliding_window_size": -1,
+    "softmax_scale": null
+  },
+  "block_overrides": null,
+  "d_model": 64,
+  "emb_pdrop": 0.0,
+  "embedding_fraction": 1.0,
+  "expansion_ratio": 4,
+  "fc_type": {"name": "torch"},
+  "ffn_config": {"fc_type": {"name": "torch"}, "ffn_type": "mptmlp"},
+  "final_logit_softcapping": null,
+  "head_dim": null,
+  "init_config": {
+    "emb_init_std": null,
+    "emb_init_uniform_lim": null,
+    "fan_mode": "fan_in",
+    "init_div_is_residual": true,
+    "init_gain": 0.0,
+    "init_nonlinearity": "relu",
+    "init_std": null,
+    "name": "kaiming_normal_"
+  },
+  "init_device": "cpu",
+  "learned_pos_emb": false,
+  "logit_scale": null,
+  "max_seq_len": 32,
+  "model_type": "mpt",
+  "n_heads": 4,
+  "n_layers": 2,
+  "no_bias": true,
+  "norm_eps": 1e-05,
+  "norm_type": "low_precision_layernorm",
+  "resid_pdrop": 0.0,
+  "tie_word_embeddings": true,
+  "transformers_version": "4.51.3",
+  "use_cache": false,
+  "use_pad_tok_in_ffn": true,
+  "vocab_size": 61
+}"""
+
+
+def test_a_config_as_llm_foundry_writes_it():
+    expected = MPTConfig(61, 32, 64, 2, 4, qk_norm=True, learned_positions=False)
+    assert config_from_hugging_face(json.loads(FOUNDRY)) == expected
+    biased = json.loads(FOUNDRY) | {"no_bias": False, "attention_bias": True, "head_dim": 16}
+    assert config_from_hugging_face(biased) == replace(expected, bias=True)
 
 
 def test_config_files(tmp_path):

@@ -1,5 +1,6 @@
 """Layers against plain torch, in one process and cut over ranks."""
 
+import runpy
 from dataclasses import replace
 from unittest import mock
 
@@ -21,9 +22,9 @@ from megazoo.layers import (
     rotate,
     vocab_parallel_cross_entropy,
 )
-from megazoo.parallel import ParallelContext, Shard
+from megazoo.parallel import ParallelContext, Shard, collectives
 from megazoo.parallel.random import derive_seed
-from megazoo.parallel.shard import initialize
+from megazoo.parallel.shard import initialize, units_for
 
 
 def run_layer(make, x, tp, take=None):
@@ -34,7 +35,8 @@ def run_layer(make, x, tp, take=None):
         layer = LAYERS[make]()
     for module in layer.modules():
         for name, spec in getattr(module, "specs", {}).items():  # biases of zero would hide where they are added
-            initialize(getattr(module, name), replace(spec, std=spec.std or 0.1), ctx, derive_seed(name, spec))
+            seed = derive_seed(name, str(spec.shape))
+            initialize(getattr(module, name), replace(spec, std=spec.std or 0.1), ctx, seed)
     x = x.clone().requires_grad_(x.is_floating_point())
     y = layer(x) if take is None else take(layer, x)
     (y.sin() * torch.arange(1.0, y.numel() + 1).view_as(y).cos()).sum().backward()
@@ -61,6 +63,12 @@ LAYERS = {
     "row, from whole input": lambda: RowParallelLinear(12, 20, input_is_parallel=False),
     "mlp": lambda: MLP(12, 20),
     "gated mlp": lambda: GatedMLP(12, 20, bias=True),
+    "uneven column, gathered": lambda: ColumnParallelLinear(20, 22, gather_output=True),
+    "uneven row, from whole input": lambda: RowParallelLinear(22, 20, input_is_parallel=False),
+    "uneven mlp": lambda: MLP(20, 23),
+    "uneven mlp, aligned": lambda: MLP(20, 1283),
+    "uneven gated mlp": lambda: GatedMLP(20, 23, bias=True),
+    "uneven gated mlp, aligned": lambda: GatedMLP(20, 1283, bias=True),
     "attention": lambda: CausalSelfAttention(12, 4),
     "attention, uneven heads": lambda: CausalSelfAttention(20, 5),
     "embedding": lambda: VocabParallelEmbedding(13, 6),
@@ -71,7 +79,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_cut_over_ranks_equal_the_whole(ranks, name, tp):
     torch.manual_seed(1)
-    width = 20 if "uneven" in name else 12
+    width = 22 if name == "uneven row, from whole input" else 20 if "uneven" in name else 12
     x = torch.randint(0, 13, (2, 7)) if name == "embedding" else torch.randn(2, 7, width)
     y, x_grad, gradients = run_layer(name, x, 1)
     whole = assembled([gradients])
@@ -113,6 +121,27 @@ def test_fused_parts_are_cut_part_by_part():
     assert cuts(replicated, 4, 3) == [(6, 0, 2, True), (10, 2, 2, False), (14, 4, 2, False)]
     # Five units over two ranks: the first has one more.
     assert [cuts(Shard(0, (10,), (2,)), 2, rank) for rank in range(2)] == [[(0, 0, 6, True)], [(6, 0, 4, True)]]
+
+
+def test_features_are_cut_evenly_or_else_by_128_or_else_nearly_so():
+    assert units_for((12,), 4) == units_for((11008, 11008), 4) == ()  # as ever where tp divides
+    assert [Shard(0, (50,), units_for((50,), 4)).local_sizes(4, rank)[0] for rank in range(4)] == [13, 13, 12, 12]
+    assert units_for((1283, 1283), 4) == (128, 128)
+    assert [Shard(0, (1283,), (128,)).local_sizes(4, rank)[0] for rank in range(4)] == [384, 384, 259, 256]
+    assert [Shard(0, (1283,), (128,)).local_sizes(2, rank)[0] for rank in range(2)] == [643, 640]
+    assert units_for((512,), 3) == ()  # 256, 128 and 128 would be too uneven
+    for size in [*range(1, 300), 1064, 1283, 11008, 13824]:
+        for tp in range(1, min(size, 16) + 1):
+            shard, end = Shard(0, (size,), units_for((size,), tp)), 0
+            for rank in range(tp):
+                (cut,) = shard.cuts(tp, rank)
+                assert (cut.global_start, cut.local_start, cut.owned) == (end, 0, True)
+                end += cut.length
+            lengths = [shard.local_sizes(tp, rank)[0] for rank in range(tp)]
+            assert end == size
+            assert lengths[0] == max(lengths)  # of which the planner takes advantage
+            assert min(lengths) > 0
+            assert lengths[0] - lengths[-1] <= 1 or lengths[0] <= 1.25 * size / tp + 128
 
 
 def cross_entropy(logits, targets, tp):
@@ -218,12 +247,15 @@ def test_cross_entropy_survives_large_logits():
     assert gradient.isfinite().all()
 
 
-def test_what_does_not_divide_is_refused():
+def test_what_cannot_be_cut_is_refused():
     with ParallelContext.virtual(tp=4):
-        with pytest.raises(UserError, match="10 outputs don't divide over tp 4"):
-            ColumnParallelLinear(8, 10)
-        with pytest.raises(UserError, match="10 inputs don't divide over tp 4"):
-            RowParallelLinear(10, 8)
+        with pytest.raises(UserError, match="3 outputs can't be cut over tp 4: use tp of at most 3"):
+            ColumnParallelLinear(8, (10, 3))
+        with pytest.raises(UserError, match="3 inputs can't be cut over tp 4: use tp of at most 3"):
+            RowParallelLinear(3, 8)
+        for outputs in (10, 12):  # two units and a rest, three units
+            with pytest.raises(UserError, match=f"{outputs} outputs in units of 4 can't be cut over tp 4, nor copied"):
+                ColumnParallelLinear(8, outputs, units=(4,))
         with pytest.raises(UserError, match="2 heads with 2 key-value heads can't be cut over tp 4"):
             QKVParallelLinear(8, 2)
         with pytest.raises(UserError, match="a vocabulary of 3 can't be cut over tp 4"):
@@ -251,3 +283,12 @@ def test_rotation_turns_pairs_and_its_gradient_turns_back(batch):
     pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles).unsqueeze(-3)
     torch.testing.assert_close(rotate(x, cos, sin), torch.cat([pairs.real, pairs.imag], dim=-1))
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)
+
+
+def test_a_torch_without_the_old_names_of_collectives_will_do(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_gather_single", "new gather", raising=False)
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_single", "new scatter", raising=False)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        monkeypatch.delattr(torch.distributed, name)
+    fresh = runpy.run_path(collectives.__file__)
+    assert (fresh["_all_gather"], fresh["_reduce_scatter"]) == ("new gather", "new scatter")

@@ -59,13 +59,13 @@ STEPS = 4
 
 
 @cache
-def one_process(model: str):
-    return train_and_keep_gradients(MODELS[model], {}, STEPS, micro_batch=8)
+def one_process(config):
+    return train_and_keep_gradients(config, {}, STEPS, micro_batch=8)
 
 
-def check_training(ranks, model, layout, mode):
-    history, gradients = one_process(model)
-    results = ranks(train_and_keep_gradients, world(layout), MODELS[model], layout, STEPS, recompute=mode)
+def check_training(ranks, config, layout, mode):
+    history, gradients = one_process(config)
+    results = ranks(train_and_keep_gradients, world(layout), config, layout, STEPS, recompute=mode)
     assert all(theirs == results[0][0] for theirs, _ in results), "ranks disagree"
     assert worst_relative(results[0][0], history) < 1e-5
     for step, expected in enumerate(gradients):
@@ -75,13 +75,31 @@ def check_training(ranks, model, layout, mode):
 
 @pytest.mark.parametrize(("model", "layout", "mode"), sample(1), ids=case_name)
 def test_every_gradient_equals_one_process(ranks, model, layout, mode):
-    check_training(ranks, model, layout, mode)
+    check_training(ranks, MODELS[model], layout, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "mode"), ALL_CASES, ids=case_name)
 def test_every_gradient_equals_one_process_in_all_cases(ranks, model, layout, mode):
-    check_training(ranks, model, layout, mode)
+    check_training(ranks, MODELS[model], layout, mode)
+
+
+WIDE = {"hidden_size": 40, "heads": 5, "kv_heads": 5, "ffn_size": 1283}  # ten times 128, and 3
+UNEVEN = {  # inner features that tp does not divide
+    "gpt2, tp 4": (tiny_config(ffn_size=50), dict(tp=4), ("none",)),
+    "gpt2, by 128, tp 3": (tiny_config(hidden_size=40, heads=5, ffn_size=1283), dict(tp=3), ("none",)),
+    "gpt2, tp 2, pp 2": (tiny_config(ffn_size=51), dict(tp=2, pp=2, sp=True), ("selective",)),
+    "llama, tp 4": (replace(MODELS["llama"], ffn_size=50), dict(tp=4, sp=True), ("selective",)),
+    "llama, by 128, tp 3": (replace(MODELS["llama"], **WIDE), dict(tp=3), ("none",)),
+    "llama, by 128, tp 2": (replace(MODELS["llama"], **WIDE), dict(tp=2, sp=True), ("full",)),
+    "mpt, tp 4": (replace(MODELS["mpt"], ffn_size=50), dict(tp=4), ("selective",)),
+    "mpt, by 128, tp 3": (replace(MODELS["mpt"], **WIDE), dict(tp=3, sp=True), ("none",)),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_inner_features_need_not_divide(ranks, name):
+    check_training(ranks, *UNEVEN[name])
 
 
 # Interleaved and zero-bubble, with what they combine with; six micro-batches, which pp 4 does not divide, or four.

@@ -22,6 +22,11 @@ from megazoo.parallel import ParallelContext
 SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4, "ffn_size": 48}
 ROPE = {
     "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3, of the model's context": {
+        "rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn, of the model's context": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "llama3": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -93,7 +98,7 @@ def cases():
         hf = hugging_face_model(config)
         assert config_from_hugging_face(hf.config.to_dict()) == config
         inputs = inputs_for(32)  # past the original context, for llama3 and yarn
-        if name == "dynamic rotary":
+        if Llama.longest_sequence(config) > 32:
             inputs |= {f"past the context, {kind}": arguments for kind, arguments in inputs_for(50).items()}
         made.append(transformers_case(name, config, hf, global_tensors(hf, config), inputs))
     return made
@@ -115,6 +120,31 @@ def test_scaled_rotary_equals_transformers_past_the_original_context(name):
     ours = Rotary(8, config.rope_theta, 32, config.rope_scaling)(positions, torch.float32)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b[0], atol=1e-6, rtol=0)
+
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("max_positions", "scaling", "longest"),
+    [
+        (2048, None, 2048),
+        (2048, {"rope_type": "default"}, 2048),
+        (4096, {"rope_type": "linear", "factor": 4.0}, 16_384),  # vicuna-7b-v1.5-16k
+        (4096, {"rope_type": "dynamic", "factor": 2.0}, 8192),
+        (32_768, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),  # Qwen2.5
+        (40_960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),  # Qwen3
+        (65_536, {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}, 65_536),
+        (4096, {"rope_type": "yarn", "factor": 16.0}, 65_536),
+        (131_072, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),  # LLaMA 3.1
+        (131_072, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}, 131_072),  # LLaMA 3.2
+        (8192, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 65_536),
+        (8192, {**LLAMA3, "factor": 8.0}, 65_536),
+    ],
+)
+def test_the_longest_sequence_is_what_published_configs_mean(max_positions, scaling, longest):
+    config = LlamaConfig(**{**SIZES, "max_positions": max_positions, "rope_scaling": scaling})
+    assert Llama.longest_sequence(config) == longest
 
 
 @pytest.mark.parametrize(
@@ -144,6 +174,11 @@ def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
     ("overrides", "tp", "message"),
     [
         ({"kv_heads": 3}, 1, "kv-heads 3 don't divide heads 4"),
+        (
+            {"hidden_size": 64, "heads": 32, "kv_heads": 8},
+            6,
+            "tp 6 doesn't divide heads 32 and kv-heads 8: use tp 1, 2, 3, 4, 5, 8, 16 or 32",
+        ),
         ({"kv_heads": 2}, 3, "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
         ({"rope_scaling": {"rope_type": "longrope"}}, 1, "rope_type 'longrope' is not supported: there are default"),
     ],

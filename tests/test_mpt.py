@@ -41,6 +41,7 @@ FOUNDRY = {
     "normalised queries and keys": {"qk_norm": True},
     "normalised, grouped, clipped, biased": {"qk_norm": True, "kv_heads": 2, "clip_qkv": 1.0, "bias": True},
     "normalised, multi-query": {"qk_norm": True, "kv_heads": 1},
+    "normalised, another epsilon": {"qk_norm": True, "kv_heads": 2, "norm_epsilon": 1e-2},
     "biases": {"bias": True},
     "grouped queries": {"kv_heads": 2},
     "logits' scale, inner features": {"logit_scale": 0.3, "ffn_size": 48},
@@ -89,8 +90,8 @@ def plain_forward(weights, c: MPTConfig, input_ids, attention_mask=None, positio
     def linear(x, name):
         return F.linear(x, weights[f"{name}.weight"], get(f"{name}.bias"))
 
-    def norm(x, name):
-        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], get(f"{name}.bias"), c.norm_epsilon)
+    def norm(x, name, epsilon=c.norm_epsilon):
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], get(f"{name}.bias"), epsilon)
 
     place = torch.arange(input_ids.shape[1])
     hidden = place > place[:, None]
@@ -104,8 +105,8 @@ def plain_forward(weights, c: MPTConfig, input_ids, attention_mask=None, positio
         if c.clip_qkv:
             qkv = qkv.clamp(-c.clip_qkv, c.clip_qkv)
         q, k, v = qkv.split([c.hidden_size, kv_size, kv_size], dim=-1)
-        if c.qk_norm:
-            q, k = norm(q, f"layers.{i}.attention.q_norm"), norm(k, f"layers.{i}.attention.k_norm")
+        if c.qk_norm:  # llm-foundry's blocks keep norm_eps from them: the attention's own default counts
+            q, k = norm(q, f"layers.{i}.attention.q_norm", 1e-5), norm(k, f"layers.{i}.attention.k_norm", 1e-5)
         heads = []
         for h in range(c.heads):
             kv = h * c.kv_heads // c.heads

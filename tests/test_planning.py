@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from functools import partial, update_wrapper
 
 import pytest
@@ -48,6 +49,17 @@ def test_parameters_are_those_of_the_built_model(preset):
             assert planned.parameters == built
             assert planned.weights == 2 * built
             assert planned.optimizer == 12 * built
+
+
+def test_with_uneven_inner_features_the_first_rank_has_the_most_and_all_add_up():
+    config = replace(find_config("gpt2-tiny"), ffn_size=1283)  # 512 + 131 and 640; 384, 384, 259 and 256
+    for tp in (2, 4):
+        planned = plan(config, parallel=dict(tp=tp))
+        assert planned.parameters == parameter_count(config)
+        assert planned.ranks[0].tp[0] == 0
+        assert planned.ranks[0].parameters == max(rank.parameters for rank in planned.ranks)
+        whole = plan(config).model_flops_per_token
+        assert planned.model_flops_per_token == pytest.approx(whole) == pytest.approx(flops_per_token(config, 16))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -290,7 +302,7 @@ def test_search_lists_what_fits_fastest_first(plan_tool, capsys):
 
 def test_mistakes_are_told_in_one_line(plan_tool, capsys, monkeypatch):
     for arguments, message in {
-        "--tp 3": "tp 3 doesn't divide ffn-size 512: use tp 1, 2 or 4",
+        "--tp 3": "tp 3 doesn't divide heads 4: use tp 1, 2 or 4",
         "--dp 0": "dp 0 must be at least 1",
         "--pp 9": "layers 4 don't fill pp 9 stages: use pp of at most 4",
         "--search --memory 80X": "'80X' is not a size such as 5GB or 200MB",

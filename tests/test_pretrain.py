@@ -20,10 +20,12 @@ import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
 from megazoo.command_line import each_once
 from megazoo.config import Options
+from megazoo.errors import UserError
 from megazoo.flags import settings_of
 from megazoo.launch import run_program
 from megazoo.models import flops_per_token
 from megazoo.models.gpt2 import GPT2
+from megazoo.models.llama import Llama
 from megazoo.parallel.schedule import zb_h1
 from megazoo.tokenizer import ByteTokenizer
 
@@ -326,8 +328,24 @@ def test_the_shipped_configs_are_valid():
         pretrain_gpt.check_run(options, GPT2, config, ByteTokenizer(), dp=1)
 
 
+def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
+    file = tmp_path / "config.json"
+    sizes = '"model": "llama", "vocab_size": 257, "max_positions": 64, "hidden_size": 32, "layers": 1, "heads": 2'
+    file.write_text(f'{{{sizes}, "rope_scaling": {{"rope_type": "linear", "factor": 4.0}}}}')
+    for length in (256, 257):
+        options = pretrain_gpt.parse_options(["--preset", str(file), "--seq-length", str(length)], "")
+        config = pretrain_gpt.model_config(options.model)
+        if length == 256:
+            pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+            continue
+        with pytest.raises(UserError) as refused:
+            pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+    what = "seq-length 257 exceeds the model's max-positions 64, which its rotary scaling takes to 256"
+    assert str(refused.value) == f"{what}: use at most that, or a larger --max-positions"
+
+
 BAD_INPUT = {
-    "--tp 3": "tp 3 doesn't divide ffn-size 512: use tp 1, 2 or 4",
+    "--tp 3": "tp 3 doesn't divide heads 4: use tp 1, 2 or 4",
     "--tp 8": "tp 8 doesn't divide heads 4: use tp 1, 2 or 4",
     "--tp 0": "tp 0 must be at least 1",
     "--pp 5": "layers 4 don't fill pp 5 stages: use pp of at most 4",
@@ -408,7 +426,7 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch)
 def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
     done = start([], "--tp", 3, executable=sys.executable)
     assert done.returncode == 2
-    assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide ffn-size 512: use tp 1, 2 or 4\n"
+    assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide heads 4: use tp 1, 2 or 4\n"
     assert done.stdout == ""
 
 

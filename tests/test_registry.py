@@ -1,16 +1,27 @@
 """A model of a user's own: one file, registered, named on the command line."""
 
 import sys
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import pretrain_gpt
-from megazoo import register
+from megazoo import from_config, register
 from megazoo.checkpoint import Checkpoint
+from megazoo.command_line import run_file
+from megazoo.config import ParallelOptions, TrainingOptions
 from megazoo.errors import UserError
+from megazoo.inference import InferenceOptions, load_for_inference
 from megazoo.launch import run_program
-from megazoo.models import FAMILIES
-from megazoo.models.gpt2 import GPT2
+from megazoo.models import FAMILIES, find_config, flops_per_token
+from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.planning import Planner
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import plan  # noqa: E402
 
 MODEL = """
 from dataclasses import dataclass
@@ -73,3 +84,113 @@ def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path, capsys, monkeypa
 def test_a_taken_name_is_refused():
     with pytest.raises(UserError, match="is taken: choose another name"):
         register("mine")(GPT2)
+
+
+def test_the_config_of_another_family_is_refused():
+    class Mine(GPT2):
+        presets: ClassVar = {"mine-tiny": GPT2Config()}
+
+    with pytest.raises(UserError, match="GPT2Config is the Config of gpt2: give mine a Config of its own"):
+        register("mine")(Mine)
+
+    class MineConfig(GPT2Config):
+        pass
+
+    Mine.Config = MineConfig
+    with pytest.raises(UserError, match="the preset mine-tiny is a GPT2Config: make it a MineConfig"):
+        register("mine")(Mine)
+    assert "mine" not in FAMILIES
+    Mine.presets = {"mine-tiny": MineConfig()}
+    register("mine")(Mine)
+    register("mine")(Mine)  # a file that is run again
+    assert FAMILIES["mine"] is Mine
+
+
+PLAIN_ATTENTION = """
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import nn
+
+import megazoo
+from megazoo.layers import ColumnParallelLinear, RowParallelLinear
+from megazoo.models.gpt2 import GPT2, GPT2Config
+
+
+class PlainAttention(nn.Module):
+    SAYS
+
+    def __init__(self, c):
+        super().__init__()
+        self.size, self.recompute = c.hidden_size // c.heads, False
+        self.parts = nn.ModuleList(ColumnParallelLinear(c.hidden_size, c.hidden_size) for _ in range(3))
+        self.output = RowParallelLinear(c.hidden_size, c.hidden_size)
+
+    def forward(self, x, seed, mask, cache):
+        q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.parts)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+
+class PlainConfig(GPT2Config):
+    pass
+
+
+@megazoo.register("plain")
+class Plain(GPT2):
+    Config = PlainConfig
+    presets = {"plain-tiny": PlainConfig(vocab_size=257, max_positions=512, hidden_size=32, layers=2, heads=2)}
+
+    def __init__(self, config, ctx, seed=0):
+        super().__init__(config, ctx, seed)
+        for block in self.layers.values():
+            block.attention = PlainAttention(config)
+"""
+
+
+@pytest.mark.parametrize("says", ["score_features = 32", "pass"])
+def test_an_attention_of_ones_own_counts_as_it_says(says, tmp_path, capsys):
+    """What MFU counts is what runs on meta under the planner's meter; where it is not, the planner says so."""
+    file = tmp_path / "plain.py"
+    file.write_text(PLAIN_ATTENTION.replace("SAYS", says))
+    run_file(file)
+    config = find_config("plain")
+    how = {"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 512}
+    runs = Planner(config).plan(ParallelOptions(), TrainingOptions(**how)).model_flops_per_token
+    scores = 12 * 2 * 32 * 512
+    assert flops_per_token(config, 512) == pytest.approx(runs - (scores if says == "pass" else 0), rel=1e-9)
+    plan.main(["--import", str(file), "--model", "plain"])
+    assert ("note: MFU counts" in capsys.readouterr().out) == (says == "pass")
+
+
+def test_an_attention_that_says_its_features_counts_once_though_its_projection_says_them_too():
+    model = from_config("gpt2-tiny")
+    before = flops_per_token(model.config, 256)
+
+    class Saying(GPT2):
+        def __init__(self, config, ctx, seed=0):
+            super().__init__(config, ctx, seed)
+            for block in self.layers.values():
+                block.attention.score_features = 0  # as an attention says whose cost does not grow with the sequence
+
+    FAMILIES["gpt2"] = Saying
+    assert before - flops_per_token(model.config, 256) == 12 * 4 * 128 * 256
+
+
+def test_selective_recomputation_tells_the_modules_that_know_it(tmp_path):
+    file = tmp_path / "plain.py"
+    file.write_text(PLAIN_ATTENTION.replace("SAYS", "pass"))
+    run_file(file)
+    for mode, expected in (("selective", True), ("full", False), ("selective", True), ("none", False)):
+        model = from_config("plain").recompute(mode)
+        told = {name: module.recompute for name, module in model.named_modules() if name.startswith("layers.")
+                and isinstance(getattr(module, "recompute", None), bool)}  # fmt: skip
+        assert told == {f"layers.{i}.{part}": expected for i in (0, 1) for part in ("attention", "mlp")}
+
+
+def test_an_imported_file_runs_once_in_the_tools_that_run_a_model(tmp_path):
+    file, count = tmp_path / "counts.py", tmp_path / "count"
+    file.write_text(f"with open({str(count)!r}, 'a') as out:\n    out.write('x')\n")
+    from_config("gpt2-tiny").save_parallelized(tmp_path / "model")
+    load_for_inference(InferenceOptions(source=tmp_path / "model", import_=file, tokenizer="byte", device="cpu"))
+    assert count.read_text() == "x"

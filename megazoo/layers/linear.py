@@ -10,7 +10,7 @@ from megazoo.layers.rotary import rotate, turn
 from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.linear import WeightQueue, linear
-from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
+from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule, units_for
 
 
 def column_parallel_linear(
@@ -38,16 +38,20 @@ class ColumnParallelLinear(ShardedModule):
             of each part, one after the other.
         bias: add a bias, cut like the outputs.
         units: cut each part between groups of so many features (a head), whose number tp need not divide, and which are
-            replicated if tp is a multiple of it; without, tp must divide every part.
+            replicated if tp is a multiple of it; by default evenly where tp divides a part, else as `units_for` says:
+            nearly so, by 128 features or by single ones. A RowParallelLinear of as many inputs is cut alike.
         gather_output: return all outputs on every rank instead of this rank's (one part only).
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: [..., in_features] -> [..., out_features / tp], or [..., out_features] if gathered. Under sequence
-    parallelism x is this rank's part of the sequence, [..., sequence / tp, in_features], and y has all of it.
-    Errors: UserError if tp does not divide a part.
+    Shapes: [..., in_features] -> [..., this rank's outputs], or [..., out_features] if gathered; `sizes` are those of
+    every rank. Under sequence parallelism x is this rank's part of the sequence, [..., sequence / tp, in_features], and
+    y has all of it.
+    Errors: UserError if a part has fewer outputs than there are ranks, or units that don't fill it are replicated.
     Source: Megatron-LM, section 3: the input's gradient is summed over tp.
     """
+
+    multiplied = ("weight",)
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class ColumnParallelLinear(ShardedModule):
     ):
         super().__init__(ctx)
         parts = out_features if isinstance(out_features, tuple) else (out_features,)
-        shard = Shard(0, parts, units)
+        shard = Shard(0, parts, units or units_for(parts, self.ctx.tp_size))
         _check_cut("outputs", shard, self.ctx)
         if gather_output and len(parts) > 1:
             raise UserError(f"gather_output would interleave the {len(parts)} fused parts: gather them one by one")
@@ -86,16 +90,19 @@ class RowParallelLinear(ShardedModule):
         in_features: inputs in all, over the tp ranks together.
         out_features: size of y's last dimension, the same on every rank.
         bias: add a bias, once, after the sum; every rank holds all of it.
-        unit: cut between groups of this many inputs (a head), whose number tp need not divide; 1 must be divided.
+        unit: cut between groups of this many inputs (a head), whose number tp need not divide; by default the inputs
+            are cut as the outputs of a ColumnParallelLinear are.
         input_is_parallel: x is this rank's part already (what a ColumnParallelLinear returns); else x is cut here.
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: [..., in_features / tp] -> [..., out_features]. Under sequence parallelism y is this rank's part of the
+    Shapes: [..., this rank's inputs] -> [..., out_features]. Under sequence parallelism y is this rank's part of the
     sequence, [..., sequence / tp, out_features], and x must be cut by features already.
-    Errors: UserError if tp does not divide in_features.
+    Errors: UserError if there are fewer inputs than ranks.
     Source: Megatron-LM, section 3.
     """
+
+    multiplied = ("weight",)
 
     def __init__(
         self,
@@ -103,13 +110,14 @@ class RowParallelLinear(ShardedModule):
         out_features: int,
         bias: bool = True,
         *,
-        unit: int = 1,
+        unit: int | None = None,
         input_is_parallel: bool = True,
         std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
-        shard = Shard(1, (in_features,), (unit,) if unit > 1 else ())
+        units = units_for((in_features,), self.ctx.tp_size) if unit is None else (unit,) if unit > 1 else ()
+        shard = Shard(1, (in_features,), units)
         _check_cut("inputs", shard, self.ctx)
         if self.ctx.sequence_parallel and not input_is_parallel:
             raise UserError("under sequence parallelism a row-parallel layer needs an input that is cut by features")
@@ -155,6 +163,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three, KV
     heads together with the queries that use them. Where tp doesn't divide the KV heads, the first ranks hold one more;
     where tp is a multiple of them, each is replicated over tp / kv_heads ranks, over which its gradient is summed.
+    score_features: the features of all query heads, over all ranks, for `flops_per_token` to count.
     Errors: UserError if neither holds, or the heads don't divide hidden_size.
     """
 
@@ -177,6 +186,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
             raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
         queries = heads // kv_heads if tp <= kv_heads else 1  # that stay with their KV head
+        self.score_features = heads * size
         parts, self.units = tuple(n * size for n in (heads, kv_heads, kv_heads)), (queries * size, size, size)
         super().__init__(hidden_size, parts, bias, units=self.units, std=std, ctx=ctx)
         self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
@@ -244,6 +254,8 @@ def _heads(qkv: torch.Tensor, parts: Sequence[int], head_size: int) -> tuple[tor
 
 
 def _check_cut(what: str, shard: Shard, ctx: ParallelContext) -> None:
-    for part in () if shard.units else shard.parts:
-        if part % ctx.tp_size:
-            raise UserError(f"{part} {what} don't divide over tp {ctx.tp_size}")
+    for part, unit, copied in zip(shard.parts, shard.all_units, shard.replicated(ctx.tp_size), strict=True):
+        if copied and unit == 1:
+            raise UserError(f"{part} {what} can't be cut over tp {ctx.tp_size}: use tp of at most {part}")
+        if copied and (part % unit or not part or ctx.tp_size % (part // unit)):
+            raise UserError(f"{part} {what} in units of {unit} can't be cut over tp {ctx.tp_size}, nor copied evenly")

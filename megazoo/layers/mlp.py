@@ -39,7 +39,8 @@ class MLP(nn.Module):
     """down(activation(up(x))).
 
     Args:
-        hidden_size: size of x; ffn_size: inner features over all tp ranks, which tp must divide.
+        hidden_size: size of x; ffn_size: inner features over all tp ranks, at least one for each; tp need not divide
+            them (see `megazoo.parallel.shard.units_for`).
         activation: elementwise function.
         bias: biases on both layers; std, output_std: of the initial weights; ctx: parallel context.
 

@@ -23,7 +23,7 @@ class Rotary:
     Args:
         head_size: features of a head, even.
         theta: base of the wavelengths.
-        max_positions: the model's context, from which dynamic and yarn scaling start.
+        max_positions: the model's context, from which scalings start that are not given an original one.
         scaling: None, or a dictionary of Hugging Face's keys: rope_type (default, linear, dynamic, llama3, yarn) and
             factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow,
             attention_factor, mscale, mscale_all_dim, truncate.
@@ -63,6 +63,20 @@ class Rotary:
         angles = positions[..., None].float() * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the scaling is for; transformers goes on beyond any.
+
+        linear and dynamic stretch max_positions by the factor (vicuna-16k: 4,096 x 4). yarn stretches the original
+        context by it (Qwen2.5: 32,768 x 4), and where max_positions is more, that holds. llama3's max_positions are
+        those of the stretched model (LLaMA 3.2: 131,072 with a factor of 32 and an original context of 8,192); the
+        factor stretches them only where they are not beyond the original context.
+        """
+        if self.kind == "default" or (self.kind == "llama3" and self._original_context() < self.max_positions):
+            return self.max_positions
+        context = self._original_context() if self.kind in ("yarn", "llama3") else self.max_positions
+        return max(self.max_positions, int(context * self.scaling["factor"]))
 
     def frequencies(self, device: torch.device, length: int = 0) -> tuple[torch.Tensor, float]:
         """Radians a position, fp32 [head_size / 2], and what cos and sin are multiplied by. length: of the sequence."""

@@ -6,15 +6,16 @@ import tomllib
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from megazoo.errors import UserError, nearest
-from megazoo.layers import CausalSelfAttention, ColumnParallelLinear, RowParallelLinear
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.hugging_face import Fields, Theirs
 from megazoo.models.llama import Llama
 from megazoo.models.mpt import MPT
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.shard import ShardedModule
 
 __all__ = [
     "FAMILIES",
@@ -37,7 +38,8 @@ def register(name: str):
     """Class decorator: make a model of your own known as `name`, to --model, presets and checkpoints.
 
     The class is a `Model` with a frozen dataclass Config and `presets`, of which one is called `name-tiny`.
-    Raises UserError if the name, a preset's name or the Config is another family's.
+    Raises UserError if the name, a preset's name or the Config is another family's, or a preset is of another Config: a
+    config alone says which model is built of it.
     """
 
     def add(model: type[Model]) -> type[Model]:
@@ -47,6 +49,14 @@ def register(name: str):
             raise UserError(f"{min(clash)!r} is taken: choose another name for the model or its preset")
         if f"{name}-tiny" not in model.presets:
             raise UserError(f"the model {name} needs a preset {name}-tiny")
+        others = [family for family, other in FAMILIES.items() if family != name and other.Config is model.Config]
+        if others:
+            what = f"{model.Config.__name__} is the Config of {others[0]}"
+            raise UserError(f"{what}: give {name} a Config of its own, a frozen dataclass that may inherit from it")
+        for preset, config in model.presets.items():
+            if type(config) is not model.Config:
+                what = f"the preset {preset} is a {type(config).__name__}"
+                raise UserError(f"{what}: make it a {model.Config.__name__}, the Config of {name}")
         FAMILIES[name] = model
         return model
 
@@ -129,13 +139,23 @@ def parameter_count(config, train_only: str | None = None) -> int:
 
 
 def flops_per_token(config, seq_length: int) -> int:
-    """Of a training step: those of all matrix products, forward and backward, nothing twice; attention's not halved
-    for its mask. What MFU counts (Chowdhery et al. 2022, appendix B)."""
+    """Count the FLOPs of a training step: those of all matrix products, forward and backward, nothing twice;
+    attention's not halved for its mask. What MFU counts (Chowdhery et al. 2022, appendix B).
+
+    Matrices are those that a ShardedModule names in `multiplied`, and the output head. Attention is what a module says
+    in `score_features`: the features over which its queries and keys are multiplied, over all tp ranks. Of modules
+    inside one that says so none is asked: its QKVParallelLinear says the same.
+    """
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
-    products = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
+    products = [getattr(module, name) for module in sharded for name in module.multiplied]
     products += [] if model.num_labels else [model.output_head.weight]
-    scores = sum(m.output.weight.shape[1] for m in model.modules() if isinstance(m, CausalSelfAttention))
-    return 6 * sum(weight.numel() for weight in products) + 12 * scores * seq_length
+    return 6 * sum(weight.numel() for weight in products) + 12 * _score_features(model) * seq_length
+
+
+def _score_features(module: nn.Module) -> int:
+    own = getattr(module, "score_features", None)
+    return sum(map(_score_features, module.children())) if own is None else own
 
 
 def from_config(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megazoo.errors import Advice, UserError, nearest
-from megazoo.layers import MLP, CausalSelfAttention, Dropout, GatedMLP, VocabParallelHead, vocab_parallel_cross_entropy
+from megazoo.layers import Dropout, VocabParallelHead, vocab_parallel_cross_entropy
 from megazoo.models import classification
 from megazoo.models.batch import Batch
 from megazoo.models.hugging_face import Theirs
@@ -210,13 +210,13 @@ class Model(nn.Module):
     def recompute(self, mode: str = "full", interval: int = 1) -> "Model":
         """Trade memory for time; returns self. "none" keeps all that backward needs. "selective" keeps neither what
         attention saves nor what the MLPs' activations return. "full" keeps one input for `interval` layers and runs
-        them again.
+        them again. What selective means to a module it says itself: those that have a boolean `recompute` are told.
         """
         if mode not in MODES:
             raise UserError(f"unknown recompute {mode!r}: there are {', '.join(MODES)}")
         self._recompute, self._interval = mode, interval
         for module in self.modules():
-            if isinstance(module, CausalSelfAttention | MLP | GatedMLP):
+            if isinstance(getattr(module, "recompute", None), bool):
                 module.recompute = mode == "selective"
         return self
 

@@ -44,7 +44,7 @@ class LlamaConfig:
     """The defaults are LLaMA-1's smallest, 7 billion parameters."""
 
     vocab_size: int = 32000
-    max_positions: int = 2048
+    max_positions: int = 2048  # rope_scaling may take the model further: see megazoo.layers.Rotary
     hidden_size: int = 4096
     layers: int = 32
     heads: int = 32
@@ -106,6 +106,10 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+def _rotary(c: LlamaConfig) -> Rotary:
+    return Rotary(c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling)
 
 
 class Block(nn.Module):
@@ -187,7 +191,7 @@ class Llama(Model):
         super().__init__(config, ctx, seed)
         c, first, last = config, self.stages[0].first, self.stages[-1].last
         tied = c.tie_embeddings and not c.num_labels
-        self.rotary = Rotary(c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling)
+        self.rotary = _rotary(c)
         if first or (last and tied):  # the last stage's copy is its head
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
@@ -210,8 +214,9 @@ class Llama(Model):
 
     @classmethod
     def longest_sequence(cls, config: LlamaConfig) -> int:
-        scaling = config.rope_scaling or {}  # dynamic scaling begins where the model's context ends
-        return int(config.max_positions * (scaling["factor"] if scaling.get("rope_type") == "dynamic" else 1))
+        """Tokens of the longest sequence that the model takes: max_positions, or more with a rotary scaling that
+        stretches them (see `Rotary.longest`)."""
+        return _rotary(config).longest
 
     @classmethod
     def can_cache(cls, config: LlamaConfig, length: int) -> bool:

@@ -5,7 +5,8 @@
     x = x + dropout(down(gelu(up(mlp_norm(x)))))                    added to the attention scores
     logits = norm(x) @ embedding.weight^T [* logit_scale]           last stage; head.weight^T if it is not tied
 
-Queries, keys and values can be clipped (clip_qkv), and then queries and keys normalised, each over all heads (qk_norm).
+Queries, keys and values can be clipped (clip_qkv), and then queries and keys normalised, each over all heads (qk_norm),
+with an epsilon of 1e-5 whatever norm_epsilon is: llm-foundry does not hand its norm_eps on to q_ln and k_ln.
 
 Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
 Weights [outputs, inputs] and where tensor parallelism cuts them:
@@ -45,6 +46,8 @@ from megazoo.models.hugging_face import Fields, Theirs, head_to_hugging_face
 from megazoo.parallel.context import ParallelContext, Stage
 from megazoo.parallel.pipeline import MicroBatch
 
+QK_NORM_EPSILON = 1e-5
+
 
 @dataclass(frozen=True)
 class MPTConfig:
@@ -65,7 +68,7 @@ class MPTConfig:
     softmax_scale: float | None = None  # None: head size ** -0.5
     logit_scale: float | None = None
     bias: bool = False  # on every norm and linear layer
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = 1e-5  # but for the norms of queries and keys: see QK_NORM_EPSILON
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0  # of the attention probabilities
     residual_dropout: float = 0.0  # of what attention and MLP add
@@ -97,6 +100,11 @@ class MPTConfig:
         fields.only("norm_type", "low_precision_layernorm", "layernorm")
         fields.only("embedding_fraction", 1.0)
         fields.only("final_logit_softcapping", None)
+        fields.only("block_overrides", None)
+        fields.only("fuse_norm_attn_norm", False)  # with it the weights have other names
+        fields.only("head_dim", hidden // max(heads, 1))
+        bias = not fields.take("no_bias", True)
+        fields.only("attention_bias", bias)  # llm-foundry writes what it follows from
         epsilon = fields.take("norm_eps", fields.take("layer_norm_epsilon", cls.norm_epsilon))
         logit_scale = fields.take("logit_scale")
         if isinstance(logit_scale, str) and logit_scale != "inv_sqrt_d_model":
@@ -110,10 +118,17 @@ class MPTConfig:
             "prefix_lm": False,
             "attn_uses_sequence_id": False,
             "rope": False,
+            "nope": False,
             "qk_gn": False,
+            "attention_bias": bias,
+            "sliding_window_size": -1,
+            "seq_parallel_world_size": 1,
         }.items():
             attention.only(name, supported)
-        attention.only("sliding_window_size", -1)
+        tuning = attention.nested("attn_temperature_tuning")
+        tuning.only("attn_scale", 0.0)
+        tuning.take("floor_scale")  # without effect where the scale is 0
+        tuning.finish()
         kind = attention.take("attn_type", "multihead_attention")
         kv_heads = {"multihead_attention": heads, "multiquery_attention": 1}
         kv_heads = kv_heads.get(kind) or (attention.take("kv_n_heads") if kind == "grouped_query_attention" else None)
@@ -123,7 +138,7 @@ class MPTConfig:
             "kv_heads": kv_heads,
             "ffn_size": int(hidden * fields.take("expansion_ratio", 4.0)),
             "norm_epsilon": epsilon,
-            "bias": not fields.take("no_bias", True),
+            "bias": bias,
             "logit_scale": hidden**-0.5 if logit_scale == "inv_sqrt_d_model" else logit_scale,
             "alibi": attention.take("alibi", True),
             "alibi_bias_max": float(attention.take("alibi_bias_max", 8.0)),
@@ -169,7 +184,7 @@ class Block(nn.Module):
             dropout=c.attention_dropout,
             scale=c.softmax_scale,
             clip_qkv=c.clip_qkv,
-            qk_norm_epsilon=c.norm_epsilon if c.qk_norm else None,
+            qk_norm_epsilon=QK_NORM_EPSILON if c.qk_norm else None,
             bias=c.bias,
             output_std=residual_std,
         )

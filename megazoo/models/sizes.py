@@ -2,6 +2,7 @@
 
 from megazoo.errors import UserError
 from megazoo.models.classification import PROBLEMS
+from megazoo.parallel.shard import nearly_even
 
 
 def check_sizes(config, tp: int, pp: int, virtual: int = 1) -> None:
@@ -21,11 +22,11 @@ def check_sizes(config, tp: int, pp: int, virtual: int = 1) -> None:
     kv_heads = getattr(config, "kv_heads", config.heads)
     if config.heads % kv_heads:
         raise UserError(f"kv-heads {kv_heads} don't divide heads {config.heads}")
-    fits = [n for n in range(1, config.heads + 1) if _heads_fit(config.heads, kv_heads, n) and config.ffn_size % n == 0]
+    fits = [n for n in range(1, config.heads + 1) if _heads_fit(config.heads, kv_heads, n) and n <= config.ffn_size]
     if tp not in fits:
         heads = f"heads {config.heads}" + (f" and kv-heads {kv_heads}" if kv_heads < config.heads else "")
-        what = f"ffn-size {config.ffn_size}" if config.ffn_size % tp else heads
-        raise UserError(f"tp {tp} doesn't divide {what}: use tp {_any_of(fits)}")
+        what = f"exceeds ffn-size {config.ffn_size}" if config.ffn_size < tp else f"doesn't divide {heads}"
+        raise UserError(f"tp {tp} {what}: use tp {_any_of(fits)}")
     if config.layers < pp:
         raise UserError(f"layers {config.layers} don't fill pp {pp} stages: use pp of at most {config.layers}")
     if config.layers < pp * virtual:
@@ -34,13 +35,8 @@ def check_sizes(config, tp: int, pp: int, virtual: int = 1) -> None:
 
 
 def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether heads can be cut over tp: KV heads, with their queries, evenly or nearly so, or else replicated evenly.
-
-    Nearly: no rank has over a quarter more than its share. gpt2-xl's 25 heads over tp 2 are fine, 4 over tp 3 are not.
-    """
-    if tp > kv_heads:
-        return tp % kv_heads == 0 and heads % tp == 0
-    return -(-kv_heads // tp) * tp <= 1.25 * kv_heads
+    """Whether heads can be cut over tp: KV heads, with their queries, nearly evenly, or else replicated evenly."""
+    return nearly_even(kv_heads, tp) if tp <= kv_heads else tp % kv_heads == 0 and heads % tp == 0
 
 
 def _any_of(numbers: list[int]) -> str:

@@ -14,9 +14,9 @@ from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
 from megazoo.parallel.timing import spent
 
-# torch 2.13 renamed them.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# torch 2.13 renamed them. The old names are looked up only where the new ones are missing.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _run(collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options):

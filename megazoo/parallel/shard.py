@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from megazoo.parallel.random import derive_seed
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
 TILE = 128  # rows and columns of the blocks in which initial values are drawn
+ALIGNED = 128  # features: matrix products of GPUs are faster where a rank has a multiple of them
 
 
 class Cut(NamedTuple):
@@ -36,7 +37,8 @@ class Shard:
     A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every rank then holds
     its share of each. A part is cut between units of so many features (a head, say; 1 by default). Where tp doesn't
     divide their number, the first ranks hold one unit more, so nothing is ever padded: the vocabulary is cut like
-    anything else. Where tp exceeds it (and is a multiple), each unit is replicated over tp / number ranks.
+    anything else. Features that fill no unit go to the first rank that has no unit more: the first rank always has the
+    most. Where tp exceeds the number of units (and is a multiple), each is replicated over tp / number ranks.
     """
 
     dim: int
@@ -44,21 +46,22 @@ class Shard:
     units: tuple[int, ...] = ()
 
     @property
-    def _units(self) -> tuple[int, ...]:
+    def all_units(self) -> tuple[int, ...]:
+        """Features of a unit, part by part."""
         return self.units or (1,) * len(self.parts)
 
     def cuts(self, tp_size: int, tp_rank: int) -> list[Cut]:
         """The rank's share of each part."""
         cuts, global_start, local_start = [], 0, 0
-        for part, unit, shared in zip(self.parts, self._units, self.replicated(tp_size), strict=True):
+        for part, unit, shared in zip(self.parts, self.all_units, self.replicated(tp_size), strict=True):
             count = part // unit
             if shared:
                 replicas = tp_size // count
                 start, length, owned = tp_rank // replicas * unit, unit, tp_rank % replicas == 0
             else:
-                each, more = divmod(count, tp_size)
-                start = (tp_rank * each + min(tp_rank, more)) * unit
-                length, owned = (each + (tp_rank < more)) * unit, True
+                (each, more), rest = divmod(count, tp_size), part - count * unit
+                start = (tp_rank * each + min(tp_rank, more)) * unit + rest * (tp_rank > more)
+                length, owned = (each + (tp_rank < more)) * unit + rest * (tp_rank == more), True
             cuts.append(Cut(global_start + start, local_start, length, owned))
             global_start += part
             local_start += length
@@ -66,11 +69,27 @@ class Shard:
 
     def replicated(self, tp_size: int) -> list[bool]:
         """Whether several ranks hold each unit, part by part."""
-        return [part // unit < tp_size for part, unit in zip(self.parts, self._units, strict=True)]
+        return [part // unit < tp_size for part, unit in zip(self.parts, self.all_units, strict=True)]
 
     def local_sizes(self, tp_size: int, tp_rank: int) -> list[int]:
         """The lengths of the rank's shares of the parts."""
         return [cut.length for cut in self.cuts(tp_size, tp_rank)]
+
+
+def nearly_even(count: int, tp_size: int) -> bool:
+    """Say whether so many things, none of them cut, can be shared so that no rank has over a quarter more than its
+    share: 25 over 2 ranks can (13 and 12), 4 over 3 can't (2, 1 and 1)."""
+    return count >= tp_size and -(-count // tp_size) * tp_size <= 1.25 * count
+
+
+def units_for(parts: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
+    """Choose the units in which features that belong to no head are cut; a part's are its size's alone.
+
+    Single features where tp divides the part, so that all ranks have as many. Else ALIGNED of them, if no rank then has
+    over a quarter more than its share; else single features, and ranks differ by one.
+    """
+    aligned = [part % tp_size > 0 and nearly_even(part // ALIGNED, tp_size) for part in parts]
+    return tuple(ALIGNED if each else 1 for each in aligned) if any(aligned) else ()
 
 
 @dataclass(frozen=True)
@@ -158,9 +177,11 @@ class ShardedModule(nn.Module):
     ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward takes a parameter that
     several tp ranks hold through `whole`, so that its gradient is the sum of what they contribute. sums_later: whoever
     runs backward makes those sums himself, once for many backwards (`sum_over_copies`). weight_queue: where gradients
-    of linear weights wait, if they do.
+    of linear weights wait, if they do. multiplied: names of the parameters that are matrices by which every token is
+    multiplied, for `flops_per_token` to count.
     """
 
+    multiplied: ClassVar[tuple[str, ...]] = ()
     sums_later = False
     weight_queue: WeightQueue | None = None
 
