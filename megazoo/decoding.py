@@ -262,7 +262,7 @@ def repeating(tokens: torch.Tensor, size: int, vocabulary: int) -> torch.Tensor:
 
 
 def _generator(seed: int, row: int, copy: int) -> torch.Generator:
-    return torch.Generator().manual_seed(derive_seed(seed, "generate", row, *([copy] if copy else [])))
+    return torch.Generator().manual_seed(derive_seed(seed, "generate", row, copy))
 
 
 class BeamSearch(_Chooser):

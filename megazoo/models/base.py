@@ -301,8 +301,7 @@ class Model(nn.Module):
         if self.ctx.pp_size > 1:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
             loss, logits = result.loss, result.collected
-            if labels is not None and torch.is_grad_enabled():
-                loss = with_backward(loss, _refuse_backward)
+            loss = with_backward(loss, _refuse_backward)
         else:
             x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
             outputs, loss, logits = self.outputs(x, micro_batch), None, None
