@@ -26,9 +26,12 @@ def generate(
     ctx.require_ranks()
     if model.num_labels:
         raise UserError("a classifier does not generate")
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise UserError(f"input_ids are of shape {list(input_ids.shape)}, not [batch, at least one token]")
+    settings = settings.after(input_ids.shape[1])
     settings.check(model.config.vocab_size)
     _check(model, input_ids, attention_mask, settings)
-    if streamer is not None and (len(input_ids) > 1 or settings.num_beams > 1):
+    if streamer is not None and len(input_ids) * settings.rows_of_prompt > 1:
         raise UserError("a streamer takes one row, without beams")
     mine = range(len(input_ids))[share_of(len(input_ids), ctx.dp_size, ctx.dp_rank)]  # of this replica
     use_cache = use_cache and model.can_cache(model.config, input_ids.shape[1] + settings.max_new_tokens)
@@ -42,13 +45,11 @@ def generate(
             for token in new.T:
                 streamer.put(token)
         streamer.end()
-    return torch.cat([input_ids, new], dim=1)
+    return torch.cat([input_ids.repeat_interleave(settings.num_return_sequences, 0), new], dim=1)
 
 
 def _check(model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: Settings) -> None:
     """Refuse prompts that can't be gone on from."""
-    if input_ids.dim() != 2 or not input_ids.numel():
-        raise UserError(f"input_ids are of shape {list(input_ids.shape)}, not [batch, at least one token]")
     if mask is not None and mask.shape != input_ids.shape:
         raise UserError(f"attention_mask is of shape {list(mask.shape)}, input_ids of {list(input_ids.shape)}")
     if mask is not None and not bool(mask[:, -1].all()):
@@ -68,29 +69,30 @@ def _check(model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: 
 
 
 class _Group:
-    """Rows that go through the stages together, on this rank."""
+    """Prompts, and the rows that go on from them, that go through the stages together, on this rank."""
 
     def __init__(self, model, input_ids, real: torch.Tensor | None, numbers: range, longest: int, settings, use_cache):
-        self.numbers, self.beams, self.done, self.steps = numbers, settings.num_beams, False, 0
+        self.numbers, self.copies, self.beams = numbers, settings.rows_of_prompt, settings.num_beams > 1
+        self.done, self.steps = False, 0
         self.input_ids, self.positions, self.segments = input_ids, None, None
         if real is not None:
             self.positions = (real.cumsum(1) - 1).clamp(min=0)
             self.segments = real.long() - 1  # padding is a segment of its own, -1
         self.longest = longest
         self.cache = (
-            KVCache(len(model.layers), input_ids.shape[1] + settings.max_new_tokens - 1, self.beams)
+            KVCache(len(model.layers), input_ids.shape[1] + settings.max_new_tokens - 1, self.copies)
             if use_cache
             else None
         )
         self.chooser = None
         if model.stages[-1].last:
             prompt = (settings, input_ids, real)
-            self.chooser = BeamSearch(*prompt) if self.beams > 1 else Sampler(*prompt, numbers)
+            self.chooser = BeamSearch(*prompt) if self.beams else Sampler(*prompt, numbers)
 
     @property
     def rows(self) -> int:
         """The rows that are chosen for: beams count."""
-        return len(self.numbers) * self.beams
+        return len(self.numbers) * self.copies
 
     def batch(self) -> MicroBatch:
         shape = tuple(self.input_ids.shape)
@@ -103,10 +105,10 @@ class _Group:
         self.done = choice.done
         if self.done:
             return
-        if self.beams > 1 and self.steps == 0:  # from now on every beam is a row
+        if self.copies > 1 and self.steps == 0:  # from now on every beam, or copy, is a row
             for name in ("input_ids", "positions", "segments"):
                 if (tensor := getattr(self, name)) is not None:
-                    setattr(self, name, tensor.repeat_interleave(self.beams, 0))
+                    setattr(self, name, tensor.repeat_interleave(self.copies, 0))
         self.steps += 1
         tokens = choice.tokens[:, None]
         if self.segments is not None:
@@ -193,18 +195,18 @@ def _message(choice: Choice) -> torch.Tensor:
 
 def _received(group: _Group, last: int, ctx) -> Choice:
     """The last stage's choice."""
-    beams, rows = group.beams > 1, group.rows
-    message = receive_from_stage((1 + rows * (1 + beams),), torch.int64, last, ctx)
-    return Choice(message[1 : 1 + rows], message[1 + rows :] if beams else None, bool(message[0]))
+    rows = group.rows
+    message = receive_from_stage((1 + rows * (1 + group.beams),), torch.int64, last, ctx)
+    return Choice(message[1 : 1 + rows], message[1 + rows :] if group.beams else None, bool(message[0]))
 
 
 def _new_tokens(model, groups: list[_Group], input_ids: torch.Tensor, settings: Settings) -> torch.Tensor:
     """What was generated, of all replicas, on every rank: int64 [batch, new]."""
-    ctx = model.ctx
-    new = input_ids.new_zeros(len(input_ids), 1 + settings.max_new_tokens)  # and how many there are, first
+    ctx, each = model.ctx, settings.num_return_sequences
+    new = input_ids.new_zeros(len(input_ids) * each, 1 + settings.max_new_tokens)  # and how many there are, first
     for group in groups if model.stages[-1].last else ():
         result = group.chooser.result()
-        rows = new[group.numbers.start : group.numbers.stop]
+        rows = new[group.numbers.start * each : group.numbers.stop * each]
         rows[:, 0] = result.shape[1]
         rows[:, 1:] = settings.padding
         rows[:, 1 : 1 + result.shape[1]] = result

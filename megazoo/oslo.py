@@ -1,6 +1,7 @@
 """The way in that users of OSLO know: one call with a configuration."""
 
 import json
+import re
 from pathlib import Path
 
 from megazoo.checkpoint import from_pretrained
@@ -11,29 +12,37 @@ from megazoo.parallel.context import ParallelContext
 SETTINGS = ("enable", "tensor_parallel_size", "pipeline_parallel_size")
 
 
-def initialize(model: str | Path, config: dict | str | Path | None = None, **options) -> Model:
-    """This rank's part of a model, cut as `config` says.
+def initialize(model, config: dict | str | Path | None = None, **options) -> Model:
+    """Build this rank's part of a model, cut as `config` says.
 
-    model: a directory (a checkpoint of any layout, or Hugging Face's), or the name of a preset or family. config: a
-    dictionary, or a JSON file, such as {"model_parallelism": {"enable": True, "tensor_parallel_size": 2,
+    model: a directory (a checkpoint of any layout, or Hugging Face's), whose weights are read; or, for random weights,
+    a config object (a family's, or of transformers) or the path of a config file (.json or .toml). The name of a preset
+    alone is refused: where transformers would download weights of that name, this would draw random ones.
+    config: a dictionary, or a JSON file, such as {"model_parallelism": {"enable": True, "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2}}; without, or not enabled, each rank has the whole model. options: as in
     `from_pretrained` or `from_config`. Replicas are what remains of the world, in `model.ctx`. UserError for what is
     not known.
     """
     if isinstance(config, str | Path):
         try:
-            config = json.loads(Path(config).read_text())
+            text = Path(config).read_text()
+            config = json.loads(text)
         except OSError as error:
             raise UserError(f"{config}: {error.strerror}") from error
-        except ValueError as error:
-            raise UserError(f"{config} is not JSON: {error}") from error
+        except json.JSONDecodeError as error:
+            commented = re.search(r"(^|\s)(//|/\*|#)", text)
+            hint = "; JSON has no comments: take them out" if commented else ""
+            raise UserError(f"{config} is not JSON: {error}{hint}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{config} is not JSON: it is not text") from error
     config = _known(config or {}, ("model_parallelism",), "the configuration")
     cut = _known(config.get("model_parallelism", {}), SETTINGS, "model_parallelism")
     on = cut.get("enable", True)
-    sizes = [cut.get(name, 1) if on else 1 for name in SETTINGS[1:]]
-    ctx = ParallelContext.from_torch(*sizes)
-    build = from_pretrained if Path(model).exists() else from_config
-    return build(str(model), ctx, **options)
+    if not isinstance(on, bool):
+        raise UserError(f"enable in model_parallelism must be true or false, not {on!r}")
+    ctx = ParallelContext.from_torch(**{name: cut.get(name, 1) if on else 1 for name in SETTINGS[1:]})
+    is_directory = isinstance(model, str | Path) and Path(model).suffix not in (".json", ".toml")
+    return (from_pretrained if is_directory else from_config)(model, ctx, **options)
 
 
 def _known(settings, names: tuple[str, ...], where: str) -> dict:

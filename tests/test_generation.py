@@ -5,13 +5,13 @@ import test_gpt2
 import test_hugging_face
 import test_llama
 import torch
-from helpers import context, layout_name, run_in_layout, tiny_config, world
+from helpers import context, layout_name, randomize, run_in_layout, tiny_config, world
 from transformers import LogitsProcessorList
-from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import NoRepeatNGramLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.utils import GenerationMixin
 
 import megazoo
-from megazoo.decoding import Settings, draw, keep_likely
+from megazoo.decoding import Settings, draw, keep_likely, repeating
 from megazoo.errors import UserError
 from megazoo.generation import _generating, _groups
 from megazoo.models.llama import LlamaConfig
@@ -271,6 +271,149 @@ def test_penalty_and_least_length_equal_transformers(tmp_path):
             assert torch.equal(model.generate(ids, **settings, **extra), expected)
 
 
+REPEATS = {
+    "greedy, n-grams of 2": {"no_repeat_ngram_size": 2},
+    "greedy, n-grams of 1": {"no_repeat_ngram_size": 1, "max_new_tokens": 20},
+    "greedy, n-grams and penalty": {"no_repeat_ngram_size": 3, "repetition_penalty": 0.7, "min_new_tokens": 8},
+    "beams, n-grams of 2": {"no_repeat_ngram_size": 2, "num_beams": 3},
+    "beams, all of them": {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": END},
+    "beams, two of them, n-grams": {"num_beams": 4, "num_return_sequences": 2, "no_repeat_ngram_size": 3},
+    "beams, early, two of them": {
+        "num_beams": 3, "num_return_sequences": 2, "eos_token_id": END, "early_stopping": True, "length_penalty": 2.0,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def repeats(tmp_path_factory):
+    """What transformers generates with settings that forbid repetition, or return several rows."""
+    hf, path, made = repetitive(FAMILIES["llama"]()), tmp_path_factory.mktemp("repeats"), []
+    hf.save_pretrained(path)
+    for name, settings in REPEATS.items():
+        settings = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": 60, **settings}
+        for seed in range(100):
+            ids = prompts(seed, batch=3)[0]
+            ids[:, 3:6] = ids[:, 6:]  # a prompt repeats itself
+            expected, margin = of_transformers(hf, ids, torch.ones_like(ids), **settings)
+            if margin > 2e-5:
+                break
+        else:
+            raise AssertionError(f"no prompts for {name}")
+        free = {key: value for key, value in settings.items() if key != "no_repeat_ngram_size"}
+        assert free == settings or not torch.equal(expected, hf.generate(ids, do_sample=False, **free)), name
+        made.append((path, settings, ids, None, expected))
+    return made
+
+
+def repetitive(hf):
+    """A model of transformers that repeats itself soon: the output head is nearly the embedding."""
+    with torch.no_grad():
+        hf.lm_head.weight.lerp_(hf.model.embed_tokens.weight, 0.8)
+    return hf
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(pp=4)], ids=layout_name)
+def test_repetition_rules_and_several_rows_equal_transformers(ranks, repeats, layout):
+    for outputs in run_in_layout(ranks, generate, layout, repeats):
+        for (*_, expected), ids, name in zip(repeats, outputs, REPEATS, strict=True):
+            assert torch.equal(ids, expected), name
+    if not layout:
+        for (*_, expected), ids in zip(repeats, generate(repeats, {}, use_cache=False), strict=True):
+            assert torch.equal(ids, expected)
+
+
+def test_no_repeated_tokens_are_those_of_transformers():
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(100):
+        tokens = torch.randint(0, 6, (4, 1 + trial % 12), generator=generator)
+        for size in (1, 2, 3, 4):
+            theirs = NoRepeatNGramLogitsProcessor(size)(tokens, torch.zeros(4, 6)).isinf()
+            assert torch.equal(repeating(tokens, size, 6), theirs)
+
+
+def test_where_the_rule_would_forbid_all_tokens_it_does_not_hold():
+    model = megazoo.from_config(tiny_config(max_positions=100), seed=3)
+    ids = prompts(batch=2)[0]
+    for how in ({}, {"do_sample": True}):
+        new = model.generate(ids, max_new_tokens=80, no_repeat_ngram_size=1, **how)
+        assert 0 <= new.min() <= new.max() < 61
+        for row in new:
+            left = 61 - len(row[:9].unique())
+            assert len(row[9 : 9 + left].unique()) == left
+
+
+def test_max_length_counts_the_prompt_as_transformers_does(tmp_path):
+    hf = FAMILIES["gpt2"]()
+    hf.save_pretrained(tmp_path)
+    model = megazoo.from_pretrained(tmp_path)
+    ids, mask = prompts()
+    for beams in (1, 2):
+        settings = {"max_length": 20, "num_beams": beams, "pad_token_id": PAD, "eos_token_id": 60}
+        expected, margin = of_transformers(hf, ids, mask, **settings)
+        assert margin > 1e-5
+        assert torch.equal(model.generate(ids, mask, **settings), expected)
+    assert model.generate(ids, mask, eos_token_id=[]).shape == (4, 29)  # without either, 20 new ones
+
+
+def several(layout, count, **more):
+    model = megazoo.from_config(tiny_config(max_positions=64), context(**layout), seed=3)
+    ids, mask = prompts(batch=3)
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "eos_token_id": [4, 9], "seed": 5}
+    return model.generate(ids, mask, num_return_sequences=count, **settings, **more)
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(pp=2, dp=2), dict(dp=4)], ids=layout_name
+)
+def test_several_draws_of_a_prompt_are_the_same_in_every_layout(ranks, layout):
+    expected, ids = several({}, 4), prompts(batch=3)[0]
+    assert torch.equal(expected[:, :9], ids.repeat_interleave(4, 0))
+    assert len(expected.unique(dim=0)) == 12
+    for fewer in (1, 2):  # are the first of more
+        rows = several({}, fewer)
+        kept = expected.view(3, 4, -1)[:, :fewer].flatten(0, 1)
+        assert torch.equal(rows, kept[:, : rows.shape[1]])
+    rules = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.2}
+    with_rules = several({}, 4, use_cache=False, **rules)
+    assert not torch.equal(with_rules, expected)
+    for found in run_in_layout(ranks, several_each_way, layout, rules):
+        assert torch.equal(found[0], expected)
+        assert torch.equal(found[1], with_rules)
+
+
+def several_each_way(rules, layout):
+    return several(layout, 4), several(layout, 4, **rules)
+
+
+WIDE = {"vocab_size": 4000, "max_positions": 64, "layers": 2}  # the head takes as long as many layers
+
+
+def on_stages_without_layers(layout):
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(tiny_config(**WIDE), ctx, seed=3))
+    ids, mask = prompts(batch=3)
+    ways = [
+        {},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"num_beams": 3},
+        {"num_beams": 3, "length_penalty": 2.0},
+    ]
+    made = []
+    for way in ways:
+        for use_cache in (True, False):
+            made.append(model.generate(ids, mask, max_new_tokens=8, eos_token_id=7, use_cache=use_cache, **way))
+    return [len(stage.layers) for stage in model.stages], made
+
+
+@pytest.mark.parametrize("layout", [dict(pp=2), dict(pp=2, dp=4), dict(dp=4), dict(tp=2, pp=2)], ids=layout_name)
+def test_a_stage_without_layers_and_a_replica_without_rows_generate_too(ranks, layout):
+    expected = on_stages_without_layers({})[1]
+    for rank, (layers, made) in enumerate(run_in_layout(ranks, on_stages_without_layers, layout)):
+        assert layers == [2 if rank < world(layout) // layout.get("pp", 1) else 0]
+        assert len(made) == len(expected)
+        assert all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
+
+
 def test_the_checkpoint_says_what_ends_and_pads(tmp_path):
     hf = FAMILIES["gpt2"]()
     hf.generation_config.eos_token_id, hf.generation_config.pad_token_id = END, PAD
@@ -287,7 +430,7 @@ def test_the_checkpoint_says_what_ends_and_pads(tmp_path):
 def test_padding_does_not_change_what_a_row_becomes():
     model = megazoo.from_config(LlamaConfig(**SIZES, ffn_size=48), seed=2)
     ids, mask = prompts()
-    settings = {"max_new_tokens": 12, "repetition_penalty": 1.5}
+    settings = {"max_new_tokens": 12, "repetition_penalty": 1.5, "no_repeat_ngram_size": 1}
     together = model.generate(ids, mask, **settings)
     for token in together[:, 9].tolist():  # no penalty for what pads
         assert torch.equal(model.generate(ids.masked_fill(mask == 0, token), mask, **settings)[:, 9:], together[:, 9:])
@@ -411,6 +554,14 @@ WRONG = {
     "a stop without its tokenizer": ({"stop": "x"}, "stop needs the tokenizer"),
     "padding on the right": ({"attention_mask": torch.tensor([[1] * 9, [1] * 8 + [0]])}, "row 1 ends with padding"),
     "a streamer for two": ({"streamer": Kept()}, "a streamer takes one row"),
+    "two lengths": ({"max_length": 20, "max_new_tokens": 3}, "max_new_tokens and max_length exclude each other: give"),
+    "no room": ({"max_length": 9}, "max_length 9 leaves no new token after a prompt of 9"),
+    "an over-long max_length": ({"max_length": 65}, "a prompt of 9 tokens and 56 new ones exceed .* 64: at most 55"),
+    "a length of 2.5": ({"max_length": 2.5}, "max_length 2.5 is not a whole number"),
+    "greedy copies": ({"num_return_sequences": 2}, "num_return_sequences 2 needs do_sample, or num_beams of at least"),
+    "more than beams": ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences 3 needs do_sample, or"),
+    "no rows": ({"num_return_sequences": 0}, "num_return_sequences 0 is out of range"),
+    "a negative n-gram": ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size -1 is out of range"),
 }
 
 

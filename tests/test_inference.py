@@ -92,6 +92,23 @@ def test_prompts_from_a_file_are_answered_together(directories, tmp_path, monkey
     assert out.startswith("\n".join(beams) + "\n")
 
 
+def test_several_answers_to_each_prompt(directories, tmp_path, monkeypatch, capsys):
+    (tmp_path / "prompts").write_text(f"{PROMPT}\nimport\n")
+    arguments = [directories / "hf", "--prompts", tmp_path / "prompts", "--max-new-tokens", 12, "--num-beams", 3]
+    arguments += ["--num-return-sequences", 2, "--no-repeat-ngram-size", 2]
+    code, out, _ = run_main(generate, monkeypatch, capsys, *arguments)
+    settings = {"num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 2}
+    tokens = AutoTokenizer.from_pretrained(directories / "hf")
+    model = AutoModelForCausalLM.from_pretrained(directories / "hf")
+    texts = []
+    for prompt in (PROMPT, "import"):
+        ids = tokens(prompt, return_tensors="pt").input_ids
+        texts += tokens.batch_decode(model.generate(ids, max_new_tokens=12, **settings), skip_special_tokens=True)
+    assert code == 0
+    assert out.startswith("\n".join(texts) + "\n")
+    assert len(set(texts)) == 4
+
+
 def test_a_session_answers_line_by_line(directories, monkeypatch, capsys):
     typed = f"{PROMPT}\n\n{'x = 1 ' * 40}\nimport\n"
     code, out, _ = run_main(generate, monkeypatch, capsys, directories / "shards", "--max-new-tokens", 8, typed=typed)
@@ -125,6 +142,7 @@ WRONG = {
     "no file": ("--prompts", "/nowhere", "/nowhere can't be read: No such file"),
     "a layout that cannot be": ("--prompt", "a", "--tp", "3", "tp 3 doesn't divide"),
     "a tokenizer that is not there": ("--prompt", "a", "--tokenizer", "/nowhere", "/nowhere"),
+    "greedy answers": ("--prompt", "a", "--num-return-sequences", "2", "num_return_sequences 2 needs do_sample, or"),
     "top-p": ("--prompt", "a", "--top-p", "2", "top_p 2.0 is out of range"),
 }
 

@@ -47,12 +47,16 @@ class Options(InferenceOptions):
     """Of the draws: the same tokens in any layout."""
     num_beams: int = 1
     """Above 1: search with so many beams."""
+    num_return_sequences: int = 1
+    """Answers to each prompt: drawn, or the best of num-beams."""
     length_penalty: float = 1.0
     """Of beams: above 0 prefers longer answers."""
     early_stopping: bool = False
     """Of beams: end with the first num-beams answers."""
     repetition_penalty: float = 1.0
     """Above 1: tokens that were there become less likely."""
+    no_repeat_ngram_size: int = 0
+    """Above 0: no so many tokens in succession come twice, the prompt's included."""
     stop: Text = None
     """Text that ends an answer."""
 
@@ -84,16 +88,18 @@ class Session:
         self.tokens, self.seconds = 0, 0.0
 
     def answer(self, prompts: list[str]) -> None:
-        """Print each prompt with what comes after it."""
+        """Print each prompt with what comes after it, as many times as there are answers."""
         ids, mask = self.tokenizer.encode_batch(prompts, padding_side="left")
         streamer = None
-        if len(prompts) == 1 and self.settings["num_beams"] == 1:
+        each = self.settings["num_return_sequences"]
+        if len(prompts) == each == self.settings["num_beams"] == 1:
             streamer = Printer(self.tokenizer, ids[0].tolist(), set(self.ends), self.say)
             self.say(prompts[0], end="")
         began = time.perf_counter()
         out = self.model.generate(ids, mask, streamer=streamer, **self.settings)[:, ids.shape[1] :]
         self.seconds += time.perf_counter() - began
-        for prompt, real, new in zip(prompts, ids, out.tolist(), strict=True):
+        asked = [(prompt, row) for prompt, row in zip(prompts, ids, strict=True) for _ in range(each)]
+        for (prompt, real), new in zip(asked, out.tolist(), strict=True):
             length = next((i for i, token in enumerate(new) if token in self.ends), len(new))
             self.tokens += min(length + 1, len(new))
             if streamer is None:
@@ -129,7 +135,8 @@ def main(arguments: list[str]) -> None:
 
 def settings_of(options: Options, model, tokenizer) -> dict:
     """The settings of `Model.generate`: those of the flags of its names, and what ends an answer."""
-    names = "max_new_tokens min_new_tokens num_beams length_penalty early_stopping repetition_penalty seed".split()
+    names = "max_new_tokens min_new_tokens num_beams num_return_sequences length_penalty early_stopping".split()
+    names += "repetition_penalty no_repeat_ngram_size seed".split()
     settings = {name: getattr(options, name) for name in names}
     drawn = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     drawn = {name: value for name, value in drawn.items() if value is not None}

@@ -2,11 +2,9 @@
 
 from megazoo.checkpoint.convert import open_source
 from megazoo.checkpoint.hugging_face import HuggingFaceDirectory
-from megazoo.checkpoint.pretrained import from_pretrained, load_weights, save_parallelized
+from megazoo.checkpoint.pretrained import from_parallelized, from_pretrained, load_weights, save_parallelized
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.save import Saver, load, save
-
-from_parallelized = from_pretrained  # the same code reads both
 
 __all__ = [
     "Checkpoint",

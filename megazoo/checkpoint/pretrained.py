@@ -11,6 +11,7 @@ from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.save import files_of_rank, saving, write_manifest, write_rank
 from megazoo.checkpoint.source import Source
 from megazoo.errors import UserError
+from megazoo.models import NOT_A_MODEL, presets
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.random import derive_seed
@@ -33,10 +34,9 @@ def from_pretrained(
     path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by default. dtype: as it
     is stored, by default. seed: of the dropout. num_labels: make a classifier of sequences of it; the head of a
     language model gives way to one that is drawn from the seed. pad_token_id: of such a classifier, if the files don't
-    say it. Raises UserError, with what is wrong, if it can't be
-    read or cut.
+    say it. Raises UserError, with what is wrong, if it can't be read or cut; a name is never downloaded.
     """
-    source = open_source(path)
+    source = open_directory(path)
     dtype = dtype or source.dtype_of(next(iter(source.specs)))
     config = source.config
     if num_labels is not None and num_labels != config.num_labels:
@@ -47,6 +47,44 @@ def from_pretrained(
     model = source.model.empty(config, ctx or current_context(), dtype=dtype, seed=seed)
     load_weights(source, model)
     return model
+
+
+def from_parallelized(
+    path: str | Path | None = None,
+    ctx: ParallelContext | None = None,
+    *,
+    load_directory: str | Path | None = None,
+    **options,
+) -> Model:
+    """Build this rank's part of a model that is on disk: `from_pretrained`, which reads checkpoints of any layout, too.
+
+    load_directory: OSLO's name for path. options: as in `from_pretrained`.
+    """
+    return from_pretrained(one_of("from_parallelized", path, "load_directory", load_directory), ctx, **options)
+
+
+def open_directory(path: str | Path) -> Source:
+    """Open a directory that a user has named for its weights; UserError says what to do if there is none."""
+    if isinstance(path, torch.nn.Module):
+        raise UserError(NOT_A_MODEL)
+    if not isinstance(path, str | Path):
+        what = type(path).__name__
+        raise UserError(f"weights are read from a directory, not from {what}: for random ones, megazoo.from_config")
+    if not Path(path).exists():
+        what = f"{path} is not a directory: there is no {Path(path).absolute()}"
+        remedy = "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
+        if str(path) in presets():
+            remedy += f"; for random weights call megazoo.from_config({str(path)!r}, ctx)"
+        raise UserError(f"{what}; {remedy}")
+    return open_source(path)
+
+
+def one_of(function: str, directory, name: str, named):
+    """The directory that a function was given, by position or by OSLO's name for it: once."""
+    if (directory is None) == (named is None):
+        what = "gets its directory twice" if named is not None else "needs a directory"
+        raise UserError(f"{function} {what}: give {function}(DIRECTORY) or {function}({name}=DIRECTORY)")
+    return named if directory is None else directory
 
 
 def load_weights(source: Source, model: Model) -> None:
@@ -73,19 +111,21 @@ def load_weights(source: Source, model: Model) -> None:
 
 def save_parallelized(
     model: Model,
-    directory: str | Path,
+    directory: str | Path | None = None,
     *,
+    save_directory: str | Path | None = None,
     merge_checkpoints: bool = False,
     max_shard_size: int | str = "5GB",
     save_config: bool = True,
 ) -> None:
     """Write a model from all ranks together, in place of what megazoo wrote there before.
 
-    As shards, one file for each (tp, pp) rank; or with merge_checkpoints as a Hugging Face directory, in files of
-    max_shard_size at most (bytes, or as "5GB"), without its config.json if not save_config. Raises UserError on every
-    rank if one fails.
+    save_directory: OSLO's name for directory. The files: shards, one for each (tp, pp) rank; or with merge_checkpoints
+    a Hugging Face directory, in files of max_shard_size at most (bytes, or as "5GB"), without its config.json if not
+    save_config. Raises UserError on every rank if one fails.
     """
-    ctx, directory = model.ctx, Path(directory)
+    directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
+    ctx = model.ctx
     ctx.require_ranks()
     shards = directory.parent / f".{directory.name}.shards" if merge_checkpoints else directory
     staging = shards.parent / f".{shards.name}.writing"

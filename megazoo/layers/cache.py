@@ -8,7 +8,7 @@ class KVCache:
     """Keys and values of the tokens so far: only of the attention layers, and heads, of this rank.
 
     Args: layers: that extend it, all of them of as many heads. length: tokens at most. copies: sequences that go on
-    from each row after its prompt (the beams of a search).
+    from each row after its prompt (the beams of a search, or the copies of a row that are drawn).
 
     Its memory, [layers, keys and values, rows x copies, heads, length, head_size], is allocated once, by the first
     layer. All layers of a forward extend the cache, then `advance` counts its tokens.
@@ -40,7 +40,7 @@ class KVCache:
     def reorder(self, sources: torch.Tensor) -> None:
         """Row i goes on from row sources[i], int64 [rows x copies], a copy of the same prompt."""
         moved = (sources != torch.arange(len(sources), device=sources.device)).nonzero()[:, 0]
-        if len(moved) and self.used > self.prompt:
+        if self._kept is not None and len(moved) and self.used > self.prompt:  # a stage may have no layers
             new = self._kept[:, :, :, :, self.prompt : self.used]
             new[:, :, moved] = new[:, :, sources[moved]]
 

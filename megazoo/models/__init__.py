@@ -31,6 +31,10 @@ __all__ = [
     "register",
 ]
 
+NOT_A_MODEL = (
+    "a model object can't be cut: save it with its save_pretrained(DIRECTORY), then give that directory to "
+    "megazoo.from_pretrained or megazoo.initialize"
+)
 FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama, "mpt": MPT}
 
 
@@ -68,18 +72,28 @@ def family_of(config) -> str:
     return next(name for name, model in FAMILIES.items() if type(config) is model.Config)
 
 
-def find_config(name: str):
-    """The config of a preset (gpt2-124m ...), of a family's tiny preset (gpt2), or of a file (see `config_from_file`).
+def presets() -> dict:
+    """The config of every preset, by its name, and of every family's tiny preset, by the family's."""
+    named = {preset: config for model in FAMILIES.values() for preset, config in model.presets.items()}
+    return named | {family: model.presets[f"{family}-tiny"] for family, model in FAMILIES.items()}
 
-    UserError names the nearest.
-    """
-    if name.endswith((".json", ".toml")):
-        return config_from_file(Path(name))
-    presets = {preset: config for model in FAMILIES.values() for preset, config in model.presets.items()}
-    presets |= {family: model.presets[f"{family}-tiny"] for family, model in FAMILIES.items()}
-    if name not in presets:
-        raise UserError(f"unknown model or preset {name!r}{nearest(name, presets)}; there are {', '.join(presets)}")
-    return presets[name]
+
+def find_config(what):
+    """The config that a name, a file or an object says: see `from_config`. UserError names the nearest name."""
+    if isinstance(what, torch.nn.Module):
+        raise UserError(NOT_A_MODEL)
+    if isinstance(what, str | Path):
+        name, known = str(what), presets()
+        if name.endswith((".json", ".toml")):
+            return config_from_file(Path(name))
+        if name not in known:
+            raise UserError(f"unknown model or preset {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+        return known[name]
+    if hasattr(what, "model_type") and hasattr(what, "to_dict"):  # of transformers
+        return config_from_hugging_face(what.to_dict())
+    if not any(type(what) is model.Config for model in FAMILIES.values()):
+        raise UserError(f"{type(what).__name__} is no config: give a preset's name, a config object, or a config file")
+    return what
 
 
 def config_from_dict(family: str, values: dict):
@@ -163,10 +177,10 @@ def from_config(
 ) -> Model:
     """Build this rank's part of a model with initial weights that depend on the seed alone, not on the layout.
 
-    config: a preset's name, a family's name (its tiny preset), a family's config object, or the path of a config file:
-        Hugging Face's config.json, or JSON or TOML with our names.
+    config: a preset's name, a family's name (its tiny preset), a family's config object, one of transformers, or the
+        path of a config file: Hugging Face's config.json, or JSON or TOML with our names.
     ctx: the parallel context; the ambient one by default. Returns an nn.Module on ctx.device.
     Errors: UserError for an unknown name, or a model that the layout can't cut.
     """
-    config = find_config(config) if isinstance(config, str) else config
+    config = find_config(config)
     return FAMILIES[family_of(config)].build(config, ctx or current_context(), dtype=dtype, seed=seed)

@@ -31,7 +31,7 @@ from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.schedule import SCHEDULES
 from megazoo.parallel.shard import Entry, ShardedModule, initialize, sum_over_copies
-from megazoo.parallel.stepwise import run_stepwise
+from megazoo.parallel.stepwise import run_stepwise, with_backward
 from megazoo.precision import LossScale
 
 
@@ -325,20 +325,21 @@ class Model(nn.Module):
 
     # What users call.
 
-    def save_parallelized(self, directory, **options) -> None:
+    def save_parallelized(self, directory=None, **options) -> None:
         """Write the model: see `megazoo.checkpoint.save_parallelized`."""
         from megazoo.checkpoint import save_parallelized  # checkpoints know models, not the reverse
 
         save_parallelized(self, directory, **options)
 
-    def from_parallelized(self, directory) -> "Model":
+    def from_parallelized(self, directory=None, *, load_directory=None) -> "Model":
         """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns self.
 
-        UserError if they are of another model.
+        load_directory: OSLO's name for directory. UserError if they are of another model.
         """
-        from megazoo.checkpoint import load_weights, open_source
+        from megazoo.checkpoint.pretrained import load_weights, one_of, open_directory
 
-        load_weights(open_source(directory), self)
+        directory = one_of("from_parallelized", directory, "load_directory", load_directory)
+        load_weights(open_directory(directory), self)
         return self
 
     @together
@@ -355,18 +356,21 @@ class Model(nn.Module):
         """Run one batch; call it with the same inputs on every rank of a (pp, tp) group.
 
         Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every rank. Without, or
-        with return_logits: logits [batch, sequence, vocabulary] ([batch, labels] of a classifier) on every rank of the
-        last stage. The loss can be differentiated when pp is 1, with `sync_gradients` after backward; `train_batch`
-        trains in every layout.
+        with return_logits, or where the loss needs them whole anyway (pp and tp are 1, or a classifier): logits [batch,
+        sequence, vocabulary] ([batch, labels] of a classifier) on every rank of the last stage. They live as long as
+        the output: where memory is short keep its loss only. The loss can be differentiated when pp is 1, with
+        `sync_gradients` after backward; `train_batch` and `microbatches` train in every layout.
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self.micro_batches(batch, 1)
         if torch.is_grad_enabled() and self.ctx.dp_size > 1:
             _ = self.gradient_buckets  # they notice a backward whose gradients nobody sums
-        collect = self.whole_logits if return_logits or labels is None else None
+        whole = self.num_labels or self.ctx.pp_size == self.ctx.tp_size == 1
+        collect = self.whole_logits if return_logits or labels is None or whole else None
         if self.ctx.pp_size > 1:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
             loss, logits = result.loss, result.collected
+            loss = with_backward(loss, _refuse_backward)
         else:
             x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
             outputs, loss, logits = self.outputs(x, micro_batch), None, None
@@ -499,10 +503,11 @@ class Model(nn.Module):
 
         input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Call it with the same inputs on
         every rank: replicas share the rows, and stages work on groups of them in turn. settings: those of
-        `megazoo.decoding.Settings`, such as max_new_tokens, do_sample, num_beams, stop, seed; eos_token_id and
-        pad_token_id are the checkpoint's by default. Rows that ended are padded. use_cache False runs all tokens again
-        for each new one. streamer: for one row; its put(token ids) is called with each new token, its end() at the end.
-        UserError for a prompt or a setting that can't be.
+        `megazoo.decoding.Settings`, such as max_new_tokens or max_length, do_sample, num_beams, num_return_sequences,
+        no_repeat_ngram_size, stop, seed; eos_token_id and pad_token_id are the checkpoint's by default. With
+        num_return_sequences n there are n rows for each prompt. Rows that ended are padded. use_cache False runs all
+        tokens again for each new one. streamer: for one row; its put(token ids) is called with each new token, its
+        end() at the end. UserError for a prompt or a setting that can't be.
         """
         from megazoo.decoding import Settings
         from megazoo.generation import generate  # it runs models
@@ -594,3 +599,11 @@ def names_matching(pattern: str, names: list[str]) -> set[str]:
         kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names)
         raise UserError(f"train-only {pattern!r} matches no parameter; there are {', '.join(kinds)}")
     return found
+
+
+def _refuse_backward(_: float) -> None:
+    """The backward of a pipeline's loss: one stage alone has no way back to the others."""
+    raise UserError(
+        "the loss of model(...) can't go backward through a pipeline: call model.train_batch(...), or in a loop of "
+        "your own model.microbatches(...)"
+    )

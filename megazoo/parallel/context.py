@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,13 @@ class ParallelContext:
         stages are cut: "balanced" by cost, the embedding's and the head's included; "uniform" by layers; or the number
         of layers of each.
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
-        Raises UserError when the sizes don't multiply to the world.
+        Raises UserError when a size is not a whole number above 0, or the sizes don't multiply to the world.
         """
+        _check_size("tensor_parallel_size", tensor_parallel_size)
+        _check_size("pipeline_parallel_size", pipeline_parallel_size)
+        _check_size("virtual_pipeline_size", virtual_pipeline_size)
+        if data_parallel_size is not None:
+            _check_size("data_parallel_size", data_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
@@ -184,6 +190,12 @@ _ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar("parallel context
 def current_context() -> ParallelContext:
     """The context of the innermost `with ctx:`, or the world of one."""
     return _ambient.get()[-1]
+
+
+def _check_size(name: str, size) -> None:
+    """Refuse what is not a whole number above 0: text, 2.0 and True, too."""
+    if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+        raise UserError(f"{name} must be a whole number of at least 1, not {size!r}")
 
 
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -18,10 +18,36 @@ MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest on
 
 @dataclass
 class Output:
-    """loss: 0-dimensional fp32, or None. logits: [batch, sequence, vocabulary] on the last stage, if asked for."""
+    """What a forward returns. loss: 0-dimensional fp32, or None. logits: [batch, sequence, vocabulary], or None.
+
+    As an output of transformers it can be indexed and given on as keywords: output[0], output[:2], output["loss"],
+    f(**output). Only what is not None counts. Iterating over it raises UserError.
+    """
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
+
+    def keys(self) -> list[str]:
+        """The names of the fields that are not None."""
+        return [f.name for f in fields(self) if getattr(self, f.name) is not None]
+
+    def to_tuple(self) -> tuple[torch.Tensor, ...]:
+        """The fields that are not None: (loss, logits), (loss,) or (logits,)."""
+        return tuple(getattr(self, name) for name in self.keys())
+
+    def __getitem__(self, key: int | slice | str):
+        if isinstance(key, str):
+            return dict(zip(self.keys(), self.to_tuple(), strict=True))[key]
+        return self.to_tuple()[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys()
+
+    def __iter__(self):
+        raise UserError(
+            "an output can't be iterated over: for a loop over micro-batches call model.microbatches(...), "
+            "to unpack loss and logits call to_tuple()"
+        )
 
 
 @dataclass

@@ -63,9 +63,14 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
     for number in range(len(batches)):
         with failing_together(ctx):
             loss = forward(number)
-        yield Output(_Loss.apply(torch.zeros((), requires_grad=True), loss, partial(backward, number)))
+        yield Output(with_backward(loss, partial(backward, number)))
         while sent:
             sent.pop(0)[0].wait()
+
+
+def with_backward(loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:
+    """`loss`, 0-dimensional, with a backward that calls backward(its gradient)."""
+    return _Loss.apply(torch.zeros((), requires_grad=True), loss, backward)
 
 
 class _Loss(torch.autograd.Function):
