@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from helpers import context
 from programs import python
 from torch.distributed.run import get_args_parser
@@ -41,6 +42,9 @@ PLACES = {"N": "2", "DIR": "dir", "FILE": "file", "CKPT": "ckpt"}
 
 # What else than the span itself is run for it, on the ranks.
 RUN_FOR = {
+    "GPT2Config(...)": "megazoo.from_config(transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4), ctx)",
+    'save_directory="merged"': 'model.save_parallelized(save_directory="merged", merge_checkpoints=True)',
+    'load_directory="ckpt"': 'model.from_parallelized(load_directory="ckpt")',
     "config.json": 'megazoo.from_config("path/to/gpt2/config.json", ctx)',
     "model_tp_0_pp_0.safetensors": 'assert Path("ckpt/model_tp_0_pp_0.safetensors").is_file()',
     '"selective"': 'model.recompute("selective")',
@@ -191,7 +195,7 @@ def run_span(span: str, folder: Path) -> None:
     names |= {"tp": 2, "pp": 2, "path": "path/to/gpt2", "dir": "dir", "f": own_loss, "Path": Path, "Model": Model}
     names |= {"inputs": {"input_ids": ids}, "optimizer": megazoo.optim.AdamW(model), "megazoo": megazoo}
     names |= {"ParallelContext": megazoo.ParallelContext, "DistributedSampler": DistributedSampler}
-    names |= {"Checkpoint": Checkpoint, "load": load}
+    names |= {"Checkpoint": Checkpoint, "load": load, "transformers": transformers}
     code = RUN_FOR.get(span, span)
     for dots, meant in DOTS.items():
         code = code.replace(dots, meant)
