@@ -1,6 +1,7 @@
 """Frozen parameters stay as they are to the bit, and the others train as torch would train them, in every layout."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.errors import UserError
 from megazoo.models.base import names_matching
+from megazoo.parallel import failure
 
 CONFIGS = {"gpt2, tied": MODELS["gpt2"], "gpt2": tiny_config(tied=False), "llama": MODELS["llama, one KV head"]}
 CONFIGS["mpt"] = MODELS["mpt"]
@@ -198,22 +200,41 @@ def test_a_second_optimizer_trains_what_was_unfrozen():
     assert not torch.equal(model.embedding.weight, before)
 
 
-def tie_unfrozen_late():
+def tied_and_frozen():
     model = megazoo.from_config(tiny_config(), context(pp=2), seed=3)
     model.embedding.requires_grad_(False)
     ids, targets = make_batch(0)
     model.train_batch(ids, targets=targets)
-    if model.ctx.pp_rank == 0:
-        model.embedding.requires_grad_(True)
-        with pytest.raises(UserError, match="a tied parameter was frozen or unfrozen after training began"):
-            model.train_batch(ids, targets=targets)
-    model.requires_grad_(True).agree_on_frozen()
+    return model, ids, targets
+
+
+def tie_unfrozen_on_one_side():
+    model, ids, targets = tied_and_frozen()
+    model.embedding.requires_grad_(model.ctx.pp_rank == 0)
+    with pytest.raises(UserError) as caught, mock.patch.object(failure, "PATIENCE", 0.3):
+        model.train_batch(ids, targets=targets)
+    torch.distributed.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_tie_is_not_unfrozen_on_one_side(ranks):
+    first, last = ranks(tie_unfrozen_on_one_side, 2)
+    assert first.startswith("a tied parameter was frozen or unfrozen after training began")
+    assert last == f"rank 0 failed: {first}"
+
+
+def tie_unfrozen_on_both():
+    model, ids, targets = tied_and_frozen()
+    model.requires_grad_(True)
+    with pytest.raises(UserError, match="a tied parameter was frozen or unfrozen after training began"):
+        model.train_batch(ids, targets=targets)
+    model.agree_on_frozen()
     model.train_batch(ids, targets=targets)
     return model.embedding.weight.grad
 
 
-def test_a_tie_is_not_unfrozen_on_one_side(ranks):
-    a, b = ranks(tie_unfrozen_late, 2)
+def test_a_tie_is_unfrozen_where_all_ranks_agree(ranks):
+    a, b = ranks(tie_unfrozen_on_both, 2)
     assert torch.equal(a, b)
     assert a.any()
 

@@ -171,7 +171,7 @@ PIECES = [
 @pytest.mark.parametrize(("model", "layout", "schedule"), PIECES, ids=case_name)
 def test_losses_in_pieces_have_the_gradients_of_one_process(ranks, model, layout, schedule):
     """Only where backward comes at once: else the pieces' gradients would have to wait."""
-    history, gradients = one_process(model)
+    history, gradients = one_process(MODELS[model])
     results = ranks(train_in_pieces, world(layout), MODELS[model], layout, STEPS, schedule=schedule)
     assert worst_relative(results[-1][0], history) < 1e-5
     for step, expected in enumerate(gradients):
