@@ -19,6 +19,8 @@ LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused, on the device of the parameters.
 
+    Every rank makes it, together with the others.
+
     Args:
         model: its parameters are trained, but for those that are frozen (`requires_grad_(False)`) by now.
         lr: step size; assign to `opt.lr` to change it. betas, eps: as in Adam.
@@ -63,8 +65,9 @@ class AdamW(torch.optim.Optimizer):
         self.device = torch.device("cpu") if offload else self.ctx.device
         model.agree_on_frozen()
         self.entries = model.trained_entries()
-        self.buckets: GradientBuckets = model.gradient_buckets
-        self.buckets.sharded = bool(zero) and self.ctx.dp_size > 1
+        self.sharded = bool(zero) and self.ctx.dp_size > 1
+        self.buckets: GradientBuckets = model.fit_buckets()
+        self.buckets.sharded = self.sharded
         self.ranges = {entry.name: self.range_of(entry, self.ctx.dp_rank) for entry in self.entries}
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.param_groups = []
@@ -96,20 +99,26 @@ class AdamW(torch.optim.Optimizer):
 
     @together
     @torch.no_grad()
-    def step(self) -> torch.Tensor:
+    def step(self, closure: None = None) -> torch.Tensor:
         """Clip, then update every parameter from its .grad; returns the global norm before clipping, fp32.
 
-        UserError if the gradients are not whole yet, or parameters were frozen or unfrozen since it was made.
+        closure: None, as torch's callers give it. UserError if the gradients are not whole yet, or parameters were
+        frozen or unfrozen, or another optimizer of the model was made with another `zero`, since it was made.
         """
-        if self.model.gradient_buckets is not self.buckets:
+        if closure is not None:
+            raise UserError("AdamW takes no closure: run backward before the step")
+        self.buckets = self.model.fit_buckets()
+        if not self.buckets.are_of(entry.parameter for entry in self.entries):
             raise UserError("parameters were frozen or unfrozen after AdamW was made: make a new one")
-        self.buckets.check_summed()
+        if self.buckets.sharded != self.sharded:
+            raise UserError("another AdamW was made for this model, with another zero: step that one")
+        self.buckets.check()
         if self.loss_scale:
             self.skipped = self._overflowed()
             self.loss_scale.update(self.skipped)
             if self.skipped:
                 return torch.tensor(torch.inf)
-        norm = global_norm(self.model)
+        norm = global_norm(self.entries, self.buckets)
         self.steps += 1
         # The fused kernel divides gradients by grad_scale, so that clipping needs no pass of its own.
         clips = self.clip_grad > 0 and norm > self.clip_grad
@@ -120,17 +129,21 @@ class AdamW(torch.optim.Optimizer):
             entries = [entry for entry in entries if entry.parameter.grad is not None]
             if entries:
                 self._update(entries, group, scale)
-        if self.buckets.sharded:
+        if self.sharded:
             self.buckets.gather()
         return norm
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero every gradient in place, or free it."""
+        """Zero every gradient in place; or, with set_to_none, which is torch's default, free it."""
         for entry in self.entries:
             if set_to_none:
                 entry.parameter.grad = None
             elif entry.parameter.grad is not None:
                 entry.parameter.grad.zero_()
+        self.buckets.forget()
+
+    def __reduce_ex__(self, protocol):
+        raise UserError("AdamW can't be copied or pickled: it belongs to its model; state_dict() gives its state")
 
     def add_param_group(self, param_group: dict) -> None:
         """Refuse: a model's parameters are all there."""
@@ -165,7 +178,7 @@ class AdamW(torch.optim.Optimizer):
             self.loss_scale.load(state_dict["loss_scale"])
 
     def range_of(self, entry: Entry, dp_rank: int) -> tuple[int, int]:
-        """The elements of a parameter, flattened, that a replica has the state of."""
+        """Return the elements of a parameter, flattened, first and last + 1, of which a replica has the state."""
         return element_range(entry, self.buckets, dp_rank)
 
     def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
@@ -177,7 +190,7 @@ class AdamW(torch.optim.Optimizer):
         for name, tensor in self.state.get(entry.name, {}).items():
             if name == MASTER and entry.parameter.dtype == torch.float32:
                 continue  # the parameter itself, on the CPU
-            if self.buckets.sharded:
+            if self.sharded:
                 ranges = [self.range_of(entry, dp_rank) for dp_rank in range(self.ctx.dp_size)]
                 whole = tensor.new_empty(entry.parameter.numel())
                 whole[slice(*self.ranges[entry.name])] = tensor
@@ -228,47 +241,51 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
     """
     check_model(model, "clip_grad_norm(model, max_norm)")
     with failing_together(model.ctx):
-        model.gradient_buckets.check_summed()
-        norm = global_norm(model)
-    for entry in model.trained_entries():
+        buckets, entries = model.fit_buckets(), model.trained_entries()
+        buckets.check()
+        norm = global_norm(entries, buckets)
+    for entry in entries:
         if entry.parameter.grad is not None:
             entry.parameter.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm
 
 
 @torch.no_grad()
-def global_norm(model) -> torch.Tensor:
-    """The 2-norm of the whole model's gradient: copies over tp or between tied stages count once, frozen parts not."""
-    ctx, buckets = model.ctx, model.gradient_buckets
+def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
+    """Compute the 2-norm of the whole model's gradient, fp32: copies over tp or between tied stages count once.
+
+    entries: those of this rank that are not frozen. Every rank calls it.
+    """
+    ctx = buckets.ctx
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    for entry in model.trained_entries():
+    for entry in entries:
         if entry.parameter.grad is not None:
-            total += _square_sum(entry, ctx, buckets)
+            total += _square_sum(entry, buckets)
     for group in (ctx.tp_group, ctx.pp_group, ctx.dp_group if buckets.sharded else None):
         all_reduce(total, group)
     return total.sqrt().float()
 
 
 def element_range(entry: Entry, buckets: GradientBuckets, dp_rank: int) -> tuple[int, int]:
-    """The elements of a parameter, flattened, of which a replica has the summed gradient."""
+    """Return the elements of a parameter, flattened, first and last + 1, of which a replica has the summed gradient."""
     return buckets.range_of(entry.parameter, dp_rank) if buckets.sharded else (0, entry.parameter.numel())
 
 
-def _square_sum(entry: Entry, ctx, buckets: GradientBuckets) -> torch.Tensor | float:
-    """Of the gradient's elements that this rank counts."""
-    gradient, pieces = entry.parameter.grad, entry.counted_pieces(ctx)
+def _square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
+    """Sum the squares of the gradient's elements that this rank counts."""
+    gradient, pieces = entry.parameter.grad, entry.counted_pieces(buckets.ctx)
     if not buckets.sharded:
         return sum(square_sum(gradient[piece.index()]) for piece in pieces)
     counted = torch.zeros(gradient.shape, dtype=torch.bool, device=gradient.device)
     for piece in pieces:
         counted[piece.index()] = True
-    mine = slice(*element_range(entry, buckets, ctx.dp_rank))
+    mine = slice(*element_range(entry, buckets, buckets.ctx.dp_rank))
     counted, gradient = counted.view(-1)[mine], gradient.view(-1)[mine]
     return square_sum(gradient if counted.all() else gradient[counted])
 
 
 def check_model(model, call: str) -> None:
-    """Raise UserError, with the right call, if what should be a model is its parameters, or anything else."""
+    """Raise UserError, with the right call, if what should be a model is not one: its parameters, say."""
     if not isinstance(model, nn.Module) or not hasattr(model, "trained_entries"):
         what = "not its parameters" if not isinstance(model, nn.Module) else f"not a {type(model).__name__}"
         raise UserError(f"give a megazoo model, {what}: {call}")

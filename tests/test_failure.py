@@ -134,6 +134,71 @@ def test_what_all_ranks_refuse_breaks_nothing(ranks, layout):
     assert losses[0] == losses[1]
 
 
+def one_replica_refuses(layout):
+    """Replicas call forward without one another: what one refuses is its own affair."""
+    ctx = context(**layout)
+    model = megazoo.from_config(tiny_config(), ctx, seed=3)
+    ids, _ = make_batch(0)
+    with torch.no_grad():
+        if ctx.dp_rank == 0:
+            with pytest.raises(UserError, match="exceeds the model's max-positions"):
+                model(ids.repeat(1, 2))
+            model(ids)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="doesn't divide the batch of 8"):
+        model.train_batch(ids, labels=ids, num_microbatches=3)
+    assert time.monotonic() - began < 1 + 2 * (ctx.dp_rank == 1)
+    return model.train_batch(ids, labels=ids).item()
+
+
+@pytest.mark.parametrize("layout", [dict(dp=2), dict(tp=2, dp=2), dict(pp=2, dp=2)], ids=layout_name)
+def test_what_one_replica_refuses_and_catches_breaks_nothing(ranks, layout):
+    losses = ranks(one_replica_refuses, world(layout), layout)
+    assert len(set(losses)) == 1
+
+
+def own_trouble(in_body: bool):
+    """In the body of a loop over micro-batches; or in a user's loss, in words of the network's."""
+    ctx = context(pp=2)
+    model = megazoo.from_config(tiny_config(), ctx, seed=3)
+    ids, _ = make_batch(0)
+
+    def ask(*_):
+        raise RuntimeError("reward server: connection refused")
+
+    with mock.patch.object(failure, "PATIENCE", 0.3):
+        try:
+            if in_body:
+                for out in model.microbatches(ids, labels=ids, num_microbatches=2):
+                    if ctx.pp_rank == 1:
+                        ask()
+                    out.loss.backward()
+            else:
+                model.train_batch(ids, labels=ids, num_microbatches=2, loss_fn=ask)
+        except Exception as error:
+            text = str(error)
+    torch.distributed.destroy_process_group()
+    return text
+
+
+@pytest.mark.parametrize("in_body", [True, False])
+def test_trouble_in_a_users_own_code_is_heard_of(ranks, in_body):
+    first, last = ranks(own_trouble, 2, in_body)
+    assert last == "reward server: connection refused"
+    expected = "it left its loop over model.microbatches()" if in_body else f"RuntimeError: {last}"
+    assert first == f"rank 1 failed: {expected}"
+
+
+def after_the_end():
+    model = megazoo.from_config(tiny_config(), context(dp=2), seed=3)
+    torch.distributed.destroy_process_group()
+    return model(make_batch(0)[0]).logits.shape
+
+
+def test_a_replica_is_used_after_the_end_of_the_process_group(ranks):
+    assert ranks(after_the_end, 2) == [(8, 16, 61)] * 2
+
+
 def dies():
     ctx = context(pp=2)
     model = megazoo.from_config(tiny_config(), ctx, seed=3)

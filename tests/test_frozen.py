@@ -184,6 +184,19 @@ def test_unfreezing_between_a_save_and_a_load_is_refused(tmp_path):
         load(Checkpoint(tmp_path), other, megazoo.optim.AdamW(other))
 
 
+def test_a_checkpoint_without_an_optimizer_says_so(tmp_path):
+    model = megazoo.from_config("gpt2-tiny")
+    model.save_parallelized(tmp_path)
+    with pytest.raises(UserError, match="has no optimizer state: load its weights alone"):
+        load(Checkpoint(tmp_path), model, megazoo.optim.AdamW(model))
+
+
+def test_freezing_by_name():
+    model = megazoo.from_config("gpt2-tiny").freeze("embedding").freeze("layers[.]0[.]")
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if re.search(r"embedding|layers\.0\.", name)}
+
+
 def test_a_second_optimizer_trains_what_was_unfrozen():
     model = megazoo.from_config(tiny_config(), seed=3).train_only("norm")
     ids, targets = make_batch(0)

@@ -1,5 +1,8 @@
 """Loops and optimizers of a user's own: gradients that are summed are right, and those that nobody summed refused."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import (
@@ -215,6 +218,135 @@ def test_small_gradients_are_not_clipped():
     before = [p.grad.clone() for p in model.parameters()]
     clip_grad_norm(model, 1e3)
     assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+
+
+def batch_of(ctx):
+    return replica_rows(make_batch(0)[0], ctx)
+
+
+def own_forward():
+    """Model.forward is not called, nor is anything of megazoo made but the model: gradients, and what SGD says."""
+    ctx = context(dp=2)
+    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
+    ids = batch_of(ctx)
+    batch = MicroBatch(tuple(ids.shape), ids, ids)
+    x = model.forward_stage(ids, batch, model.stages[0])
+    (model.loss_sum(model.outputs(x, batch), batch) / ids.numel()).backward()
+    with pytest.raises(UserError, match=FORGOTTEN):
+        sgd(model).step()
+    model.sync_gradients()
+    sgd(model).step()
+    return next(model.parameters()).detach()
+
+
+def own_copy():
+    """The same of a deep copy, which has buckets of its own."""
+    ctx = context(dp=2)
+    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
+    ids = batch_of(ctx)
+    model.train_batch(ids, labels=ids)
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    batch = MicroBatch(tuple(ids.shape), ids, ids)
+    x = twin.forward_stage(ids, batch, twin.stages[0])
+    (twin.loss_sum(twin.outputs(x, batch), batch) / ids.numel()).backward()
+    twin.sync_gradients()
+    sgd(twin).step()
+    return next(twin.parameters()).detach()
+
+
+@pytest.mark.parametrize("train_on", [own_forward, own_copy])
+def test_gradients_of_an_own_forward_are_summed(ranks, train_on):
+    a, b = ranks(train_on, 2)
+    assert torch.equal(a, b)
+
+
+def zeros_mixed():
+    ctx = context(dp=2)
+    model = megazoo.from_config(tiny_config(), ctx, seed=3)
+    ids = batch_of(ctx)
+    shares = AdamW(model, zero=1)
+    model.train_batch(ids, labels=ids)
+    with pytest.raises(UserError, match=r"shared out among the replicas, as AdamW\(zero=1\) asked for"):
+        sgd(model).step()
+    model(ids, labels=ids).loss.backward()
+    for act in (shares.step, model.sync_gradients):
+        with pytest.raises(UserError, match=r"has added to what train_batch shared out .* call model.zero_grad\(\)"):
+            act()
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    model.sync_gradients()
+    shares.step()
+    AdamW(model)
+    model.train_batch(ids, labels=ids)
+    with pytest.raises(UserError, match="another AdamW was made for this model, with another zero"):
+        shares.step()
+
+
+def test_shares_and_sums_of_gradients_are_not_mixed(ranks):
+    ranks(zeros_mixed, 2)
+
+
+def test_a_backward_before_the_optimizer_is_made_counts():
+    """In bfloat16 its gradients are fp32 from the start."""
+    model = megazoo.from_config(tiny_config(), dtype=torch.bfloat16, seed=3)
+    ids, _ = make_batch(0)
+    model(ids, labels=ids).loss.backward()
+    gradient = model.norm.weight.grad
+    optimizer = AdamW(model)
+    assert gradient.dtype == torch.float32
+    assert model.norm.weight.grad is gradient
+    optimizer.step()
+
+
+def test_after_a_batch_that_failed_another_is_trained_on():
+    model = megazoo.from_config(tiny_config(), seed=3)
+    ids, _ = make_batch(0)
+    optimizer = AdamW(model)
+
+    def fail(*_):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        model.train_batch(ids, labels=ids, loss_fn=fail)
+    with pytest.raises(UserError, match="a batch is not finished"):
+        optimizer.step()
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="mine"):
+        model.train_batch(ids, labels=ids, loss_fn=fail)
+    model.train_batch(ids, labels=ids)
+    optimizer.step()
+
+
+def frozen_for_a_moment():
+    ctx = context(dp=2)
+    model = megazoo.from_config(tiny_config(), ctx, seed=3)
+    ids, optimizer = batch_of(ctx), AdamW(model)
+    model.train_batch(ids, labels=ids)
+    before = model.norm.weight.grad.clone()
+    model.requires_grad_(False)
+    model(ids, labels=ids)
+    model.requires_grad_(True)
+    assert torch.equal(model.norm.weight.grad, before)
+    optimizer.step()
+
+
+def test_a_model_that_is_frozen_for_a_moment_trains_on(ranks):
+    ranks(frozen_for_a_moment, 2)
+
+
+def test_an_optimizer_is_not_copied_and_others_go_on():
+    model = megazoo.from_config(tiny_config())
+    optimizer = AdamW(model)
+    for act in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UserError, match=r"AdamW can't be copied or pickled.* state_dict\(\) gives its state"):
+            act(optimizer)
+    ids, _ = make_batch(0)
+    model.train_batch(ids, labels=ids)
+    optimizer.step(None)
+    assert "lr: 0.0003" in repr(optimizer)
 
 
 def test_parameters_in_place_of_the_model_are_refused():

@@ -31,6 +31,7 @@ from megazoo.models.base import Model
 from megazoo.optim import MASTER, AdamW
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import failing_together
 from megazoo.parallel.shard import Entry, ParameterSpec
 
 
@@ -139,14 +140,14 @@ def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -
         master = f"{entry.name}.{MASTER}"
         return master if dtype == torch.float32 and master in checkpoint.tensors else entry.name
 
+    if optimizer:
+        with failing_together(model.ctx):
+            _check_states(checkpoint, optimizer)
     for entry in model.entries():
         name = best_weights(entry, entry.parameter.dtype)
         checkpoint.read_into(name, entry.parameter, entry.spec, model.ctx)
     if optimizer:
         for entry in optimizer.entries:
-            if not checkpoint.states_of(entry.name):
-                what = f"{checkpoint.path} has no optimizer state of {entry.name}: it was frozen then"
-                raise UserError(f"{what}; freeze the same, or start a new run with the weights alone")
             for state, tensor in optimizer.state[entry.name].items():
                 name = best_weights(entry, tensor.dtype) if state == MASTER else f"{entry.name}.{state}"
                 checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, model.ctx)
@@ -156,6 +157,16 @@ def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -
     model.companions = checkpoint.companions if model.ctx.rank == 0 else {}
     model.generation = checkpoint.generation
     return checkpoint.trainer
+
+
+def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:
+    """Raise UserError if the checkpoint lacks the state of a parameter that is trained."""
+    missing = [entry.name for entry in optimizer.entries if not checkpoint.states_of(entry.name)]
+    if missing and not checkpoint.has_states:
+        raise UserError(f"{checkpoint.path} has no optimizer state: load its weights alone")
+    if missing:
+        what = f"{checkpoint.path} has no optimizer state of {missing[0]}: it was frozen then"
+        raise UserError(f"{what}; freeze the same, or start a new run with the weights alone")
 
 
 # What a rank writes.

@@ -5,7 +5,7 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from typing import ClassVar
@@ -23,8 +23,8 @@ from megazoo.models.sizes import check_sizes
 from megazoo.parallel.collectives import all_gather_objects, all_reduce, sum_between_stages
 from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext, Stage, cut_into_stages
-from megazoo.parallel.data_parallel import GradientBuckets
-from megazoo.parallel.failure import failing_together, together
+from megazoo.parallel.data_parallel import UNSUMMED, GradientBuckets, accumulate_in_fp32
+from megazoo.parallel.failure import failing_together, together, together_in_replica
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline
 from megazoo.parallel.random import derive_seed
@@ -62,7 +62,7 @@ class Model(nn.Module):
         self.generation: dict = {}  # what its generation_config.json says
         self._calls = 0
         self._buckets: GradientBuckets | None = None
-        self._frozen_ties: frozenset[str] | None = None  # names of tied parameters that are frozen, once ranks agreed
+        self._frozen_ties: set[str] | None = None  # names of tied parameters that are frozen, once ranks agreed
 
     # What a family defines.
 
@@ -114,7 +114,11 @@ class Model(nn.Module):
             cls._warn_of_empty_stages(config, ctx)
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=ctx.device)))
+                parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=ctx.device))
+                accumulate_in_fp32(parameter)
+                setattr(module, name, parameter)
+        if ctx.mesh is not None and ctx.dp_size > 1:
+            model.fit_buckets()  # they notice a backward whose gradients nobody sums
         return model
 
     @classmethod
@@ -159,18 +163,23 @@ class Model(nn.Module):
                     yield Entry(full, getattr(module, name), spec, stages)
 
     def trained_entries(self) -> list[Entry]:
-        """This rank's parameters that are not frozen (`requires_grad_(False)`): those that have gradients."""
+        """List this rank's parameters that are not frozen (`requires_grad_(False)`): those that have gradients."""
         return [entry for entry in self.entries() if entry.parameter.requires_grad]
 
     @property
     def gradient_buckets(self) -> GradientBuckets:
-        """Where `train_batch` leaves the gradients, and sums them over the replicas; of what is not frozen by now."""
+        """What sums the gradients over the replicas, made for the parameters that are not frozen; see `fit_buckets`."""
+        return self._buckets or self.fit_buckets()
+
+    def fit_buckets(self) -> GradientBuckets:
+        """Make the gradient buckets anew if parameters were frozen or unfrozen since they were made; returns them."""
         entries = self.trained_entries()
-        if self._buckets is None or {id(p) for p in self._buckets.place} != {id(e.parameter) for e in entries}:
-            if self._buckets:
-                self._buckets.discard()
+        if self._buckets is None or not self._buckets.are_of(entry.parameter for entry in entries):
             late = {e.parameter for e in entries if len(e.stages) > 1 or e.spec.has_partial_gradient(self.ctx)}
-            self._buckets = GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
+            buckets = GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
+            if self._buckets:
+                self._buckets.give_way_to(buckets)
+            self._buckets = buckets
         return self._buckets
 
     def agree_on_frozen(self) -> None:
@@ -190,7 +199,7 @@ class Model(nn.Module):
         for entry in entries:
             if entry.name in frozen:
                 entry.parameter.requires_grad_(False)
-        self._frozen_ties = frozenset(frozen & self.tied.keys())
+        self._frozen_ties = {entry.name for entry in entries if len(entry.stages) > 1 and entry.name in frozen}
 
     def train_only(self, pattern: str) -> "Model":
         """Freeze every parameter whose global name does not match the pattern; returns self.
@@ -199,11 +208,28 @@ class Model(nn.Module):
         or, where it is none, a glob of whole names, such as "*norm*". Call it before the optimizer is made. UserError,
         with the names there are, if it matches nothing in the whole model.
         """
-        whole = [entry.name for entry in self.on_meta(self.config, ParallelContext()).entries()]
-        trained = names_matching(pattern, whole)
+        trained = self._names_matching(pattern)
         for entry in self.entries():
             entry.parameter.requires_grad_(entry.name in trained)
         return self
+
+    def freeze(self, pattern: str) -> "Model":
+        """Freeze the parameters whose global name matches the pattern, as in `train_only`; returns self."""
+        frozen = self._names_matching(pattern)
+        for entry in self.entries():
+            if entry.name in frozen:
+                entry.parameter.requires_grad_(False)
+        return self
+
+    def _names_matching(self, pattern: str) -> set[str]:
+        """Find the parameters of the whole model, in whatever stage, whose names match."""
+        return names_matching(pattern, [e.name for e in self.on_meta(self.config, ParallelContext()).entries()])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free all gradients, or zero them in place."""
+        super().zero_grad(set_to_none)
+        if self._buckets:
+            self._buckets.forget()
 
     # Layers.
 
@@ -342,7 +368,7 @@ class Model(nn.Module):
         load_weights(open_directory(directory), self)
         return self
 
-    @together
+    @together_in_replica
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -363,8 +389,6 @@ class Model(nn.Module):
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self.micro_batches(batch, 1)
-        if torch.is_grad_enabled() and self.ctx.dp_size > 1:
-            _ = self.gradient_buckets  # they notice a backward whose gradients nobody sums
         whole = self.num_labels or self.ctx.pp_size == self.ctx.tp_size == 1
         collect = self.whole_logits if return_logits or labels is None or whole else None
         if self.ctx.pp_size > 1:
@@ -412,11 +436,14 @@ class Model(nn.Module):
         batches = self._with_targets(self.micro_batches(batch, num_microbatches, step, loss_fn is not None))
         queue = WeightQueue(buckets.received) if schedule == "zb-h1" else None
         buckets.start(num_microbatches, queue.weights if queue else ())
-        with self._gradients_later(queue):
-            scale = self.loss_scale.value if self.loss_scale else 1.0
-            how = {"loss_fn": loss_fn, "loss_scale": scale, "weight_queue": queue}
-            loss = run_pipeline(self, batches, SCHEDULES[schedule], **how).loss
-        self._finish_gradients(buckets, scale)
+        try:
+            with self._gradients_later(queue):
+                scale = self.loss_scale.value if self.loss_scale else 1.0
+                how = {"loss_fn": loss_fn, "loss_scale": scale, "weight_queue": queue}
+                loss = run_pipeline(self, batches, SCHEDULES[schedule], **how).loss
+            self._finish_gradients(buckets, scale)
+        finally:
+            buckets.stop()
         return loss
 
     def microbatches(
@@ -439,11 +466,18 @@ class Model(nn.Module):
             batch = Batch(input_ids, labels, **inputs)
             batches = self._with_targets(self.micro_batches(batch, num_microbatches))
         buckets.start(num_microbatches)
-        scale = self.loss_scale.value if self.loss_scale else 1.0
-        with self._gradients_later(None):
-            yield from run_stepwise(self, batches, scale)
-        with failing_together(self.ctx):
-            self._finish_gradients(buckets, scale)
+        try:
+            scale = self.loss_scale.value if self.loss_scale else 1.0
+            with self._gradients_later(None):
+                yield from run_stepwise(self, batches, scale)
+            with failing_together(self.ctx):
+                self._finish_gradients(buckets, scale)
+        except GeneratorExit:
+            with suppress(UserError), failing_together(self.ctx):  # others may still be in the loop
+                raise UserError("it left its loop over model.microbatches()") from None
+            raise
+        finally:
+            buckets.stop()
 
     @together
     @torch.no_grad()
@@ -455,10 +489,12 @@ class Model(nn.Module):
         Every rank calls it, once a step. After `train_batch` and `microbatches`, which sum by themselves, it does
         nothing.
         """
-        buckets = self.gradient_buckets
-        if buckets.counting:
-            buckets.check_summed()  # tells what to do
-        pending = torch.tensor(float(buckets.unsummed), device=self.ctx.device)
+        made, buckets = self._buckets is None, self.fit_buckets()
+        if made and any(parameter.grad is not None for parameter in buckets.place):
+            buckets.fault = UNSUMMED  # of a backward that no hook has seen
+        if buckets.fault != UNSUMMED:
+            buckets.check()
+        pending = torch.tensor(float(buckets.fault == UNSUMMED), device=self.ctx.device)
         for group in (self.ctx.pp_group, self.ctx.dp_group):
             all_reduce(pending, group, op=dist.ReduceOp.MAX)
         if pending:
@@ -557,14 +593,14 @@ class Model(nn.Module):
                 module.sums_later, module.weight_queue = False, None
 
     def _buckets_to_train(self) -> GradientBuckets:
-        """The gradient buckets, once all ranks agree on what is frozen."""
+        """Fit the gradient buckets, once all ranks agree on what is frozen."""
         if self._frozen_ties is None:
             self.agree_on_frozen()
-        frozen = {entry.name for entry in self.entries() if not entry.parameter.requires_grad}
-        if frozen & self.tied.keys() != self._frozen_ties:
+        frozen = {e.name for e in self.entries() if len(e.stages) > 1 and not e.parameter.requires_grad}
+        if frozen != self._frozen_ties:
             what = "a tied parameter was frozen or unfrozen after training began"
             raise UserError(f"{what}: make a new megazoo.optim.AdamW, or call model.agree_on_frozen() on every rank")
-        return self.gradient_buckets
+        return self.fit_buckets()
 
     def _finish_gradients(self, buckets: GradientBuckets, loss_scale: float) -> None:
         """After the last backward: sum what is partial over tp, tied between stages, and over the replicas."""

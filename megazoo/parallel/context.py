@@ -1,6 +1,7 @@
 """Where a rank stands: the (pp, dp, tp) mesh of ranks, its process groups, and the stages of the pipeline."""
 
 import os
+import uuid
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,8 @@ class ParallelContext:
     sequence_parallel: bool = False  # between tensor-parallel regions each tp rank has its part of the sequence
     virtual_size: int = 1  # stages of a rank: stage s lives on pipeline rank s % pp_size
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
+    name: str = field(default="", repr=False)  # the same on all ranks, and of no other context of the job
+    calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
 
     def __post_init__(self):
         if self.tp_size == 1:
@@ -107,7 +110,9 @@ class ParallelContext:
         ranks = torch.arange(world).view(pp, dp, tp)
         groups = [_axis_group(ranks, axis, timeout) for axis in range(3)]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        return replace(here, device=device, mesh=mesh)
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name)
+        return replace(here, device=device, mesh=mesh, name=name[0])
 
     @classmethod
     def virtual(

@@ -1,7 +1,7 @@
 """Gradients in contiguous fp32 buckets, summed over the data-parallel replicas while backward still runs."""
 
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -13,6 +13,18 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.timing import spent
 
 BUCKET_ELEMENTS = 1 << 23  # 32 MB of fp32
+UNSUMMED = (
+    "the gradients of your own backward are not summed over the ranks: call model.sync_gradients() on every rank "
+    "before the step (where you have summed them yourself, too: it then changes nothing)"
+)
+UNFINISHED = (
+    "a batch is not finished: go through model.microbatches() to its end; or, if it was left, train on another or call "
+    "model.zero_grad()"
+)
+MIXED = (
+    "your own backward has added to what train_batch shared out among the replicas (ZeRO-1): call model.zero_grad() "
+    "before it"
+)
 ALIGNMENT = 64  # elements: shards begin where a kernel's vectors do, so that it computes them as it would the whole
 
 
@@ -28,8 +40,8 @@ class GradientBuckets:
     With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1, Rajbhandari et al. 2020):
     the elements `range_of(parameter)` of each parameter. It updates these, and `gather` gives them to all.
 
-    A backward outside of start and finish is a user's own. Its gradients are this rank's alone until `average`; that
-    someone forgot it, `check_summed` tells.
+    A backward outside of start and finish is a user's own. Its gradients are this rank's alone until `average`.
+    `check` tells whether a step may take the gradients that are there.
     """
 
     def __init__(
@@ -41,7 +53,8 @@ class GradientBuckets:
     ):
         self.ctx, self.sharded = ctx, False
         self.counting = False  # between start and finish
-        self.unsummed = False  # a backward outside of them has left gradients that nobody has summed
+        self.fault: str | None = None  # why a step must not take the gradients as they are
+        self.shared_out = False  # the last batch left each replica its own part of the sums
         self._hooks: list = []
         self.sizes: list[int] = []  # elements of each bucket
         self.members: list[list[tuple[nn.Parameter, int]]] = []  # of each bucket, with where they begin in it
@@ -61,8 +74,7 @@ class GradientBuckets:
                 starts.append(end)
                 end += _aligned(parameter.numel(), ALIGNMENT)
             for parameter, start in zip(members, starts, strict=True):
-                if parameter.dtype != torch.float32:
-                    parameter.grad_dtype = torch.float32  # autograd then adds up in the bucket's precision
+                accumulate_in_fp32(parameter)
                 self.place[parameter] = (len(self.sizes), start)
                 if ctx.dp_size > 1 or (ctx.pp_size > 1 and parameter in late):
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(received))
@@ -75,12 +87,20 @@ class GradientBuckets:
         self.works: list = []
         _alive.add(self)
 
-    def discard(self) -> None:
-        """Give way to other buckets of the same parameters."""
+    def __deepcopy__(self, memo) -> None:
+        return None  # a copied model makes its own
+
+    def are_of(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether these are the parameters that it was made for."""
+        return {id(parameter) for parameter in self.place} == {id(parameter) for parameter in parameters}
+
+    def give_way_to(self, others: "GradientBuckets") -> None:
+        """End, because other parameters are trained now; what is known of the gradients goes over."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self.place:
+        for parameter in self.place.keys() - others.place.keys():
             parameter.grad = None
+        others.sharded, others.fault, others.shared_out = self.sharded, self.fault, self.shared_out
         _alive.discard(self)
 
     def start(self, backwards: int, elsewhere: Container[nn.Parameter] = ()) -> None:
@@ -90,13 +110,22 @@ class GradientBuckets:
         """
         for parameter in self.place:
             parameter.grad = None
-        self.elsewhere, self.counting = elsewhere, True
+        self.elsewhere, self.counting, self.fault = elsewhere, True, UNFINISHED
         self.missing = [len(members) * backwards for members in self.members[: self.early]]
         self.launched = 0
 
+    def stop(self) -> None:
+        """Expect no more backwards of the batch."""
+        self.missing, self.counting = [], False
+
+    def forget(self) -> None:
+        """Note that all gradients were zeroed or freed."""
+        if not self.counting:
+            self.fault, self.shared_out = None, False
+
     @property
     def nbytes(self) -> int:
-        """Of all gradients after a step."""
+        """Bytes of all gradients after a step."""
         sizes = self.sizes if self.ctx.dp_size > 1 else [parameter.numel() for parameter in self.place]
         return sum(sizes) * torch.float32.itemsize
 
@@ -110,7 +139,8 @@ class GradientBuckets:
         """Sum what has not left yet (parameters without a gradient hold their bucket back), wait for all sums, and
         divide by the loss scale."""
         self._launch(len(self.members))
-        self.missing, self.counting, self.unsummed = [], False, False
+        self.stop()
+        self.fault, self.shared_out = None, self.sharded
         with spent("communication", "wait"):
             for work in self.works:
                 work.wait()
@@ -121,7 +151,8 @@ class GradientBuckets:
 
     def received(self, parameter: nn.Parameter) -> None:
         """A backward has added to the parameter's gradient."""
-        self.unsummed |= not self.counting
+        if not self.counting:
+            self.fault = self.fault or (MIXED if self.shared_out else UNSUMMED)
         index, _ = self.place[parameter]
         if self.missing and index < self.early:
             self.missing[index] -= 1
@@ -135,15 +166,12 @@ class GradientBuckets:
             bucket = self._filled(index)
             all_reduce(bucket, self.ctx.dp_group)
             bucket /= self.ctx.dp_size
-        self.unsummed = False
+        self.fault = None
 
-    def check_summed(self) -> None:
-        """Raise UserError if an optimizer's step would take gradients that are not whole."""
-        if self.counting:
-            raise UserError("a batch was left in the middle: go through model.microbatches() to its end before a step")
-        if self.unsummed:
-            what = "gradients of your own backward are not summed over the ranks"
-            raise UserError(f"{what}: call model.sync_gradients() on every rank before the step")
+    def check(self) -> None:
+        """Raise UserError if a step would take gradients that are not whole."""
+        if self.fault:
+            raise UserError(self.fault)
 
     def range_of(self, parameter: nn.Parameter, dp_rank: int) -> tuple[int, int]:
         """The elements of a parameter, first and last + 1, that lie in a replica's part of its bucket."""
@@ -190,13 +218,16 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RA
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Look, before a step of one of torch's optimizers, whether it can do right by a model's parameters."""
+    """Refuse a step of one of torch's optimizers that would do wrong by a model's parameters."""
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for buckets in _alive:
         ours = parameters & buckets.place.keys()
         if not ours:
             continue
-        buckets.check_summed()
+        buckets.check()
+        if buckets.shared_out:
+            what = "gradients are shared out among the replicas, as AdamW(zero=1) asked for"
+            raise UserError(f"{what}: step that optimizer, or make no such one")
         lower = next((p for p in ours if p.grad is not None and p.grad.dtype != p.dtype), None)
         if lower is not None and isinstance(optimizer, _ADAMS):
             what = f"torch's {type(optimizer).__name__} can't step {lower.dtype} parameters by fp32 gradients"
@@ -204,6 +235,14 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
 
 
 register_optimizer_step_pre_hook(_before_step)
+
+
+def accumulate_in_fp32(parameter: nn.Parameter) -> None:
+    """Let autograd add up the parameter's gradient in fp32, the buckets' precision, whatever its own."""
+    if parameter.dtype != torch.float32:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = torch.float32
+        parameter.grad = None if gradient is None else gradient.float()
 
 
 def _aligned(count: int, to: int) -> int:

@@ -3,15 +3,17 @@
 A rank that fails says so in the job's store. If within a moment all ranks have failed in the same call, as with a
 batch that no rank can take, nothing is broken, and the program may go on. Else some wait for it: it closes its
 connections, so that their waits end at once; they close theirs, and raise what the first one said.
+
+This is so for what travels by gloo and through shared memory. What waits for NCCL ends with the launcher, which ends
+all ranks when one has died.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
-from threading import Thread
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,32 +24,31 @@ from megazoo.parallel.context import ParallelContext
 
 PATIENCE = 2.0  # seconds in which ranks that fail alike do so
 OUT_OF_REACH = 5.0  # seconds after which the job's store is given up
-CAUSE = "megazoo/cause"
 UNUSED_TAG = 911  # of messages that nobody sends
 
-_calls: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # that all ranks of a world have made so far
-_inside = False  # one of them
+_thread = threading.local()  # its `inside` is set within a call
 
 
 @contextmanager
-def failing_together(ctx: ParallelContext):
-    """Within this block, which all ranks enter together, an exception on one rank is raised on all.
+def failing_together(ctx: ParallelContext, in_replica: bool = False):
+    """Raise an exception that one rank raises within this block, which all ranks enter together, on all.
 
-    On the one it is as it was; on the others a UserError with its text, exit code 1.
+    The one that fails raises its own exception, the others a UserError with its text, exit code 1. in_replica: only the
+    ranks of a replica enter together, and replicas go on without one another.
     """
-    global _inside
-    if ctx.mesh is None or ctx.world_size == 1 or _inside:
+    ranks = ctx.tp_size * ctx.pp_size if in_replica else ctx.world_size
+    if ctx.mesh is None or ranks == 1 or getattr(_thread, "inside", False) or not dist.is_initialized():
         yield
         return
-    _calls[dist.group.WORLD] = _calls.get(dist.group.WORLD, 0) + 1
-    _inside = True
+    call = _Call(ctx, ranks, in_replica)
+    _thread.inside = True
     try:
         yield
     except Exception as error:
-        _end(ctx, error)
+        call.fail(error)
         raise
     finally:
-        _inside = False
+        _thread.inside = False
 
 
 def together(function: Callable) -> Callable:
@@ -62,67 +63,89 @@ def together(function: Callable) -> Callable:
     return call
 
 
+def together_in_replica(function: Callable) -> Callable:
+    """Decorate, as `together`, a function that the ranks of a replica call together."""
+
+    @wraps(function)
+    def call(model, *args, **kwargs):
+        with failing_together(model.ctx, in_replica=True):
+            return function(model, *args, **kwargs)
+
+    return call
+
+
 def is_of_communication(error: Exception) -> bool:
-    """Whether the error is that another rank is gone, or late."""
-    words = ("timed out", "timeout", "connection", "gloo", "nccl", "socket")
+    """Whether the error is torch's, or shared memory's, word for a rank that is gone or late."""
+    words = ("gloo", "nccl", "pair closure", shared_memory.LOST)
     told = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
     return told or isinstance(error, dist.DistError)
 
 
-def _end(ctx: ParallelContext, error: Exception) -> None:
-    """Tell the others, or raise what they tell."""
-    if is_of_communication(error):
-        _close_connections(ctx)
-        cause = _in_reach(_told)
-        if cause:
-            raise UserError(cause, exit_code=1) from error
-        return
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    if not _in_reach(lambda store: _all_fail(store, ctx, f"rank {ctx.rank} failed: {text}")):
-        _close_connections(ctx)
+class _Call:
+    """One call that `ranks` ranks make together."""
+
+    def __init__(self, ctx: ParallelContext, ranks: int, in_replica: bool):
+        self.ctx, self.ranks = ctx, ranks
+        self.groups = [ctx.tp_group, ctx.pp_group] + ([] if in_replica else [ctx.dp_group, dist.group.WORLD])
+        # Keys of the store, which may be older than this context, and have seen others with as many calls.
+        scope = f"megazoo/{ctx.name}" + (f"/replica {ctx.dp_rank}" if in_replica else "")
+        ctx.calls[scope] = ctx.calls.get(scope, 0) + 1
+        self.count, self.cause = f"{scope}/failed in call {ctx.calls[scope]}", f"megazoo/{ctx.name}/cause"
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others, or raise what another one tells."""
+        if is_of_communication(error):
+            self._close_connections()
+            if cause := _within_reach(self._first_cause):
+                raise UserError(cause, exit_code=1) from error
+            return
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if not _within_reach(lambda store: self._all_fail(store, f"rank {self.ctx.rank} failed: {text}")):
+            self._close_connections()
+
+    def _all_fail(self, store: dist.Store, text: str) -> bool:
+        """Count this rank among those that fail in this call; if others don't, leave the text for them."""
+        until = time.monotonic() + PATIENCE
+        store.add(self.count, 1)
+        while store.add(self.count, 0) < self.ranks:
+            if time.monotonic() > until:
+                store.compare_set(self.cause, "", text)
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _first_cause(self, store: dist.Store) -> str | None:
+        """Wait a moment for what the first rank that failed says; None if it died without a word."""
+        until = time.monotonic() + PATIENCE / 2
+        while not store.check([self.cause]):
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.02)
+        return store.get(self.cause).decode()
+
+    def _close_connections(self) -> None:
+        """End all waits for this rank.
+
+        gloo closes all connections of a group when one receive runs into its timeout.
+        """
+        for group in self.groups:
+            shared_memory.give_up(group)
+            if group.size() > 1:
+                other = (group.rank() + 1) % group.size()
+                with suppress(RuntimeError):  # the timeout, or an end that has come before
+                    work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=UNUSED_TAG)
+                    work.wait(timedelta(milliseconds=1))
 
 
-def _all_fail(store: dist.Store, ctx: ParallelContext, text: str) -> bool:
-    """Count this rank among those that fail in this call; if others don't, leave the text for them."""
-    key, until = f"megazoo/failed in call {_calls[dist.group.WORLD]}", time.monotonic() + PATIENCE
-    store.add(key, 1)
-    while store.add(key, 0) < ctx.world_size:
-        if time.monotonic() > until:
-            store.compare_set(CAUSE, "", text)
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _told(store: dist.Store) -> str | None:
-    """What the first that failed said; it may be about to."""
-    until = time.monotonic() + PATIENCE / 2
-    while not store.check([CAUSE]):
-        if time.monotonic() > until:
-            return None  # it died without a word
-        time.sleep(0.02)
-    return store.get(CAUSE).decode()
-
-
-def _in_reach(ask: Callable):
-    """ask(the job's store); None if it can't be reached."""
+def _within_reach(ask: Callable):
+    """Return ask(the job's store), or None if the store can't be reached."""
     answers = []
 
     def run() -> None:
         with suppress(RuntimeError):
             answers.append(ask(dist.distributed_c10d._get_default_store()))
 
-    thread = Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(OUT_OF_REACH)
     return answers[0] if answers else None
-
-
-def _close_connections(ctx: ParallelContext) -> None:
-    """End all waits for this rank: gloo's connections close when a receive of one of the two runs into its timeout."""
-    for group in (ctx.tp_group, ctx.pp_group, ctx.dp_group, dist.group.WORLD):
-        shared_memory.give_up(group)
-        others = [rank for rank in range(group.size()) if rank != group.rank()]
-        for rank in others[:1]:  # all of the group's connections close with the one
-            with suppress(RuntimeError):  # which is the timeout, or an end that has come before
-                dist.irecv(torch.empty(1), group=group, group_src=rank, tag=UNUSED_TAG).wait(timedelta(milliseconds=1))

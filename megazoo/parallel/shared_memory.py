@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 SLOT_BYTES = 1 << 22
+LOST = "connection closed by peer"  # begins what is raised where a rank can't be waited for
 FLAG_BYTES = 128  # two lines of the cache for each flag, so that those who wait don't slow down those who write
 OPERATIONS = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that OPERATIONS combine as gloo does
@@ -38,7 +39,7 @@ class _Shared:
 
     @classmethod
     def nbytes(cls, size: int) -> int:
-        """Of the memory of a group of `size` ranks. One more flag tells that a rank has given up."""
+        """Count the bytes that a group of `size` ranks shares. One more flag tells that a rank has given up."""
         flags, slots = cls.counts(size)
         return (flags + 1) * FLAG_BYTES + slots * SLOT_BYTES
 
@@ -61,11 +62,11 @@ class _Shared:
     def _check(self, rank: int, waited: float) -> None:
         """Raise RuntimeError, as gloo does, if the rank has died, one has given up, or it was waited for too long."""
         if self._flags[-1]:
-            raise RuntimeError("connection closed by peer: a rank has given up")
+            raise RuntimeError(f"{LOST}: a rank has given up")
         if not _lives(self.pids[rank]):
-            raise RuntimeError(f"connection closed by peer: process {self.pids[rank]} has ended")
+            raise RuntimeError(f"{LOST}: process {self.pids[rank]} has ended")
         if waited > self.timeout.total_seconds():
-            raise RuntimeError(f"timed out after {waited:.0f} s waiting for process {self.pids[rank]}")
+            raise RuntimeError(f"{LOST}: timed out after {waited:.0f} s waiting for process {self.pids[rank]}")
 
 
 class Reducer(_Shared):
