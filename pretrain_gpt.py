@@ -50,7 +50,9 @@ from megazoo.optim import AdamW, learning_rate
 from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stage
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import choose_device
+from megazoo.parallel.failure import failing_together
 from megazoo.parallel.timing import Stopwatch, spent
+from megazoo.planning import note_on_mfu
 from megazoo.precision import LossScale
 from megazoo.tokenizer import BESIDE, FILES, open_tokenizer, tokenizer_files
 
@@ -103,6 +105,8 @@ def main(arguments: list[str]) -> None:
         f"tp {ctx.tp_size} x pp {ctx.pp_size} x dp {ctx.dp_size}"
         + (", sequence parallel" if ctx.sequence_parallel else "")
     )
+    if options.model.import_ and is_rank_zero() and (note := note_on_mfu(config, training)):
+        say(note)
     model = megazoo.from_config(config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed)
     if source and not goes_on:
         load_weights(source, model)
@@ -166,10 +170,11 @@ def main(arguments: list[str]) -> None:
     starts = range(consumed, consumed + (training.steps - first_step) * rows, rows)
     with (
         saver,
+        naming_absent_ranks(ctx),
+        failing_together(ctx),
         closing(Metrics(*told, step=first_step, run=state.get("wandb_run"), settings=about)) as metrics,
         traced_steps(log.profile, log.profile_steps, ctx.rank) as step_done,
         StopSignal(ctx) as stop,
-        naming_absent_ranks(ctx),
         closing(train.ahead(starts, options.data.data_workers)) as batches,
     ):
         for step in range(first_step + 1, training.steps + 1):
@@ -217,7 +222,8 @@ def main(arguments: list[str]) -> None:
                 test_loss = evaluate(step, test, "test", "test")
             if keep.save and (last or signalled or (keep.save_interval and step % keep.save_interval == 0)):
                 trainer = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
-                trainer |= {"wandb_run": metrics.run} if metrics.run else {}
+                if run := metrics.run or state.get("wandb_run"):
+                    trainer["wandb_run"] = run
                 trainer["settings"] = settings_to_resume(options)
                 saver.save(step, trainer, may_fail=keep.on_save_error == "continue" and not last)
             if signalled:

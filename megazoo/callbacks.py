@@ -6,7 +6,7 @@ A file that --import names registers them with decorators:
     def tell(step: int, values: dict, model) -> None: ...
 
 Every rank calls each, in the order of registration, so that they may use the model, which all ranks run together, or
-other collectives. What is for one rank stands under `if model.ctx.rank == 0`. An exception ends the run.
+other collectives. What is for one rank stands under `if model.ctx.rank == 0`. An exception, on any rank, ends the run.
 """
 
 from collections.abc import Callable

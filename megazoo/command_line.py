@@ -76,12 +76,13 @@ def _is_flag(name: str, argument: str) -> bool:
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:
+    value = None  # the last one counts
     for index, argument in enumerate(arguments):
         if argument == flag and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith(flag + "="):
-            return argument.partition("=")[2]
-    return None
+            value = arguments[index + 1]
+        elif argument.startswith(flag + "="):
+            value = argument.partition("=")[2]
+    return value
 
 
 def _toml_settings(file: str) -> dict:

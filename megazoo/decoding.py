@@ -62,7 +62,7 @@ class Settings:
             object.__setattr__(self, name, value)
         whole = "min_new_tokens num_beams num_return_sequences no_repeat_ngram_size top_k seed".split()
         for name in ("max_new_tokens" if self.max_length is None else "max_length", *whole):
-            if not isinstance(getattr(self, name), int):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} {getattr(self, name)!r} is not a whole number")
 
     def after(self, prompt: int) -> "Settings":
@@ -92,7 +92,8 @@ class Settings:
                 raise UserError(f"{name} {getattr(self, name)!r} is out of range")
         if self.do_sample and self.num_beams > 1:
             raise UserError("do_sample and num_beams above 1 exclude each other")
-        if self.num_return_sequences > (1 if self.num_beams == 1 and not self.do_sample else self.rows_of_prompt):
+        at_most = self.num_beams if self.num_beams > 1 or not self.do_sample else self.num_return_sequences
+        if self.num_return_sequences > at_most:
             what = f"num_return_sequences {self.num_return_sequences}"
             raise UserError(f"{what} needs do_sample, or num_beams of at least as many")
         if self.stop and self.tokenizer is None:

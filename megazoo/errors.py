@@ -1,5 +1,7 @@
 """What users are told in one line: the exception for what can't be, and the warning for what can, but badly."""
 
+import sys
+import warnings
 from difflib import get_close_matches
 
 
@@ -16,6 +18,14 @@ class UserError(ValueError):
 
 class Advice(UserWarning):
     """Something that works, though not as the user may want it. Programs print its text as one line on stderr."""
+
+
+def advise(text: str) -> None:
+    """Warn with an Advice, as of the line outside of megazoo that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "megazoo":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, Advice, stacklevel=level)
 
 
 def nearest(name: str, known) -> str:

@@ -7,11 +7,23 @@ from megazoo.errors import UserError
 
 
 def json_object(path: Path, data: bytes) -> dict:
-    """The object that a JSON file holds; UserError, naming it, if there is none."""
+    """Read the object that a JSON file, of these bytes, holds; UserError, naming the file, if there is none."""
     try:
         value = json.loads(data)
+    except json.JSONDecodeError as error:
+        comment = error.doc[error.pos :].lstrip().startswith(("//", "/*", "#"))
+        hint = "; JSON has no comments: take them out" if comment else ""
+        raise UserError(f"{path} can't be read: {error}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object")
     return value
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read the bytes of a file; UserError, naming it, if it can't be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error

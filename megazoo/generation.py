@@ -32,7 +32,7 @@ def generate(
     settings.check(model.config.vocab_size)
     _check(model, input_ids, attention_mask, settings)
     if streamer is not None and len(input_ids) * settings.rows_of_prompt > 1:
-        raise UserError("a streamer takes one row, without beams")
+        raise UserError("a streamer takes one row, without beams or num_return_sequences")
     mine = range(len(input_ids))[share_of(len(input_ids), ctx.dp_size, ctx.dp_rank)]  # of this replica
     use_cache = use_cache and model.can_cache(model.config, input_ids.shape[1] + settings.max_new_tokens)
     input_ids = input_ids.to(ctx.device)

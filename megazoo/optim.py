@@ -161,6 +161,8 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take what `state_dict` gave, of an optimizer of the same model and layout; UserError if it is of another."""
+        if not {"state", "param_groups", "steps"} <= state_dict.keys():
+            raise UserError("it is no state of AdamW: give what state_dict() returned")
         state = state_dict["state"]
         of = {name: {key: tensor.shape for key, tensor in tensors.items()} for name, tensors in state.items()}
         ours = {name: {key: tensor.shape for key, tensor in tensors.items()} for name, tensors in self.state.items()}

@@ -1,12 +1,13 @@
 """The way in that users of OSLO know: one call with a configuration."""
 
-import json
-import re
 from pathlib import Path
+
+import torch
 
 from megazoo.checkpoint import from_pretrained
 from megazoo.errors import UserError, nearest
-from megazoo.models import Model, from_config
+from megazoo.files import json_object, read_bytes
+from megazoo.models import GIVE_A_DIRECTORY, Model, from_config
 from megazoo.parallel.context import ParallelContext
 
 SETTINGS = ("enable", "tensor_parallel_size", "pipeline_parallel_size")
@@ -24,17 +25,9 @@ def initialize(model, config: dict | str | Path | None = None, **options) -> Mod
     not known.
     """
     if isinstance(config, str | Path):
-        try:
-            text = Path(config).read_text()
-            config = json.loads(text)
-        except OSError as error:
-            raise UserError(f"{config}: {error.strerror}") from error
-        except json.JSONDecodeError as error:
-            commented = re.search(r"(^|\s)(//|/\*|#)", text)
-            hint = "; JSON has no comments: take them out" if commented else ""
-            raise UserError(f"{config} is not JSON: {error}{hint}") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{config} is not JSON: it is not text") from error
+        config = json_object(Path(config), read_bytes(Path(config)))
+    if isinstance(model, torch.nn.Module):
+        raise UserError(GIVE_A_DIRECTORY)
     config = _known(config or {}, ("model_parallelism",), "the configuration")
     cut = _known(config.get("model_parallelism", {}), SETTINGS, "model_parallelism")
     on = cut.get("enable", True)

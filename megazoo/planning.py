@@ -17,7 +17,7 @@ import torch
 from megazoo.config import Options, ParallelOptions, TrainingOptions, check_run, check_values, parse_stage_layers
 from megazoo.errors import UserError
 from megazoo.metering import META, Cost, boundary_shape, costs_of, costs_of_alike, is_alone
-from megazoo.models import FAMILIES, Model, family_of
+from megazoo.models import FAMILIES, Model, family_of, flops_per_token
 from megazoo.optim import MOMENTS, AdamW
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.linear import WeightQueue
@@ -383,3 +383,14 @@ def _bubble(tables: list[list[Action]], cost: dict | None) -> tuple[float, float
     spans = timeline(tables, cost).values()
     work, end = sum(span.end - span.start for span in spans), max(span.end for span in spans)
     return len(tables) * end / work - 1, end
+
+
+def note_on_mfu(config, training: TrainingOptions) -> str | None:
+    """Say, of a model of a user's own, that MFU counts other FLOPs than those that run; None if it doesn't."""
+    alone = replace(training, global_batch_size=training.micro_batch_size, recompute="none")
+    runs = Planner(config).plan(ParallelOptions(), alone).model_flops_per_token
+    counted = flops_per_token(config, training.seq_length)
+    if abs(counted / runs - 1) < 0.01:
+        return None
+    what = f"MFU counts {counted:.4g} FLOPs a token where {runs:.4g} run"
+    return f"note: {what}: docs/new_model.md says how a module tells its score_features and multiplied"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,21 @@ def test_an_exception_ends_the_run(raises, line, tmp_path):
     assert ("Traceback" in done.stderr) == ("bug" in line)
 
 
+def test_one_ranks_exception_ends_the_run_in_one_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import megazoo\n\n@megazoo.on_step\ndef check(step, values, model):\n    if model.ctx.rank == 1:\n"
+        "        raise megazoo.UserError('too hot')\n"
+    )
+    command = [python(), "pretrain_gpt.py", *SMALL, "--tp", "2", "--steps", "2", "--import", str(file)]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
+    assert lines == ["pretrain_gpt.py: error: rank 1 failed: check, called after a step: too hot"]
+    assert "too hot" not in done.stderr.replace(lines[0], "")
+    assert time.monotonic() - began < 30
+
+
 def test_after_an_exception_nothing_more_is_called(tmp_path):
     """The first save, in the background, is finished all the same."""
     saved, run = [], tmp_path / "run"
@@ -178,6 +194,9 @@ def test_wandb_is_told_what_the_metrics_file_says(wandb, tmp_path):
     assert logs == expected
     pretrain_gpt.main([*job, "--load", str(run), "--steps", "3"])
     assert wandb()[len(logs) + 3][1]["id"] == "run-1"  # the run goes on in the same one
+    pretrain_gpt.main(["--load", str(run), "--save", str(run), "--device", "cpu", "--steps", "4"])
+    pretrain_gpt.main([*job, "--load", str(run), "--steps", "5"])
+    assert [words[1]["id"] for words in wandb() if words[0] == "init"] == [None, "run-1", "run-1"]
 
 
 def test_only_rank_0_tells_wandb(ranks, wandb, tmp_path):

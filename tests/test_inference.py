@@ -142,7 +142,13 @@ WRONG = {
     "no file": ("--prompts", "/nowhere", "/nowhere can't be read: No such file"),
     "a layout that cannot be": ("--prompt", "a", "--tp", "3", "tp 3 doesn't divide"),
     "a tokenizer that is not there": ("--prompt", "a", "--tokenizer", "/nowhere", "/nowhere"),
-    "greedy answers": ("--prompt", "a", "--num-return-sequences", "2", "num_return_sequences 2 needs do_sample, or"),
+    "greedy answers": (
+        "--prompt",
+        "a",
+        "--num-return-sequences",
+        "2",
+        "num-return-sequences 2 needs --temperature,",
+    ),
     "top-p": ("--prompt", "a", "--top-p", "2", "top_p 2.0 is out of range"),
 }
 

@@ -104,10 +104,12 @@ def test_comments_in_json_are_told(tmp_path):
     for text, hint in (
         ('{\n  // two ranks\n  "model_parallelism": {}\n}', "; JSON has no comments: take them out"),
         ('{"model_parallelism": {} /* none */}', "; JSON has no comments: take them out"),
+        ('{"model_parallelism": {"enable": true,//x\n}}', "; JSON has no comments: take them out"),
         ('{"a": "http://b"', ""),
+        ('{"a": "run # 3",}', ""),
     ):
         file.write_text(text)
-        with pytest.raises(UserError, match=f"oslo.json is not JSON: .*char \\d+\\){re.escape(hint)}$"):
+        with pytest.raises(UserError, match=f"oslo.json can't be read: .*char \\d+\\){re.escape(hint)}$"):
             megazoo.initialize(tiny_config(), config=file)
 
 

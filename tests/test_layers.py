@@ -141,7 +141,7 @@ def test_features_are_cut_evenly_or_else_by_128_or_else_nearly_so():
             assert end == size
             assert lengths[0] == max(lengths)  # of which the planner takes advantage
             assert min(lengths) > 0
-            assert lengths[0] - lengths[-1] <= 1 or lengths[0] <= 1.25 * size / tp + 128
+            assert lengths[0] - lengths[-1] <= 1 or lengths[0] <= 1.25 * size / tp
 
 
 def cross_entropy(logits, targets, tp):

@@ -56,7 +56,7 @@ class Options(InferenceOptions):
     repetition_penalty: float = 1.0
     """Above 1: tokens that were there become less likely."""
     no_repeat_ngram_size: int = 0
-    """Above 0: no so many tokens in succession come twice, the prompt's included."""
+    """Above 0: never repeat so many tokens in a row, the prompt's included."""
     stop: Text = None
     """Text that ends an answer."""
 
@@ -140,6 +140,9 @@ def settings_of(options: Options, model, tokenizer) -> dict:
     settings = {name: getattr(options, name) for name in names}
     drawn = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     drawn = {name: value for name, value in drawn.items() if value is not None}
+    if options.num_return_sequences > 1 and not drawn and options.num_beams == 1:
+        what = f"num-return-sequences {options.num_return_sequences}"
+        raise UserError(f"{what} needs --temperature, --top-k or --top-p, or --num-beams of at least as many")
     if drawn:
         settings |= {"do_sample": True, "top_k": 0, **drawn}
     ends = model.generation.get("eos_token_id", tokenizer.eos_token_id)

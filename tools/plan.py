@@ -9,7 +9,7 @@ included, and as many more for each byte that it sends as an H100 computes in th
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
 import tyro
@@ -20,8 +20,7 @@ from megazoo.config import ModelOptions, ParallelOptions, TrainingOptions, model
 from megazoo.errors import UserError
 from megazoo.flags import File, optional, parse_flags
 from megazoo.launch import run_program
-from megazoo.models import flops_per_token
-from megazoo.planning import Planner
+from megazoo.planning import Planner, note_on_mfu
 
 LISTED = 20  # layouts that a search tells
 USUAL_LENGTH = 4096
@@ -94,8 +93,8 @@ def main(arguments: list[str]) -> None:
         planner.check(parallel, training, dp)
         plan = planner.plan(parallel, training, dp)
         told, lines = plan.as_dict(), plan_lines(plan)
-        if options.model.import_:
-            lines += lines_on_mfu(config, training)
+        if options.model.import_ and (note := note_on_mfu(config, training)):
+            lines.append(note)
     text = json.dumps(told, indent=1)
     if str(options.json) == "-":
         print(text)
@@ -130,19 +129,6 @@ def plan_lines(plan) -> list[str]:
         f"  {plan.model_flops_per_token:.4g} model FLOPs a token, nothing twice",
         *table(rows),
         "bytes; FLOPs and bytes sent are a step's; each line stands for its tp ranks in every replica",
-    ]
-
-
-def lines_on_mfu(config, training: TrainingOptions) -> list[str]:
-    """What to say of a model of a user's own if MFU counts other FLOPs than those that run."""
-    alone = replace(training, global_batch_size=training.micro_batch_size, recompute="none")
-    runs = Planner(config).plan(ParallelOptions(), alone).model_flops_per_token
-    counted = flops_per_token(config, training.seq_length)
-    if abs(counted / runs - 1) < 0.01:
-        return []
-    return [
-        f"note: MFU counts {counted:.4g} FLOPs a token where {runs:.4g} run: docs/new_model.md says how a module tells "
-        "its score_features and multiplied"
     ]
 
 

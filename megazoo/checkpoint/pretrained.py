@@ -11,7 +11,7 @@ from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.save import files_of_rank, saving, write_manifest, write_rank
 from megazoo.checkpoint.source import Source
 from megazoo.errors import UserError
-from megazoo.models import NOT_A_MODEL, presets
+from megazoo.models import GIVE_A_DIRECTORY, presets
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.random import derive_seed
@@ -66,7 +66,7 @@ def from_parallelized(
 def open_directory(path: str | Path) -> Source:
     """Open a directory that a user has named for its weights; UserError says what to do if there is none."""
     if isinstance(path, torch.nn.Module):
-        raise UserError(NOT_A_MODEL)
+        raise UserError(GIVE_A_DIRECTORY)
     if not isinstance(path, str | Path):
         what = type(path).__name__
         raise UserError(f"weights are read from a directory, not from {what}: for random ones, megazoo.from_config")
@@ -80,7 +80,7 @@ def open_directory(path: str | Path) -> Source:
 
 
 def one_of(function: str, directory, name: str, named):
-    """The directory that a function was given, by position or by OSLO's name for it: once."""
+    """Return the directory that a function was given, by position or by OSLO's name for it; UserError for both."""
     if (directory is None) == (named is None):
         what = "gets its directory twice" if named is not None else "needs a directory"
         raise UserError(f"{function} {what}: give {function}(DIRECTORY) or {function}({name}=DIRECTORY)")

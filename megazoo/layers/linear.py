@@ -37,9 +37,9 @@ class ColumnParallelLinear(ShardedModule):
         out_features: outputs in all; a tuple for fused projections, e.g. (gate, up): every rank then holds its share
             of each part, one after the other.
         bias: add a bias, cut like the outputs.
-        units: cut each part between groups of so many features (a head), whose number tp need not divide, and which are
-            replicated if tp is a multiple of it; by default evenly where tp divides a part, else as `units_for` says:
-            nearly so, by 128 features or by single ones. A RowParallelLinear of as many inputs is cut alike.
+        units: of each part, the features of a group (a head) that is never cut. tp need not divide the groups' number;
+            where tp is a multiple of it, each group is replicated. By default features are cut evenly where tp divides
+            them, else as `units_for` says. A RowParallelLinear of as many inputs is cut alike.
         gather_output: return all outputs on every rank instead of this rank's (one part only).
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
@@ -163,8 +163,9 @@ class QKVParallelLinear(ColumnParallelLinear):
     The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three, KV
     heads together with the queries that use them. Where tp doesn't divide the KV heads, the first ranks hold one more;
     where tp is a multiple of them, each is replicated over tp / kv_heads ranks, over which its gradient is summed.
-    score_features: the features of all query heads, over all ranks, for `flops_per_token` to count.
     Errors: UserError if neither holds, or the heads don't divide hidden_size.
+
+    score_features: the features of all query heads, over all ranks, for `flops_per_token` to count.
     """
 
     def __init__(

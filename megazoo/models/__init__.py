@@ -1,7 +1,6 @@
 """The zoo: which families there are, and how one is built by name."""
 
 import dataclasses
-import json
 import tomllib
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from megazoo.errors import UserError, nearest
+from megazoo.files import json_object, read_bytes
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.hugging_face import Fields, Theirs
@@ -31,7 +31,7 @@ __all__ = [
     "register",
 ]
 
-NOT_A_MODEL = (
+GIVE_A_DIRECTORY = (
     "a model object can't be cut: save it with its save_pretrained(DIRECTORY), then give that directory to "
     "megazoo.from_pretrained or megazoo.initialize"
 )
@@ -81,7 +81,7 @@ def presets() -> dict:
 def find_config(what):
     """The config that a name, a file or an object says: see `from_config`. UserError names the nearest name."""
     if isinstance(what, torch.nn.Module):
-        raise UserError(NOT_A_MODEL)
+        raise UserError(GIVE_A_DIRECTORY)
     if isinstance(what, str | Path):
         name, known = str(what), presets()
         if name.endswith((".json", ".toml")):
@@ -89,7 +89,7 @@ def find_config(what):
         if name not in known:
             raise UserError(f"unknown model or preset {name!r}{nearest(name, known)}; there are {', '.join(known)}")
         return known[name]
-    if hasattr(what, "model_type") and hasattr(what, "to_dict"):  # of transformers
+    if hasattr(what, "model_type") and hasattr(what, "to_dict") and not isinstance(what, type):  # of transformers
         return config_from_hugging_face(what.to_dict())
     if not any(type(what) is model.Config for model in FAMILIES.values()):
         raise UserError(f"{type(what).__name__} is no config: give a preset's name, a config object, or a config file")
@@ -109,13 +109,12 @@ def config_from_dict(family: str, values: dict):
 
 def config_from_file(path: Path):
     """A config from Hugging Face's config.json, or from JSON or TOML with our names: model = "llama", layers = 2 ..."""
+    data = read_bytes(path)
     try:
-        values = (tomllib if path.suffix == ".toml" else json).loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+        values = tomllib.loads(data.decode()) if path.suffix == ".toml" else json_object(path, data)
     except ValueError as error:
-        raise UserError(f"{path} can't be read: {error}") from error
-    if not isinstance(values, dict) or not {"model", "model_type"} & values.keys():
+        raise UserError(str(error) if isinstance(error, UserError) else f"{path} can't be read: {error}") from error
+    if not {"model", "model_type"} & values.keys():
         raise UserError(f"{path} says neither model_type (Hugging Face's name) nor model (ours)")
     try:
         return (

@@ -3,7 +3,6 @@ model: that stands, whole, in the model's own file."""
 
 import fnmatch
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megazoo.errors import Advice, UserError, nearest
+from megazoo.errors import UserError, advise, nearest
 from megazoo.layers import Dropout, VocabParallelHead, vocab_parallel_cross_entropy
 from megazoo.models import classification
 from megazoo.models.batch import Batch
@@ -127,11 +126,9 @@ class Model(nn.Module):
         for stage in cls.all_stages(config, ctx):
             if not stage.layers:
                 what, cost = ("embedding", first) if stage.first else ("head", last)
-                warnings.warn(
+                advise(
                     f"stage {stage.index + 1} of {stage.count} gets no layers: its {what} weighs as much as "
-                    f"{cost / layer:.1f} of them; use stage_layers uniform (--stage-layers uniform), or a smaller pp",
-                    Advice,
-                    stacklevel=4,  # who calls from_config
+                    f"{cost / layer:.1f} of them; use stage_layers uniform (--stage-layers uniform), or a smaller pp"
                 )
 
     @classmethod

@@ -95,6 +95,8 @@ class _Call:
     def fail(self, error: Exception) -> None:
         """Tell the others, or raise what another one tells."""
         if is_of_communication(error):
+            if "timed out" in str(error).lower():
+                return  # nobody has said anything: all ranks time out, and `naming_absent_ranks` tells who is missing
             self._close_connections()
             if cause := _within_reach(self._first_cause):
                 raise UserError(cause, exit_code=1) from error

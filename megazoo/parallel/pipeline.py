@@ -35,10 +35,19 @@ class Output:
         """The fields that are not None: (loss, logits), (loss,) or (logits,)."""
         return tuple(getattr(self, name) for name in self.keys())
 
+    def items(self) -> list[tuple[str, torch.Tensor]]:
+        """The names and values of the fields that are not None."""
+        return list(zip(self.keys(), self.to_tuple(), strict=True))
+
+    def get(self, key: str, default=None):
+        """The field of a name, or the default if there is none, or it is None."""
+        return dict(self.items()).get(key, default)
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
     def __getitem__(self, key: int | slice | str):
-        if isinstance(key, str):
-            return dict(zip(self.keys(), self.to_tuple(), strict=True))[key]
-        return self.to_tuple()[key]
+        return dict(self.items())[key] if isinstance(key, str) else self.to_tuple()[key]
 
     def __contains__(self, key: str) -> bool:
         return key in self.keys()

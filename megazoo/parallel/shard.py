@@ -37,8 +37,9 @@ class Shard:
     A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every rank then holds
     its share of each. A part is cut between units of so many features (a head, say; 1 by default). Where tp doesn't
     divide their number, the first ranks hold one unit more, so nothing is ever padded: the vocabulary is cut like
-    anything else. Features that fill no unit go to the first rank that has no unit more: the first rank always has the
-    most. Where tp exceeds the number of units (and is a multiple), each is replicated over tp / number ranks.
+    anything else. Features that fill no unit go to the first rank that has not one unit more: of 1,283 features in
+    units of 128, which are ten and 3, the ranks of tp 3 have 512, 387 and 384. The first rank always has the most.
+    Where tp exceeds the number of units (and is a multiple), each is replicated over tp / number ranks.
     """
 
     dim: int
@@ -88,8 +89,15 @@ def units_for(parts: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
     Single features where tp divides the part, so that all ranks have as many. Else ALIGNED of them, if no rank then has
     over a quarter more than its share; else single features, and ranks differ by one.
     """
-    aligned = [part % tp_size > 0 and nearly_even(part // ALIGNED, tp_size) for part in parts]
-    return tuple(ALIGNED if each else 1 for each in aligned) if any(aligned) else ()
+
+    def unit_for(part: int) -> int:
+        if part % tp_size == 0 or part // ALIGNED < tp_size:
+            return 1
+        most = Shard(0, (part,), (ALIGNED,)).local_sizes(tp_size, 0)[0]
+        return ALIGNED if most <= 1.25 * part / tp_size else 1
+
+    units = tuple(map(unit_for, parts))
+    return units if set(units) != {1} else ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import json_object, read_bytes
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 
@@ -118,14 +118,6 @@ def read_settings(directory: Path) -> Settings:
             if isinstance(value, int) and value >= 0:
                 settings.ids[role] = value
     return settings
-
-
-def read_bytes(path: Path) -> bytes:
-    """The bytes of a file; UserError, naming it, if it can't be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
 
 
 def _json_beside(path: Path) -> dict:
