@@ -170,11 +170,11 @@ def main(arguments: list[str]) -> None:
     starts = range(consumed, consumed + (training.steps - first_step) * rows, rows)
     with (
         saver,
+        StopSignal(ctx) as stop,  # a launcher that ends the job must not cut short who tells why
         naming_absent_ranks(ctx),
         failing_together(ctx),
         closing(Metrics(*told, step=first_step, run=state.get("wandb_run"), settings=about)) as metrics,
         traced_steps(log.profile, log.profile_steps, ctx.rank) as step_done,
-        StopSignal(ctx) as stop,
         closing(train.ahead(starts, options.data.data_workers)) as batches,
     ):
         for step in range(first_step + 1, training.steps + 1):
