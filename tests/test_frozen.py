@@ -213,6 +213,17 @@ def test_a_second_optimizer_trains_what_was_unfrozen():
     assert not torch.equal(model.embedding.weight, before)
 
 
+def test_what_is_frozen_later_loses_its_gradient():
+    """Else an optimizer of torch would go on stepping it."""
+    model = megazoo.from_config(tiny_config(), seed=3)
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=targets)
+    model.norm.requires_grad_(False)
+    model.train_batch(ids, targets=targets)
+    assert model.norm.weight.grad is None
+    assert model.embedding.weight.grad is not None
+
+
 def tied_and_frozen():
     model = megazoo.from_config(tiny_config(), context(pp=2), seed=3)
     model.embedding.requires_grad_(False)
