@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> None:
         f"tp {ctx.tp_size} x pp {ctx.pp_size} x dp {ctx.dp_size}"
         + (", sequence parallel" if ctx.sequence_parallel else "")
     )
-    if options.model.import_ and is_rank_zero() and (note := note_on_mfu(config, training)):
+    if options.model.import_ and is_rank_zero() and (note := note_on_mfu(config, training.seq_length)):
         say(note)
     model = megazoo.from_config(config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed)
     if source and not goes_on:

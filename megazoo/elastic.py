@@ -42,7 +42,8 @@ class StopSignal:
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         self._write = (write, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
-        Thread(target=self._watch, daemon=True).start()
+        self._watcher = Thread(target=self._watch, daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *_) -> None:
@@ -50,7 +51,11 @@ class StopSignal:
             signal.signal(number, handler)
         write, before = self._write
         signal.set_wakeup_fd(before)
+        self._answered.set()
         os.close(write)  # ends the thread
+        # Waited for: if the last reference to the context went with a thread while the interpreter ends, torch would
+        # abort the process (it takes the lock again after it has freed a process group).
+        self._watcher.join()
 
     def agreed(self) -> str | None:
         """The name of a signal that some rank was sent, the same on every rank; None if none was."""

@@ -150,6 +150,18 @@ def costs_of(
     return costs
 
 
+def forward_flops(model: Model, rows: int, sequence: int) -> int:
+    """Count the FLOPs of one forward, with the loss, of a whole model on the meta device."""
+    ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
+    batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
+    meter = Meter(None)
+    with torch.no_grad(), _KernelsOfDevices(), meter:
+        for stage in model.stages:
+            output = model.forward_stage(ids, batch, stage)
+        model.loss_of(output, batch)
+    return meter.take().flops
+
+
 def costs_of_alike(
     model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, table: list[Action]
 ) -> dict[str, Cost]:

@@ -145,6 +145,14 @@ class AdamW(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol):
         raise UserError("AdamW can't be copied or pickled: it belongs to its model; state_dict() gives its state")
 
+    def _no_hooks(self, *_, **__) -> None:
+        """Refuse torch's hooks, which nothing here would call."""
+        raise UserError("AdamW calls no hooks: do what is to be done before or after its step()")
+
+    register_step_pre_hook = register_step_post_hook = _no_hooks
+    register_state_dict_pre_hook = register_state_dict_post_hook = _no_hooks
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _no_hooks
+
     def add_param_group(self, param_group: dict) -> None:
         """Refuse: a model's parameters are all there."""
         raise UserError("AdamW has all of a model's parameters from the start: none can be added")

@@ -16,7 +16,7 @@ import torch
 
 from megazoo.config import Options, ParallelOptions, TrainingOptions, check_run, check_values, parse_stage_layers
 from megazoo.errors import UserError
-from megazoo.metering import META, Cost, boundary_shape, costs_of, costs_of_alike, is_alone
+from megazoo.metering import META, Cost, boundary_shape, costs_of, costs_of_alike, forward_flops, is_alone
 from megazoo.models import FAMILIES, Model, family_of, flops_per_token
 from megazoo.optim import MOMENTS, AdamW
 from megazoo.parallel.context import ParallelContext
@@ -385,11 +385,15 @@ def _bubble(tables: list[list[Action]], cost: dict | None) -> tuple[float, float
     return len(tables) * end / work - 1, end
 
 
-def note_on_mfu(config, training: TrainingOptions) -> str | None:
-    """Say, of a model of a user's own, that MFU counts other FLOPs than those that run; None if it doesn't."""
-    alone = replace(training, global_batch_size=training.micro_batch_size, recompute="none")
-    runs = Planner(config).plan(ParallelOptions(), alone).model_flops_per_token
-    counted = flops_per_token(config, training.seq_length)
+def note_on_mfu(config, seq_length: int) -> str | None:
+    """Say, of a model of a user's own, that MFU counts other FLOPs than those that run; None if it doesn't.
+
+    A backward takes twice the FLOPs of its forward, which is run on the meta device.
+    """
+    ctx = ParallelContext(device=META)
+    model = FAMILIES[family_of(config)].empty(config, ctx)
+    runs = 3 * forward_flops(model, 1, seq_length) / seq_length
+    counted = flops_per_token(config, seq_length)
     if abs(counted / runs - 1) < 0.01:
         return None
     what = f"MFU counts {counted:.4g} FLOPs a token where {runs:.4g} run"

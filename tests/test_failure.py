@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -13,6 +14,7 @@ from helpers import context, layout_name, make_batch, tiny_config, world
 from programs import python
 
 import megazoo
+from megazoo.elastic import StopSignal
 from megazoo.errors import UserError
 from megazoo.evaluation import score
 from megazoo.parallel import failure
@@ -157,7 +159,7 @@ def test_what_one_replica_refuses_and_catches_breaks_nothing(ranks, layout):
     assert len(set(losses)) == 1
 
 
-def own_trouble(in_body: bool):
+def own_trouble(in_body: bool, broken: int = 1):
     """In the body of a loop over micro-batches; or in a user's loss, in words of the network's."""
     ctx = context(pp=2)
     model = megazoo.from_config(tiny_config(), ctx, seed=3)
@@ -169,8 +171,8 @@ def own_trouble(in_body: bool):
     with mock.patch.object(failure, "PATIENCE", 0.3):
         try:
             if in_body:
-                for out in model.microbatches(ids, labels=ids, num_microbatches=2):
-                    if ctx.pp_rank == 1:
+                for number, out in enumerate(model.microbatches(ids, labels=ids, num_microbatches=4)):
+                    if number == 1 and ctx.pp_rank == broken:
                         ask()
                     out.loss.backward()
             else:
@@ -189,6 +191,12 @@ def test_trouble_in_a_users_own_code_is_heard_of(ranks, in_body):
     assert first == f"rank 1 failed: {expected}"
 
 
+def test_the_first_stages_trouble_in_a_loop_is_heard_of(ranks):
+    first, last = ranks(own_trouble, 2, True, 0)
+    assert first == "reward server: connection refused"
+    assert last == "rank 0 failed: it left its loop over model.microbatches()"
+
+
 def after_the_end():
     model = megazoo.from_config(tiny_config(), context(dp=2), seed=3)
     torch.distributed.destroy_process_group()
@@ -197,6 +205,14 @@ def after_the_end():
 
 def test_a_replica_is_used_after_the_end_of_the_process_group(ranks):
     assert ranks(after_the_end, 2) == [(8, 16, 61)] * 2
+
+
+def test_no_thread_outlives_the_watch_for_signals():
+    """One that held the context to the end of the interpreter aborted the process."""
+    before = threading.enumerate()
+    with StopSignal(megazoo.ParallelContext()):
+        assert len(threading.enumerate()) == len(before) + 1
+    assert threading.enumerate() == before
 
 
 def dies():

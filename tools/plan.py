@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
         planner.check(parallel, training, dp)
         plan = planner.plan(parallel, training, dp)
         told, lines = plan.as_dict(), plan_lines(plan)
-        if options.model.import_ and (note := note_on_mfu(config, training)):
+        if options.model.import_ and (note := note_on_mfu(config, training.seq_length)):
             lines.append(note)
     text = json.dumps(told, indent=1)
     if str(options.json) == "-":

@@ -68,12 +68,10 @@ class Rotary:
     def longest(self) -> int:
         """Tokens of the longest sequence that the scaling is for; transformers goes on beyond any.
 
-        linear and dynamic stretch max_positions by the factor (vicuna-16k: 4,096 x 4). yarn stretches the original
-        context by it (Qwen2.5: 32,768 x 4), and where max_positions is more, that holds. llama3's max_positions are
-        those of the stretched model (LLaMA 3.2: 131,072 with a factor of 32 and an original context of 8,192); the
-        factor stretches them only where they are not beyond the original context.
+        linear and dynamic stretch max_positions by the factor (vicuna-16k: 4,096 x 4). yarn and llama3 stretch the
+        original context by it (Qwen2.5: 32,768 x 4; LLaMA 3.2: 8,192 x 32); where max_positions is more, that holds.
         """
-        if self.kind == "default" or (self.kind == "llama3" and self._original_context() < self.max_positions):
+        if self.kind == "default":
             return self.max_positions
         context = self._original_context() if self.kind in ("yarn", "llama3") else self.max_positions
         return max(self.max_positions, int(context * self.scaling["factor"]))

@@ -624,13 +624,15 @@ def names_matching(pattern: str, names: list[str]) -> set[str]:
 
     What is not a regular expression, as "*norm*", is a glob.
     """
+    wrong = ""
     try:
         found = {name for name in names if re.search(pattern, name)}
-    except re.error:
+    except re.error as error:
         found = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        wrong = f", and is no regular expression ({error})"
     if not found:
         kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names)
-        raise UserError(f"train-only {pattern!r} matches no parameter; there are {', '.join(kinds)}")
+        raise UserError(f"the pattern {pattern!r} matches no parameter{wrong}; there are {', '.join(kinds)}")
     return found
 
 

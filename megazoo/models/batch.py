@@ -18,7 +18,7 @@ class Batch:
     """A replica's batch as users give it. Every tensor is int64 [batch, sequence], and may be None.
 
     input_ids: needed on the first stage. labels: aligned with input_ids, to be shifted; or targets: shifted already;
-    -100 carries no loss; a label on padding counts, as in transformers: put -100 there. Needed on the last stage. A
+    -100 carries no loss; a label on padding counts: put -100 there. Needed on the last stage. A
     classifier's labels are int64 [batch], or floats [batch(, labels)] for its other problems; those of a loss of one's
     own have any shape that begins with the batch. attention_mask: 1 for tokens, 0 for padding on either side.
     position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions are distances, have no use for them.

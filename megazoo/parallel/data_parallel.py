@@ -229,9 +229,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
             what = "gradients are shared out among the replicas, as AdamW(zero=1) asked for"
             raise UserError(f"{what}: step that optimizer, or make no such one")
         lower = next((p for p in ours if p.grad is not None and p.grad.dtype != p.dtype), None)
-        if lower is not None and isinstance(optimizer, _ADAMS):
-            what = f"torch's {type(optimizer).__name__} can't step {lower.dtype} parameters by fp32 gradients"
-            raise UserError(f"{what}: use megazoo.optim.AdamW(model), which also keeps fp32 master weights")
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if lower is not None and (fused or isinstance(optimizer, _ADAMS)):
+            what = f"torch's {'fused ' * fused}{type(optimizer).__name__} can't step {lower.dtype} parameters"
+            remedy = "use megazoo.optim.AdamW(model), which also keeps fp32 master weights"
+            raise UserError(f"{what} by fp32 gradients: {remedy}")
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -39,6 +39,10 @@ class Output:
         """The names and values of the fields that are not None."""
         return list(zip(self.keys(), self.to_tuple(), strict=True))
 
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The fields that are not None."""
+        return self.to_tuple()
+
     def get(self, key: str, default=None):
         """The field of a name, or the default if there is none, or it is None."""
         return dict(self.items()).get(key, default)

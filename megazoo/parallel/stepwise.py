@@ -64,8 +64,9 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
         with failing_together(ctx):
             loss = forward(number)
         yield Output(with_backward(loss, partial(backward, number)))
-        while sent:
-            sent.pop(0)[0].wait()
+        with failing_together(ctx):
+            while sent:
+                sent.pop(0)[0].wait()
 
 
 def with_backward(loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:
