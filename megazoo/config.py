@@ -15,6 +15,7 @@ from megazoo.errors import UserError
 from megazoo.flags import Argument, File, Name, optional
 from megazoo.models import find_config
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.schedule import splits_backward
 
 # The fields' docstrings are the flags' help.
 
@@ -73,9 +74,9 @@ class ParallelOptions:
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each stage: 5,6,6,5."""
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their memory."""
-    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
-    """Order of the pipeline's forwards and backwards. zb-h1 leaves the weights' gradients for when a rank would wait: a
-    third of 1f1b's bubble, for some more memory on the later stages."""
+    schedule: Annotated[str, tyro.conf.arg(metavar="NAME")] = "1f1b"
+    """Order of the pipeline's forwards and backwards: 1f1b, gpipe, zb-h1, or one that --import adds. zb-h1 leaves
+    the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more memory on later stages."""
     zero: Literal[0, 1] = 0
     """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them."""
     offload_optimizer: bool = False
@@ -337,8 +338,7 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
     """
     training, parallel = options.training, options.parallel
     model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
-    if parallel.schedule == "zb-h1" and parallel.virtual_pp > 1:
-        raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1, or schedule 1f1b")
+    splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)  # refuses what it can't have
     how = {"virtual": parallel.virtual_pp, "stage_layers": parse_stage_layers(parallel.stage_layers)}
     model.all_stages(config, ParallelContext.virtual(parallel.tp, parallel.pp, **how))
     if training.train_only:

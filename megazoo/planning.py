@@ -23,7 +23,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.parallel.recompute import MODES
-from megazoo.parallel.schedule import SCHEDULES, Action, backward_follows, in_flight, timeline
+from megazoo.parallel.schedule import Action, backward_follows, in_flight, schedule_named, splits_backward, timeline
 from megazoo.parallel.shard import sum_over_copies
 from megazoo.precision import LossScale
 
@@ -132,7 +132,8 @@ class Planner:
         """The plan of a run that `check` allows."""
         p, t = parallel, training
         microbatches = t.global_batch_size // (dp * t.micro_batch_size)
-        tables = [SCHEDULES[p.schedule](rank, p.pp, p.virtual_pp, microbatches) for rank in range(p.pp)]
+        schedule = schedule_named(p.schedule)
+        tables = [schedule(rank, p.pp, p.virtual_pp, microbatches) for rank in range(p.pp)]
         ranks, slowest, counted, model_flops = [], {}, 0, 0.0
         for pp_rank in range(p.pp):
             alike: dict[tuple, RankPlan] = {}
@@ -182,7 +183,7 @@ class Planner:
             for pp in (n for n in range(1, min(gpus, self.config.layers) + 1) if gpus % (tp * n) == 0):
                 dp, enough = gpus // (tp * pp), False
                 deep = [v for v in range(2, LARGEST_VIRTUAL + 1) if self.config.layers % (pp * v) == 0]
-                for virtual in [1, *(deep if pp > 1 and parallel.schedule != "zb-h1" else ())]:
+                for virtual in [1, *(deep if pp > 1 else ())]:
                     how = {"tp": tp, "pp": pp, "virtual_pp": virtual, "sequence_parallel": tp > 1, "zero": int(dp > 1)}
                     layout = replace(parallel, **how, stage_layers="balanced")
                     try:
@@ -210,7 +211,7 @@ class Planner:
                 models[alike] = self.build(p, dp, pp_rank, 0)
                 if self.static(models[alike], p, t).device_bytes > memory:
                     return None
-            tables.append(SCHEDULES[p.schedule](pp_rank, p.pp, p.virtual_pp, microbatches))
+            tables.append(schedule_named(p.schedule)(pp_rank, p.pp, p.virtual_pp, microbatches))
             costs = self.costs(models[alike], p, t, tables[-1])
             ranks.append(self.rank_plan(models[alike], p, t, tables[-1], costs))
             if ranks[-1].total > memory:
@@ -245,7 +246,7 @@ class Planner:
         self, model: Model, parallel: ParallelOptions, training: TrainingOptions, table: list[Action]
     ) -> list[dict[str, Cost]]:
         """What the actions of each stage of a rank take that runs `table`."""
-        t, later = training, parallel.schedule == "zb-h1"
+        t, later = training, splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)
         how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype)
         how += (is_alone(table), backward_follows(table, model.ctx.stage_count - 1))
         how += (t.recompute, t.recompute == "full" and t.recompute_interval)

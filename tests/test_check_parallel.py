@@ -235,7 +235,7 @@ def test_layouts_by_name():
         (("--model", "gpt2", "--layouts", "tp3"), "tp3: "),
         (("--model", "gpt2", "--layouts", "dp5"), "dp5: dp 5 must divide the 24 rows of the check"),
         (("--model", "gpt2", "--layouts", "tp1+sp"), "tp1+sp: sequence parallelism needs tp above 1"),
-        (("--model", "gpt2", "--layouts", "pp2v2+zb-h1"), "pp2v2+zb-h1: zb-h1 has one stage a rank"),
+        (("--model", "gpt2", "--layouts", "pp2v2+zb-h1"), "pp2v2+zb-h1: schedule zb-h1 has one stage a rank"),
         (("--model", "gpt2", "--steps", "0"), "steps 0 must be at least 1, and ranks 4 at least 2"),
     ],
 )

@@ -367,7 +367,7 @@ BAD_INPUT = {
     "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: give both",
     "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the schedule: use less",
     "--dropout 1": "dropout 1.0 must be below 1",
-    "--schedule 2f2b": "invalid choice '2f2b' for argument '--schedule'. Expected one of ('1f1b', 'gpipe', 'zb-h1').",
+    "--schedule 2f2b": "unknown schedule '2f2b': there are gpipe, 1f1b, zb-h1",
     "--steps": "Missing value for argument '--steps'.",
     "stray": "Unrecognized options: stray",
     "--data wikitext": "unknown data 'wikitext': there is stdlib",

@@ -9,24 +9,26 @@ the action that had to wait for it. Transfers take no time here.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
+from megazoo.command_line import run_file
+from megazoo.config import ImportOption
 from megazoo.errors import UserError
 from megazoo.flags import parse_flags
 from megazoo.launch import run_program
-from megazoo.parallel.schedule import COST, SCHEDULES, source_of, timeline
+from megazoo.parallel.schedule import COST, schedule_named, source_of, timeline
 
 COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
 
 
 @dataclass
-class Options:
+class Options(ImportOption):
     """Which schedule, and how long its actions take."""
 
-    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
-    """Order of the forwards and backwards."""
+    schedule: Annotated[str, tyro.conf.arg(metavar="NAME")] = "1f1b"
+    """Order of the forwards and backwards: 1f1b, gpipe, zb-h1, or one that --import adds."""
     pp: int = 4
     """Pipeline-parallel size: ranks."""
     virtual_pp: int = 1
@@ -41,6 +43,8 @@ class Options:
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
+    if options.import_:
+        run_file(options.import_)
     if min(options.pp, options.virtual_pp, options.microbatches) < 1:
         raise UserError("pp, virtual-pp and microbatches must each be at least 1")
     if options.virtual_pp > 1 and options.pp == 1:
@@ -58,7 +62,7 @@ def main(arguments: list[str]) -> None:
 
     forward, inputs, weights = options.cost
     cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
-    schedule = SCHEDULES[options.schedule]
+    schedule = schedule_named(options.schedule)
     tables = [schedule(r, options.pp, options.virtual_pp, options.microbatches) for r in range(options.pp)]
     spans = timeline(tables, cost)
     end = max(span.end for span in spans.values())

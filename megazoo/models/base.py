@@ -28,7 +28,7 @@ from megazoo.parallel.linear import WeightQueue
 from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
-from megazoo.parallel.schedule import SCHEDULES
+from megazoo.parallel.schedule import schedule_named, splits_backward
 from megazoo.parallel.shard import Entry, ShardedModule, initialize, sum_over_copies
 from megazoo.parallel.stepwise import run_stepwise, with_backward
 from megazoo.precision import LossScale
@@ -426,18 +426,17 @@ class Model(nn.Module):
         as they have (rows, if the labels are not of tokens). A module's own parameters are yours to step.
         Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
         """
-        if schedule not in SCHEDULES:
-            raise UserError(f"unknown schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
+        splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
         buckets = self._buckets_to_train()
         batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
         batches = self._with_targets(self.micro_batches(batch, num_microbatches, step, loss_fn is not None))
-        queue = WeightQueue(buckets.received) if schedule == "zb-h1" else None
+        queue = WeightQueue(buckets.received) if splits else None
         buckets.start(num_microbatches, queue.weights if queue else ())
         try:
             with self._gradients_later(queue):
                 scale = self.loss_scale.value if self.loss_scale else 1.0
                 how = {"loss_fn": loss_fn, "loss_scale": scale, "weight_queue": queue}
-                loss = run_pipeline(self, batches, SCHEDULES[schedule], **how).loss
+                loss = run_pipeline(self, batches, schedule_named(schedule), **how).loss
             self._finish_gradients(buckets, scale)
         finally:
             buckets.stop()

@@ -84,7 +84,7 @@ def zb_h1(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
     (ZB-H1: Qi et al. 2023).
     """
     if virtual > 1:
-        raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1")
+        raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1, or schedule 1f1b")
     table, waiting = [], 0
     for action in one_f_one_b(rank, pp, 1, microbatches):
         if action.kind == "F":
@@ -199,6 +199,18 @@ def program(
         if action:
             steps.append(action)
     return tuple(steps)
+
+
+def schedule_named(name: str) -> Callable[[int, int, int, int], list[Action]]:
+    """Return the schedule of that name; UserError if there is none."""
+    if name not in SCHEDULES:
+        raise UserError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def splits_backward(name: str, pp: int, virtual: int = 1) -> bool:
+    """Whether a schedule has I and W in place of B; UserError if it can't have so many stages a rank."""
+    return any(action.kind == "I" for action in schedule_named(name)(0, pp, virtual, pp))
 
 
 def backward_follows(table: Sequence[Action | Exchange], stage: int) -> bool:

@@ -7,6 +7,7 @@ from itertools import product
 
 from megazoo.errors import UserError
 from megazoo.models import FAMILIES, family_of
+from megazoo.parallel.schedule import SCHEDULES, splits_backward
 
 SIZES = {"tp": "tp", "pp": "pp", "dp": "dp", "v": "virtual"}
 
@@ -34,13 +35,13 @@ class Layout:
                 given["sequence_parallel"] = True
             elif option == "zero":
                 given["zero"] = 1
-            elif option in ("gpipe", "zb-h1"):
+            elif option in SCHEDULES:
                 given["schedule"] = option
             else:
                 found = None
         if not found or not name:
-            what = "write sizes, tp2pp2dp2v2, then what is on: +sp, +zero, +gpipe or +zb-h1"
-            raise UserError(f"unknown layout {name!r}: {what}")
+            on = ", ".join(f"+{option}" for option in ("sp", "zero", *SCHEDULES))
+            raise UserError(f"unknown layout {name!r}: write sizes, tp2pp2dp2v2, then what is on: {on}")
         return cls(**given)
 
     def __str__(self) -> str:
@@ -50,11 +51,10 @@ class Layout:
 
     def check(self, config) -> None:
         """Raise UserError if a model can't be cut, or run, so."""
-        if self.schedule == "zb-h1" and self.virtual > 1:
-            raise UserError(f"{self}: zb-h1 has one stage a rank")
         if self.sequence_parallel and self.tp == 1:
             raise UserError(f"{self}: sequence parallelism needs tp above 1")
         try:
+            splits_backward(self.schedule, self.pp, self.virtual)  # refuses what it can't have
             FAMILIES[family_of(config)].check(config, self.tp, self.pp, self.virtual)
         except UserError as error:
             raise UserError(f"{self}: {error}") from None
@@ -70,7 +70,8 @@ def all_layouts(config, ranks: int) -> list[Layout]:
     for tp, pp, dp in product(sizes, repeat=3):
         if not 1 < tp * pp * dp <= ranks:
             continue
-        ways = [{}, {"schedule": "gpipe"}, {"schedule": "zb-h1"}, {"virtual": 2}] if pp > 1 else [{}]
+        others = [{"schedule": name} for name in SCHEDULES if name != Layout.schedule]
+        ways = [{}, *others, {"virtual": 2}] if pp > 1 else [{}]
         for sp, zero, way in product((False, True)[: 1 + (tp > 1)], (0, 1)[: 1 + (dp > 1)], ways):
             layout = replace(Layout(tp, pp, dp, sequence_parallel=sp, zero=zero), **way)
             with suppress(UserError):
