@@ -102,8 +102,8 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> torch.Tensor:
         """Clip, then update every parameter from its .grad; returns the global norm before clipping, fp32.
 
-        closure: None, as torch's callers give it. UserError if the gradients are not whole yet, or parameters were
-        frozen or unfrozen, or another optimizer of the model was made with another `zero`, since it was made.
+        closure: None, as torch's callers give it. UserError if the gradients are not whole yet; or if, since this
+        optimizer was made, parameters were frozen or unfrozen, or another one was made with another `zero`.
         """
         if closure is not None:
             raise UserError("AdamW takes no closure: run backward before the step")
@@ -158,7 +158,7 @@ class AdamW(torch.optim.Optimizer):
         raise UserError("AdamW has all of a model's parameters from the start: none can be added")
 
     def state_dict(self) -> dict:
-        """This rank's state and settings, for a checkpoint of your own that is loaded in the same layout.
+        """Return this rank's state and settings, for a checkpoint of your own that is loaded in the same layout.
 
         {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": names}], "steps": ...}; tensors are
         not copied, as in torch. `megazoo.checkpoint.save` writes what loads in any layout.
@@ -192,9 +192,9 @@ class AdamW(torch.optim.Optimizer):
         return element_range(entry, self.buckets, dp_rank)
 
     def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
-        """A parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others must call this, too.
+        """Return a parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others must call it, too.
 
-        Of a frozen one there is none.
+        A frozen parameter has none: the dictionary is then empty.
         """
         states = {}
         for name, tensor in self.state.get(entry.name, {}).items():
@@ -254,9 +254,10 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
         buckets, entries = model.fit_buckets(), model.trained_entries()
         buckets.check()
         norm = global_norm(entries, buckets)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for entry in entries:
         if entry.parameter.grad is not None:
-            entry.parameter.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            entry.parameter.grad *= factor
     return norm
 
 
