@@ -17,43 +17,36 @@ import torch
 import torch.distributed as dist
 
 import megazoo
-from megazoo import callbacks
-from megazoo.checkpoint import Checkpoint, Saver, load, load_weights, open_source
+from megazoo.checkpoint import Checkpoint, Saver, load
 from megazoo.checkpoint.format import LATEST
-from megazoo.command_line import each_once, parse_options, run_file
-from megazoo.config import (
-    DataOptions,
-    OptimizerOptions,
-    Options,
-    check_run,
-    check_steps,
-    model_config,
-    parse_stage_layers,
-    settings_to_resume,
-    settle_steps,
-)
-from megazoo.data import Batches, check_data, check_template, json_files, open_datasets, prepare_datasets
-from megazoo.elastic import StopSignal, is_restart, naming_absent_ranks
-from megazoo.launch import (
+from megazoo.cli import callbacks
+from megazoo.cli.elastic import StopSignal, is_restart, naming_absent_ranks
+from megazoo.cli.launch import (
     after_rank_zero,
     data_parallel_size,
-    is_rank_zero,
     python_line,
     run_program,
     start_missing_ranks,
     torchrun_line,
-    world_size,
 )
-from megazoo.metrics import Metrics, Progress, peak_flops, traced_steps
-from megazoo.models import FAMILIES, family_of, flops_per_token, parameter_count
-from megazoo.optim import AdamW, learning_rate
+from megazoo.cli.metrics import Metrics, Progress, peak_flops, traced_steps
+from megazoo.cli.options import DataOptions, OptimizerOptions, Options, settings_to_resume
+from megazoo.cli.parsing import each_once, parse_options, run_file
+from megazoo.cli.rules import check_run, check_steps, model_config, parse_stage_layers, settle_steps
+from megazoo.data import Batches, check_data, check_template, json_files, open_datasets, prepare_datasets
+from megazoo.environment import is_rank_zero, world_size
+from megazoo.models.counts import flops_per_token, parameter_count
+from megazoo.models.pretrained import load_weights, open_source
+from megazoo.models.registry import FAMILIES, family_of
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.learning_rate import learning_rate
+from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stage
 from megazoo.parallel.compile import check_compiler
-from megazoo.parallel.context import choose_device
+from megazoo.parallel.device import choose_device
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.timing import Stopwatch, spent
-from megazoo.planning import note_on_mfu
-from megazoo.precision import LossScale
+from megazoo.planning.plan import note_on_mfu
 from megazoo.tokenizer import BESIDE, FILES, open_tokenizer, tokenizer_files
 
 

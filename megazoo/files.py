@@ -1,7 +1,10 @@
 """Small files that are read whole."""
 
 import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from megazoo.errors import UserError
 
@@ -27,3 +30,9 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+
+
+def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:
+    """What `work` gives for each item, four files at a time: some are filled while others go to the disk."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(work, items))

@@ -61,8 +61,8 @@ def randomize(model, seed=7):
     """Give biases and norms random values too, the same in every layout, so that zeros hide nothing."""
     from dataclasses import replace
 
+    from megazoo.parallel.module import initialize
     from megazoo.parallel.random import derive_seed
-    from megazoo.parallel.shard import initialize
 
     for entry in model.entries():
         if entry.spec.std == 0:

@@ -7,8 +7,8 @@ import torch
 from helpers import PeakMemory, give_back_freed_memory, in_fresh_processes
 
 import megazoo
-from megazoo.models import FAMILIES, find_config
 from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.models.registry import FAMILIES, find_config
 from megazoo.parallel import ParallelContext
 
 CONFIG = GPT2Config(vocab_size=301, max_positions=24, hidden_size=160, layers=3, heads=4, tie_embeddings=False)

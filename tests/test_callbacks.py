@@ -11,7 +11,7 @@ from programs import python
 
 import megazoo
 import pretrain_gpt
-from megazoo import callbacks
+from megazoo.cli import callbacks
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16 --device cpu --eval-steps 1".split()

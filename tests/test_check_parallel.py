@@ -9,7 +9,7 @@ import pytest
 from test_tools import run
 
 from megazoo.errors import UserError
-from megazoo.models import FAMILIES, find_config
+from megazoo.models.registry import FAMILIES, find_config
 from megazoo.testing import Layout, all_layouts, check_parallel, shrink
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]

@@ -23,8 +23,8 @@ from megazoo.checkpoint import Checkpoint, Saver, load, save
 from megazoo.checkpoint import format as checkpoint_format
 from megazoo.checkpoint.format import step_name
 from megazoo.errors import UserError
+from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel import ParallelContext
-from megazoo.precision import LossScale
 
 SAVE = sys.modules[save.__module__]
 

@@ -10,9 +10,10 @@ from helpers import context, layout_name, make_batch, randomized_, replica_rows,
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig, MptConfig
 
 import megazoo
-from megazoo.checkpoint import open_source
-from megazoo.checkpoint.convert import write_hugging_face, write_shards
 from megazoo.errors import UserError
+from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.models.pretrained import open_source
+from megazoo.models.resharding import write_shards
 
 PAD, LABELS = 60, 3
 CONFIGS = {
@@ -255,7 +256,7 @@ def test_labels_on_the_last_stage_alone(ranks):
 
 def refusals(layout):
     """What each rank says of a classifier that can't find the ends of rows, and of a token that is not there."""
-    from megazoo.evaluation import score
+    from megazoo.evaluation.scoring import score
 
     said, ctx = [], context(**layout)
     ids = torch.randint(0, 60, (4, 5))

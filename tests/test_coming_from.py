@@ -26,12 +26,13 @@ from torch.utils.data import DistributedSampler
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load
-from megazoo.command_line import parse_options
-from megazoo.config import Options, parse_stage_layers
-from megazoo.flags import parse_flags, settings_of
-from megazoo.models import Model
+from megazoo.cli.flags import parse_flags, settings_of
+from megazoo.cli.options import Options
+from megazoo.cli.parsing import parse_options
+from megazoo.cli.rules import parse_stage_layers
+from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2Config
-from megazoo.parallel.context import cut_into_stages
+from megazoo.parallel.stages import cut_into_stages
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()

@@ -17,11 +17,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory, load_weights, open_source
-from megazoo.checkpoint.convert import write_hugging_face, write_shards
+from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.format import Lazy, write_json, write_safetensors
-from megazoo.checkpoint.hugging_face import their_names
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory, their_names
+from megazoo.models.hugging_face.export import write_hugging_face
 from megazoo.models.llama import Llama, LlamaConfig
+from megazoo.models.pretrained import load_weights, open_source
+from megazoo.models.resharding import write_shards
 from megazoo.parallel import ParallelContext
 
 SIZES = {"vocab_size": 61, "max_positions": 32, "layers": 5, "hidden_size": 32, "heads": 8, "ffn_size": 48}

@@ -15,9 +15,10 @@ from test_gpt2 import hugging_face_model as gpt2
 from test_hugging_face import llama
 
 import megazoo
-from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory, load, save
+from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.errors import UserError
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import pytest
 from programs import MARK, marked, python
 from torch.distributed.run import get_args_parser
 
-from megazoo.config import Options
-from megazoo.flags import settings_of
-from megazoo.models import FAMILIES
+from megazoo.cli.flags import settings_of
+from megazoo.cli.options import Options
+from megazoo.models.registry import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

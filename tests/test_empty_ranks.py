@@ -14,15 +14,15 @@ from programs import python
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.config import ParallelOptions, TrainingOptions
-from megazoo.evaluation import score
-from megazoo.models import parameter_count
+from megazoo.cli.options import ParallelOptions, TrainingOptions
+from megazoo.evaluation.scoring import score
+from megazoo.models.counts import parameter_count
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.parallel import ParameterSpec
 from megazoo.parallel.schedule import SCHEDULES
-from megazoo.planning import Planner
+from megazoo.planning.plan import Planner
 from megazoo.testing import check_parallel
 
 ROOT = Path(__file__).parent.parent

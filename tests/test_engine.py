@@ -11,13 +11,14 @@ import torch
 from helpers import MODELS, context, layout_name, make_batch, randomize, replica_rows, tiny_config, worst_relative
 
 import megazoo
+from megazoo.engine import pipeline
+from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.layers import PositionEmbedding, segment_mask
 from megazoo.models.gpt2 import GPT2
-from megazoo.parallel import pipeline, shared_memory
-from megazoo.parallel.data_parallel import GradientBuckets
-from megazoo.parallel.linear import WeightQueue
-from megazoo.parallel.pipeline import MicroBatch
+from megazoo.parallel.buckets import GradientBuckets
+from megazoo.parallel.cpu import shared_memory
+from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.schedule import Action
 
 MICROBATCHES = 4

@@ -14,9 +14,9 @@ from helpers import context, layout_name, make_batch, tiny_config, world
 from programs import python
 
 import megazoo
-from megazoo.elastic import StopSignal
+from megazoo.cli.elastic import StopSignal
 from megazoo.errors import UserError
-from megazoo.evaluation import score
+from megazoo.evaluation.scoring import score
 from megazoo.parallel import failure
 
 SOON = 10.0  # seconds; the groups' timeout is 60

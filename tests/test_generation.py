@@ -11,9 +11,9 @@ from transformers.generation import NoRepeatNGramLogitsProcessor, TopKLogitsWarp
 from transformers.generation.utils import GenerationMixin
 
 import megazoo
-from megazoo.decoding import Settings, draw, keep_likely, repeating
 from megazoo.errors import UserError
-from megazoo.generation import _generating, _groups
+from megazoo.generate.decoding import Settings, draw, keep_likely, repeating
+from megazoo.generate.generate import _generating, _groups
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 

@@ -8,8 +8,9 @@ from transformers import GPT2LMHeadModel
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models import config_from_hugging_face, find_config, parameter_count
+from megazoo.models.counts import parameter_count
 from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.models.registry import config_from_hugging_face, find_config
 from megazoo.parallel import ParallelContext
 
 SIZES = {"vocab_size": 61, "max_positions": 24, "hidden_size": 32, "layers": 3, "heads": 4}

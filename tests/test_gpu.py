@@ -60,7 +60,7 @@ def test_generation_on_cuda_as_on_the_cpu(settings):
 
 
 def test_a_classifier_and_a_score_on_cuda():
-    from megazoo.evaluation import score
+    from megazoo.evaluation.scoring import score
 
     ctx = megazoo.ParallelContext.from_torch(device="cuda")
     config = megazoo.models.find_config("gpt2-tiny")

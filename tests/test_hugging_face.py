@@ -16,10 +16,11 @@ from transformers import MptConfig as HFMptConfig
 
 import megazoo
 import pretrain_gpt
-from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory, save
-from megazoo.checkpoint.convert import parse_size
+from megazoo.checkpoint import Checkpoint, save
+from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
-from megazoo.launch import run_program
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.hugging_face.export import parse_size
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 

@@ -16,11 +16,11 @@ from test_conversion import tokenizer  # noqa: F401, a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megazoo
-from megazoo.checkpoint import open_source
-from megazoo.checkpoint.convert import write_shards
-from megazoo.evaluation import evaluate_texts, score, score_choices, windows
-from megazoo.launch import run_program
+from megazoo.cli.launch import run_program
+from megazoo.evaluation.scoring import evaluate_texts, score, score_choices, windows
 from megazoo.models.mpt import MPTConfig
+from megazoo.models.pretrained import open_source
+from megazoo.models.resharding import write_shards
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -9,9 +9,9 @@ import transformers
 from helpers import MODELS, context, layout_name, make_batch, randomize, replica_rows, run_in_layout, tiny_config
 
 import megazoo
-from megazoo.checkpoint import save_parallelized
 from megazoo.errors import UserError
-from megazoo.models import find_config
+from megazoo.models.pretrained import save_parallelized
+from megazoo.models.registry import find_config
 
 
 def by_hand_and_at_once(config, layout, factor=1.0):

@@ -23,8 +23,9 @@ from megazoo.layers import (
     vocab_parallel_cross_entropy,
 )
 from megazoo.parallel import ParallelContext, Shard, collectives
+from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
-from megazoo.parallel.shard import initialize, units_for
+from megazoo.parallel.shard import units_for
 
 
 def run_layer(make, x, tp, take=None):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from unittest import mock
 
 import pytest
@@ -327,25 +327,22 @@ def train_without(what, config, layout, steps=3):
 def without(what):
     """Take one all-reduce out."""
     target, replacement = {
-        "copy": ("megazoo.parallel.collectives.enter_tensor_parallel", lambda x, ctx: x),
-        "reduce": ("megazoo.parallel.collectives.leave_tensor_parallel", lambda x, ctx: x),
-        "cross-entropy": (
-            "megazoo.layers.cross_entropy.collectives",
-            SimpleNamespace(all_reduce=mock.Mock()),
-        ),
+        "copy": ("megazoo.layers.linear.enter_tensor_parallel", lambda x, ctx: x),
+        "reduce": ("megazoo.layers.linear.leave_tensor_parallel", lambda x, ctx: x),
+        "cross-entropy": ("megazoo.layers.cross_entropy.all_reduce", lambda *_, **__: None),
         "copies over tp": ("megazoo.models.base.sum_over_copies", lambda *_: None),
         "sequence's gather": (
-            "megazoo.parallel.collectives.all_gather_sequence",
+            "megazoo.parallel.regions.all_gather_sequence",
             lambda x, group: torch.cat([x, x], dim=-2),
         ),
         "sequence's sum": (
-            "megazoo.parallel.collectives.reduce_scatter_sequence",
+            "megazoo.parallel.regions.reduce_scatter_sequence",
             lambda x, group: x.chunk(2, -2)[group.rank()].contiguous(),
         ),
         "tied gradient": ("megazoo.models.base.sum_between_stages", lambda *_: None),
-        "norm": ("megazoo.optim.all_reduce", lambda *_: None),
-        "data parallel": ("megazoo.parallel.data_parallel.all_reduce", lambda *_, **__: None),
-        "loss and label count": ("megazoo.parallel.pipeline.all_reduce", lambda *_: None),
+        "norm": ("megazoo.optim.clip.all_reduce", lambda *_: None),
+        "data parallel": ("megazoo.parallel.buckets.all_reduce", lambda *_, **__: None),
+        "loss and label count": ("megazoo.engine.pipeline.all_reduce", lambda *_: None),
     }[what]
     return mock.patch(target, replacement)
 

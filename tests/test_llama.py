@@ -15,8 +15,9 @@ from transformers import LlamaForCausalLM
 
 from megazoo.errors import UserError
 from megazoo.layers import Rotary
-from megazoo.models import config_from_hugging_face, find_config, parameter_count
+from megazoo.models.counts import parameter_count
 from megazoo.models.llama import Llama, LlamaConfig
+from megazoo.models.registry import config_from_hugging_face, find_config
 from megazoo.parallel import ParallelContext
 
 SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4, "ffn_size": 48}

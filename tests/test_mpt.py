@@ -18,8 +18,9 @@ from transformers import MptForCausalLM
 import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import alibi_slopes
-from megazoo.models import config_from_hugging_face, find_config, parameter_count
+from megazoo.models.counts import parameter_count
 from megazoo.models.mpt import MPT, MPTConfig
+from megazoo.models.registry import config_from_hugging_face, find_config
 from megazoo.parallel import ParallelContext
 
 SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4}

@@ -17,8 +17,8 @@ from programs import MARK, marked, python
 from test_pretrain import SMALL, TORCHRUN, close, losses, records
 
 import pretrain_gpt
-from megazoo.command_line import parse_options
-from megazoo.launch import adopt_launcher
+from megazoo.cli.parsing import parse_options
+from megazoo.environment import adopt_launcher
 
 ROOT = Path(__file__).parent.parent
 JOB = [*SMALL, "--eval-steps", "0"]

@@ -10,7 +10,9 @@ from helpers import make_batch, randomize, tiny_config
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.optim import AdamW, learning_rate, square_sum
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.clip import square_sum
+from megazoo.optim.learning_rate import learning_rate
 
 
 def test_steps_equal_torchs_adamw_with_clipping():

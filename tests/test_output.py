@@ -8,8 +8,8 @@ from helpers import MODELS, context, layout_name, make_batch, randomize, run_in_
 from transformers.modeling_outputs import CausalLMOutput
 
 import megazoo
+from megazoo.engine.microbatch import Output
 from megazoo.errors import UserError
-from megazoo.parallel.pipeline import Output
 
 LOSS, LOGITS = torch.tensor(2.0), torch.ones(1, 1, 1)
 FIELDS = [{}, {"loss": LOSS}, {"logits": LOGITS}, {"loss": LOSS, "logits": LOGITS}]

@@ -19,9 +19,10 @@ from helpers import (
 )
 
 import megazoo
+from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
-from megazoo.optim import AdamW, clip_grad_norm
-from megazoo.parallel.pipeline import MicroBatch
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.clip import clip_grad_norm
 
 FORGOTTEN = r"not summed over the ranks: call model.sync_gradients\(\) on every rank before the step"
 

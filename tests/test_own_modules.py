@@ -7,7 +7,7 @@ from helpers import context
 from torch import nn
 
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megazoo.parallel.shard import ShardedModule
+from megazoo.parallel.module import ShardedModule
 
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("output", "down")
 

@@ -13,13 +13,14 @@ from helpers import PeakMemory, context, give_back_freed_memory, in_fresh_proces
 from test_tools import ROOT, run
 
 import megazoo
-from megazoo.config import ParallelOptions, TrainingOptions
-from megazoo.launch import run_program
-from megazoo.models import FAMILIES, family_of, find_config, flops_per_token, parameter_count
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ParallelOptions, TrainingOptions
+from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2Config
+from megazoo.models.registry import FAMILIES, family_of, find_config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import Exchange, one_f_one_b, program
-from megazoo.planning import Planner
+from megazoo.planning.plan import Planner
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 NO_DROPOUT = dict(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
@@ -144,7 +145,8 @@ def sent_by(layout, config, recompute):
             sent += rounds * args[whole].nbytes * (ctx.tp_size - 1) / ctx.tp_size
         return real(*args, group=group, **kwargs)
 
-    from megazoo.parallel import collectives, shared_memory
+    from megazoo.parallel import collectives
+    from megazoo.parallel.cpu import shared_memory
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "shared_by", lambda group, kind: None)

@@ -10,8 +10,8 @@ from test_checkpoint import run_steps
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.parallel import linear
-from megazoo.precision import LossScale
+from megazoo.layers import fused as linear
+from megazoo.optim.loss_scale import LossScale
 
 
 def test_gradients_accumulate_in_fp32_and_follow_fp32():

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from megazoo.cli.launch import run_program
 from megazoo.data import preprocess as module
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import Recipe, input_files, preprocess
 from megazoo.errors import UserError
-from megazoo.launch import run_program
 from megazoo.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -18,12 +18,12 @@ from programs import python
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
-from megazoo.command_line import each_once
-from megazoo.config import Options
+from megazoo.cli.flags import settings_of
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import Options
+from megazoo.cli.parsing import each_once
 from megazoo.errors import UserError
-from megazoo.flags import settings_of
-from megazoo.launch import run_program
-from megazoo.models import flops_per_token
+from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
 from megazoo.parallel.schedule import zb_h1

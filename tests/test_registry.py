@@ -9,14 +9,15 @@ import pytest
 import pretrain_gpt
 from megazoo import from_config, register
 from megazoo.checkpoint import Checkpoint
-from megazoo.command_line import run_file
-from megazoo.config import ParallelOptions, TrainingOptions
+from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ParallelOptions, TrainingOptions
+from megazoo.cli.parsing import run_file
 from megazoo.errors import UserError
-from megazoo.inference import InferenceOptions, load_for_inference
-from megazoo.launch import run_program
-from megazoo.models import FAMILIES, find_config, flops_per_token
+from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2, GPT2Config
-from megazoo.planning import Planner
+from megazoo.models.registry import FAMILIES, find_config
+from megazoo.planning.plan import Planner
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from megazoo.errors import UserError
+from megazoo.parallel.cpu.shared_memory import Mailboxes
 from megazoo.parallel.schedule import (
     COST,
     Action,
@@ -18,7 +19,6 @@ from megazoo.parallel.schedule import (
     timeline,
     zb_h1,
 )
-from megazoo.parallel.shared_memory import Mailboxes
 
 SIZES = [(pp, m) for pp in range(1, 8) for m in [*range(1, 20), 33]]
 PLAIN = [(schedule, 1) for schedule in (forward_only, gpipe, one_f_one_b, zb_h1)]

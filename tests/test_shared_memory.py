@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from helpers import context
 
-from megazoo.parallel import collectives, shared_memory
-from megazoo.parallel.shared_memory import SLOT_BYTES, Mailboxes, Reducer, shared_by
+from megazoo.parallel import collectives
+from megazoo.parallel.cpu import shared_memory
+from megazoo.parallel.cpu.shared_memory import SLOT_BYTES, Mailboxes, Reducer, shared_by
 
 pytestmark = pytest.mark.skipif(shared_memory._host() is None, reason="the host can't share memory")
 

@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megazoo.checkpoint.format import MANIFEST
+from megazoo.cli.launch import run_program
 from megazoo.data.corpus import standard_library
 from megazoo.data.dataset import _stream
 from megazoo.errors import UserError
-from megazoo.launch import run_program
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN
 from megazoo.tokenizer.ranks import special_tokens

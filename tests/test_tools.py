@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from programs import python
 
-from megazoo.launch import run_program
+from megazoo.cli.launch import run_program
 
 ROOT = Path(__file__).parent.parent
 

@@ -19,8 +19,8 @@ from helpers import (
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.optim import AdamW
-from megazoo.parallel.data_parallel import ALIGNMENT, GradientBuckets
+from megazoo.optim.adamw import AdamW
+from megazoo.parallel.buckets import ALIGNMENT, GradientBuckets
 
 DP = [dict(dp=2), dict(dp=4), dict(tp=2, dp=2), dict(pp=2, dp=2), dict(tp=2, dp=2, sp=True)]
 CONFIGS = {"gpt2": tiny_config(), "llama": MODELS["llama"], "llama, one KV head": MODELS["llama, one KV head"]}

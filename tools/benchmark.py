@@ -18,9 +18,9 @@ import torch
 import tyro
 from benchmarks.common import Setup
 
+from megazoo.cli.flags import File, parse_flags
+from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
-from megazoo.flags import File, parse_flags
-from megazoo.launch import run_program
 
 CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "data", "plan", "gpu")
 

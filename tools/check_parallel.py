@@ -11,13 +11,14 @@ weight after the steps, and where a difference begins. Exits 1 if a layout fails
 
 from dataclasses import dataclass
 
-from megazoo.checkpoint import open_source
-from megazoo.command_line import required
-from megazoo.config import ImportOption
+from megazoo.cli.flags import File, Name, parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ImportOption
+from megazoo.cli.parsing import required
 from megazoo.errors import UserError
-from megazoo.flags import File, Name, parse_flags
-from megazoo.launch import run_program
-from megazoo.models import find_config, parameter_count
+from megazoo.models.counts import parameter_count
+from megazoo.models.pretrained import open_source
+from megazoo.models.registry import find_config
 from megazoo.testing import Layout, all_layouts, check_parallel, shrink
 
 

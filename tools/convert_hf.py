@@ -3,13 +3,13 @@
 $ python tools/convert_hf.py path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 """
 
-from megazoo.checkpoint import HuggingFaceDirectory
-from megazoo.checkpoint.convert import write_shards
-from megazoo.command_line import required
-from megazoo.config import ShardingOptions
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ShardingOptions
+from megazoo.cli.parsing import required
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.resharding import write_shards
+from megazoo.terminal import byte_bar
 
 
 def main(arguments: list[str]) -> None:

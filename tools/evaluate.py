@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megazoo.cli.flags import File, optional, parse_flags
+from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.launch import run_program
+from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
-from megazoo.evaluation import evaluate_texts, score_choices
-from megazoo.flags import File, optional, parse_flags
-from megazoo.inference import InferenceOptions, load_for_inference
-from megazoo.launch import is_rank_zero, run_program
-from megazoo.metrics import byte_bar
+from megazoo.evaluation.scoring import evaluate_texts, score_choices
+from megazoo.terminal import byte_bar
 
 
 @dataclass

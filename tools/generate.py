@@ -16,10 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megazoo.cli.flags import File, Text, optional, parse_flags
+from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.launch import run_program
+from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
-from megazoo.flags import File, Text, optional, parse_flags
-from megazoo.inference import InferenceOptions, load_for_inference
-from megazoo.launch import is_rank_zero, run_program
 from megazoo.parallel.collectives import all_gather_objects
 
 

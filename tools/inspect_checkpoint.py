@@ -6,13 +6,14 @@ $ python tools/inspect_checkpoint.py runs/a --verify
 import math
 from dataclasses import dataclass, fields
 
-from megazoo.checkpoint import Checkpoint, open_source
-from megazoo.command_line import required
-from megazoo.config import ImportOption
-from megazoo.flags import Argument, parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
-from megazoo.models import family_of
+from megazoo.checkpoint import Checkpoint
+from megazoo.cli.flags import Argument, parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ImportOption
+from megazoo.cli.parsing import required
+from megazoo.models.pretrained import open_source
+from megazoo.models.registry import family_of
+from megazoo.terminal import byte_bar
 
 
 @dataclass

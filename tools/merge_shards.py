@@ -5,13 +5,13 @@ $ python tools/merge_shards.py runs/a merged --max-shard-size 5GB
 
 from dataclasses import dataclass
 
-from megazoo.checkpoint import open_source
-from megazoo.checkpoint.convert import parse_size, write_hugging_face
-from megazoo.command_line import required
-from megazoo.config import ConversionOptions
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ConversionOptions
+from megazoo.cli.parsing import required
+from megazoo.models.hugging_face.export import parse_size, write_hugging_face
+from megazoo.models.pretrained import open_source
+from megazoo.terminal import byte_bar
 
 
 @dataclass

@@ -14,13 +14,14 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megazoo.checkpoint.convert import parse_size
-from megazoo.command_line import run_file
-from megazoo.config import ModelOptions, ParallelOptions, TrainingOptions, model_config
+from megazoo.cli.flags import File, optional, parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ModelOptions, ParallelOptions, TrainingOptions
+from megazoo.cli.parsing import run_file
+from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
-from megazoo.flags import File, optional, parse_flags
-from megazoo.launch import run_program
-from megazoo.planning import Planner, note_on_mfu
+from megazoo.models.hugging_face.export import parse_size
+from megazoo.planning.plan import Planner, note_on_mfu
 
 LISTED = 20  # layouts that a search tells
 USUAL_LENGTH = 4096

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import tyro
 
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
 
 
 def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:

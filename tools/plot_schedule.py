@@ -13,11 +13,11 @@ from typing import Annotated
 
 import tyro
 
-from megazoo.command_line import run_file
-from megazoo.config import ImportOption
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ImportOption
+from megazoo.cli.parsing import run_file
 from megazoo.errors import UserError
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
 from megazoo.parallel.schedule import COST, schedule_named, source_of, timeline
 
 COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}

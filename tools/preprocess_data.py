@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazoo.cli.flags import File, parse_flags
+from megazoo.cli.launch import run_program
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import Recipe, input_files, preprocess
 from megazoo.errors import UserError
-from megazoo.flags import File, parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
+from megazoo.terminal import byte_bar
 
 TOLD = 5  # bad lines that are told one by one
 

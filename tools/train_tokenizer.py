@@ -11,10 +11,10 @@ from pathlib import Path
 
 import sentencepiece
 
+from megazoo.cli.flags import File, parse_flags
+from megazoo.cli.launch import run_program
 from megazoo.data.corpus import standard_library
 from megazoo.errors import UserError
-from megazoo.flags import File, parse_flags
-from megazoo.launch import run_program
 
 SMALLEST = 3 + 256  # unk, bos, eos, and the bytes
 CONFIG = {

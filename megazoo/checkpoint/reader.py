@@ -22,8 +22,7 @@ from megazoo.checkpoint.format import (
 from megazoo.checkpoint.source import Source, pieces_of_file
 from megazoo.errors import UserError
 from megazoo.files import json_object
-from megazoo.models import config_from_dict
-from megazoo.optim import MASTER, MOMENTS
+from megazoo.optim.adamw import MASTER, MOMENTS
 from megazoo.parallel.shard import ParameterSpec, Piece, Shard, overlap
 
 
@@ -36,7 +35,8 @@ def describe(spec: ParameterSpec, dtype: torch.dtype, file: str) -> dict:
 class Checkpoint(Source):
     """One step on disk, seen as named global tensors of which any box can be read.
 
-    path: the step's directory, or the one above for the latest. Raises UserError if it is none, or not ours to read.
+    path: the step's directory, or the one above for the latest. family, values: of the model, and of its config, as the
+    manifest has them. Raises UserError if it is none, or not ours to read.
     """
 
     def __init__(self, path: str | Path):
@@ -52,11 +52,10 @@ class Checkpoint(Source):
                 raise UserError(f"{file} has changed: its checksum is not its own")
             self.layout, self.tensors = self.manifest["layout"], self.manifest["tensors"]
             self._file_infos: dict[str, dict] = self.manifest["files"]
-            family, config = self.manifest["family"], self.manifest["config"]
+            self.family, self.values = self.manifest["family"], self.manifest["config"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{file} is not a manifest: {error!r}") from error
-        self.config = config_from_dict(family, config)
-        self._check_tensors()
+        self._check_files()
 
     @cached_property
     def trainer(self) -> dict:
@@ -113,14 +112,17 @@ class Checkpoint(Source):
             raise UserError(f"{self.path} has no tensor {name}")
         return self.tensors[name]
 
-    def _check_tensors(self) -> None:
-        """Refuse a manifest whose config needs other tensors, or files, than are there."""
-        if self.config.layers > len(self.tensors):
-            raise UserError(f"{self.path} has {len(self.tensors)} tensors for {self.config.layers} layers")
+    def check_tensors(self) -> None:
+        """Refuse a manifest that has other shapes than `specs`, or more bytes of tensors than there are in files."""
         for name, spec in self.specs.items():
             if tuple(self._line(name)["shape"]) != spec.shape:
                 shapes = f"{self._line(name)['shape']}, the model's is {list(spec.shape)}"
                 raise UserError(f"{self.path}: {name} has shape {shapes}")
+        if self.total_bytes() > sum(info["size"] for info in self._file_infos.values()):
+            raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")
+
+    def _check_files(self) -> None:
+        """Refuse a manifest that names files that are not there, or not as it says."""
         for name, info in self._file_infos.items():
             path = self.path / name
             if Path(name).name != name:
@@ -131,8 +133,6 @@ class Checkpoint(Source):
                 raise UserError(
                     f"{path} has {path.stat().st_size} bytes, the manifest says {info['size']}", exit_code=1
                 )
-        if self.total_bytes() > sum(info["size"] for info in self._file_infos.values()):
-            raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")
 
     def _checked(self, name: str) -> bytes:
         """A small file, whole, with the manifest's checksum."""

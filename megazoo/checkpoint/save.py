@@ -26,19 +26,18 @@ from megazoo.checkpoint.format import (
 )
 from megazoo.checkpoint.reader import Checkpoint, describe
 from megazoo.errors import UserError
-from megazoo.models import family_of
-from megazoo.models.base import Model
-from megazoo.optim import MASTER, AdamW
+from megazoo.optim.adamw import MASTER, AdamW
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import failing_together
-from megazoo.parallel.shard import Entry, ParameterSpec
+from megazoo.parallel.module import Entry
+from megazoo.parallel.shard import ParameterSpec
 
 
 def save(
     directory: str | Path,
     step: int,
-    model: Model,
+    model,
     optimizer: AdamW | None = None,
     trainer: dict | None = None,
     *,
@@ -66,7 +65,7 @@ class Saver:
     def __init__(
         self,
         directory: Path,
-        model: Model,
+        model,
         optimizer: AdamW,
         *,
         background: bool = False,
@@ -132,7 +131,7 @@ class Saver:
             self.after(self._step, self.saved)
 
 
-def load(checkpoint: Checkpoint, model: Model, optimizer: AdamW | None = None) -> dict:
+def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
     """Fill this rank's parameters and optimizer state from a checkpoint of any layout; returns the trainer's state."""
 
     def best_weights(entry: Entry, dtype: torch.dtype) -> str:
@@ -176,7 +175,7 @@ Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | Lazy]]]
 StatesOf = Callable[[Entry, int], dict[str, torch.Tensor | Lazy]]
 
 
-def files_of_rank(model: Model, weight_of: Callable[[Entry], torch.Tensor | Lazy], states_of: StatesOf | None) -> Files:
+def files_of_rank(model, weight_of: Callable[[Entry], torch.Tensor | Lazy], states_of: StatesOf | None) -> Files:
     """A rank's files and their tensors, by their global names. A file's name has {tp} where the tp rank stands."""
     ctx = model.ctx
     owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]  # the same on all tp ranks
@@ -206,7 +205,13 @@ def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
 
 
 def write_manifest(
-    directory: Path, config, ctx: ParallelContext, written: list[dict], trainer: dict, companions: dict[str, bytes]
+    directory: Path,
+    family: str,
+    config,
+    ctx: ParallelContext,
+    written: list[dict],
+    trainer: dict,
+    companions: dict[str, bytes],
 ) -> None:
     """Write trainer.json, the companions and, last of all, the manifest of what every rank has written."""
     files = {name: info for part in written for name, info in part["files"].items()}
@@ -214,7 +219,7 @@ def write_manifest(
     files[TRAINER] = write_json(directory / TRAINER, trainer)
     files |= {name: write_at_once(directory / name, data) for name, data in companions.items()}
     layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
-    manifest = {"format": FORMAT_VERSION, "family": family_of(config), "config": asdict(config), "layout": layout}
+    manifest = {"format": FORMAT_VERSION, "family": family, "config": asdict(config), "layout": layout}
     manifest |= {"files": files, "tensors": tensors}
     write_json(directory / MANIFEST, {**manifest, "crc32": manifest_checksum(manifest)})
 
@@ -223,6 +228,7 @@ class _Contents(NamedTuple):
     """What this rank writes of a step."""
 
     ctx: ParallelContext
+    family: str
     config: object
     files: Files
     trainer: dict
@@ -237,19 +243,21 @@ class _Contents(NamedTuple):
         return self._replace(files=files)
 
 
-def _contents(step: int, model: Model, optimizer: AdamW | None, trainer: dict | None) -> _Contents:
+def _contents(step: int, model, optimizer: AdamW | None, trainer: dict | None) -> _Contents:
     files = files_of_rank(model, lambda entry: entry.parameter, optimizer and optimizer.whole_states)
     steps = {"optimizer_steps": int(optimizer.steps.item())} if optimizer else {}
     if optimizer and optimizer.loss_scale:
         steps["loss_scale"] = optimizer.loss_scale.state()
-    return _Contents(model.ctx, model.config, files, {**(trainer or {}), **steps, "step": step}, model.companions)
+    return _Contents(
+        model.ctx, model.family, model.config, files, {**(trainer or {}), **steps, "step": step}, model.companions
+    )
 
 
 def _write_step(directory: Path, step: int, contents: _Contents, keep_last: int, group=None) -> Path:
     ctx, staging = contents.ctx, directory / f".{step_name(step)}.partial"
 
     def complete() -> None:
-        write_manifest(staging, contents.config, ctx, written, contents.trainer, contents.companions)
+        write_manifest(staging, contents.family, contents.config, ctx, written, contents.trainer, contents.companions)
         publish(staging, step, keep_last)
 
     with saving(directory, staging, ctx, group) as together:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from functools import cached_property, reduce
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -10,46 +10,28 @@ from safetensors import safe_open
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
-from megazoo.models import FAMILIES, family_of
-from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.shard import Box, Entry, ParameterSpec, Piece
+from megazoo.parallel.module import Entry
+from megazoo.parallel.shard import Box, ParameterSpec, Piece
 from megazoo.tokenizer import FILES
 
 
 class Source:
-    """A model on disk, opened: its config, and its tensors by our global names.
+    """Tensors on disk, opened, by our global names.
 
-    config: the family's. trainer: what the training program saved beside it. companions: the tokenizer's and the
-    generation's files, which travel along. generation: what generation_config.json says. What is opened is consistent:
-    every tensor is there in the shape that the config says, in files that are large enough for it. bytes_read: what
-    was asked of the files so far.
+    specs: the shape and cut of every weight, by its name. trainer: what the training program saved beside them.
+    companions: the tokenizer's and the generation's files, which travel along. generation: what generation_config.json
+    says. bytes_read: what was asked of the files so far.
     """
 
     path: Path
-    config: object
+    specs: dict[str, ParameterSpec]
     trainer: dict
     companions: dict[str, bytes]
     generation: dict
 
     def __init__(self, path: Path):
         self.path, self.files = path, TensorFiles(path)
-
-    @property
-    def model(self) -> type[Model]:
-        """The family's class."""
-        return FAMILIES[family_of(self.config)]
-
-    @cached_property
-    def specs(self) -> dict[str, ParameterSpec]:
-        """The shape and cut of every weight, by its global name."""
-        return {entry.name: entry.spec for entry in self.model.on_meta(self.config, ParallelContext()).entries()}
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """What pads a row, if anything says so."""
-        ours = getattr(self.config, "pad_token_id", None)
-        return self.generation.get("pad_token_id") if ours is None else ours
 
     @property
     def tokenizer(self) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import CONVERSATION, Recipe, first_object, preprocess
 from megazoo.errors import UserError
-from megazoo.metrics import byte_bar
+from megazoo.terminal import byte_bar
 from megazoo.tokenizer import tokenizer_files
 
 TEXT = ("text",)

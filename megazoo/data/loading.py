@@ -9,8 +9,8 @@ import torch
 
 from megazoo.data.order import Blend
 from megazoo.data.samples import Sample
+from megazoo.layers.cross_entropy import IGNORED
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.pipeline import IGNORED
 
 AHEAD = 2  # batches a worker has ready
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megazoo.data.indexed import IndexedTokens, Stream
 from megazoo.errors import UserError
-from megazoo.parallel.pipeline import IGNORED
+from megazoo.layers.cross_entropy import IGNORED
 from megazoo.parallel.random import derive_seed
 
 

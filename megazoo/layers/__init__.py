@@ -4,13 +4,13 @@ Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it
 """
 
 from megazoo.layers.alibi import alibi_bias, alibi_slopes
-from megazoo.layers.attention import CausalSelfAttention, segment_mask
+from megazoo.layers.attention import CausalSelfAttention, QKVParallelLinear, segment_mask
 from megazoo.layers.cache import KVCache
 from megazoo.layers.classification import ClassificationHead
 from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
-from megazoo.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary, rotate

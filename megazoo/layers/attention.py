@@ -1,17 +1,88 @@
 """Causal self-attention, its heads cut over the tensor-parallel ranks."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazoo.errors import UserError
 from megazoo.layers.cache import KVCache
 from megazoo.layers.dropout import Dropout
-from megazoo.layers.linear import QKVParallelLinear, RowParallelLinear, split_heads
+from megazoo.layers.fused import _heads, _SplitHeads
+from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.norm import HeadwiseLayerNorm
+from megazoo.layers.rotary import rotate
 from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import ParallelContext, current_context
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """The fused projection to queries, keys and values: each rank computes those of its own heads.
+
+    Args:
+        hidden_size: size of x's last dimension.
+        heads: query heads; kv_heads: key and value heads (the same number by default).
+        head_size: features of one head; hidden_size / heads by default.
+        bias, std, ctx: as in ColumnParallelLinear.
+
+    Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k and v likewise.
+    The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three, KV
+    heads together with the queries that use them. Where tp doesn't divide the KV heads, the first ranks hold one more;
+    where tp is a multiple of them, each is replicated over tp / kv_heads ranks, over which its gradient is summed.
+    Errors: UserError if neither holds, or the heads don't divide hidden_size.
+
+    score_features: the features of all query heads, over all ranks, for `flops_per_token` to count.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_size: int | None = None,
+        bias: bool = True,
+        *,
+        std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
+        kv_heads = kv_heads or heads
+        if head_size is None and hidden_size % heads:
+            raise UserError(f"{heads} heads don't divide a hidden size of {hidden_size}")
+        self.head_size = head_size or hidden_size // heads
+        size, tp = self.head_size, (ctx or current_context()).tp_size
+        if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
+            raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
+        queries = heads // kv_heads if tp <= kv_heads else 1  # that stay with their KV head
+        self.score_features = heads * size
+        parts, self.units = tuple(n * size for n in (heads, kv_heads, kv_heads)), (queries * size, size, size)
+        super().__init__(hidden_size, parts, bias, units=self.units, std=std, ctx=ctx)
+        self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """q, k and v, one after the other: [batch, sequence, this rank's features of all three]."""
+        return super().forward(x)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = split_heads(self.project(x), self.local_parts, self.head_size)
+        return q, k, v
+
+
+def split_heads(
+    qkv: torch.Tensor,
+    parts: Sequence[int],
+    head_size: int,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take [batch, sequence, parts' sum] apart into q, k and v, each [batch, its heads, sequence, head_size].
+
+    rotary: cos and sin of Rotary, which turn the queries and keys.
+    """
+    if not torch.compiler.is_compiling():
+        return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
+    q, k, v = _heads(qkv, parts, head_size)
+    return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
 def segment_mask(segments: torch.Tensor | None, queries: int | None = None) -> torch.Tensor | None:

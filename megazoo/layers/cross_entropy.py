@@ -6,9 +6,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megazoo.parallel import collectives
+from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.linear import product_dtype
+from megazoo.parallel.cpu.products import product_dtype
+
+IGNORED = -100  # a target that carries no loss
 
 # Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is worth a launch.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24, "meta": 1 << 24}
@@ -167,11 +169,11 @@ def _losses(
     sum_exponentials(greatest): this rank's sums, last of all that is done with the logits.
     """
     peak = logits.amax(dim=-1)
-    collectives.all_reduce(peak, group, op=dist.ReduceOp.MAX)  # before the exponential, on every rank alike
+    all_reduce(peak, group, op=dist.ReduceOp.MAX)  # before the exponential, on every rank alike
     peak = peak.float()
     target = (logits.gather(-1, local[:, None])[:, 0].float() - peak).masked_fill(~here, 0)
     sums = torch.stack([sum_exponentials(peak), target])
-    collectives.all_reduce(sums, group)
+    all_reduce(sums, group)
     return sums[0].log() - sums[1], peak, sums[0]
 
 

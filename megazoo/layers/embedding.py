@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
 from megazoo.layers.linear import column_parallel_linear
-from megazoo.parallel import collectives
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
+from megazoo.parallel.module import ShardedModule
+from megazoo.parallel.regions import enter_tensor_parallel, gather_from_tensor_parallel, leave_tensor_parallel
+from megazoo.parallel.shard import ParameterSpec, Shard
 
 
 class _VocabParallel(ShardedModule):
@@ -35,7 +36,7 @@ class _VocabParallel(ShardedModule):
 
     def loss_sum(self, x: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
         """The sum of the losses of `logits(x)`, which are made a few tokens at a time: see linear_cross_entropy."""
-        x = collectives.enter_tensor_parallel(x, self.ctx).flatten(0, -2)
+        x = enter_tensor_parallel(x, self.ctx).flatten(0, -2)
         how = {"rows": self.tokens_at_once, "factor": factor, "ctx": self.ctx}
         return linear_cross_entropy(x, self.weight, targets.flatten(), self.start, **how)
 
@@ -51,7 +52,7 @@ class _VocabParallel(ShardedModule):
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""
-        return collectives.gather_from_tensor_parallel(logits, self.ctx, self.sizes)
+        return gather_from_tensor_parallel(logits, self.ctx, self.sizes)
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -74,7 +75,7 @@ class VocabParallelEmbedding(_VocabParallel):
         local = token_ids - self.start
         elsewhere = (local < 0) | (local >= self.rows)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0)
-        return collectives.leave_tensor_parallel(found, self.ctx)
+        return leave_tensor_parallel(found, self.ctx)
 
 
 class VocabParallelHead(_VocabParallel):

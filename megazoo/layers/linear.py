@@ -1,16 +1,22 @@
 """Linear layers cut over the tensor-parallel ranks (Megatron-LM, Shoeybi et al. 2019)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from megazoo.errors import UserError
-from megazoo.layers.rotary import rotate, turn
-from megazoo.parallel import collectives
-from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.linear import WeightQueue, linear
-from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule, units_for
+from megazoo.layers.fused import linear
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.module import ShardedModule
+from megazoo.parallel.regions import (
+    enter_tensor_parallel,
+    gather_from_tensor_parallel,
+    leave_tensor_parallel,
+    scatter_to_tensor_parallel,
+)
+from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
 def column_parallel_linear(
@@ -23,9 +29,9 @@ def column_parallel_linear(
     """This rank's columns of y: x [..., in_features] (its part of the sequence, under sequence parallelism), weight and
     bias cut over tp. queue: where the weight's gradient is to wait."""
     if not ctx.sequence_parallel:
-        return linear(collectives.enter_tensor_parallel(x, ctx), weight, bias, queue=queue)
+        return linear(enter_tensor_parallel(x, ctx), weight, bias, queue=queue)
     # Keep this rank's part of x for backward and gather it again there.
-    gather = partial(collectives.enter_tensor_parallel, ctx=ctx)
+    gather = partial(enter_tensor_parallel, ctx=ctx)
     return linear(x, weight, bias, of=gather, queue=queue)
 
 
@@ -80,7 +86,7 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = column_parallel_linear(x, self.whole("weight"), self.whole("bias"), self.ctx, self.weight_queue)
-        return collectives.gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
+        return gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
 class RowParallelLinear(ShardedModule):
@@ -131,7 +137,7 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.input_is_parallel:
-            x = collectives.scatter_to_tensor_parallel(x, self.ctx, self.sizes)
+            x = scatter_to_tensor_parallel(x, self.ctx, self.sizes)
         return self._finish(linear(x, self.weight, self._own_bias, queue=self.weight_queue))
 
     def of_recomputed(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -146,112 +152,8 @@ class RowParallelLinear(ShardedModule):
     def _finish(self, part: torch.Tensor) -> torch.Tensor:
         if self.ctx.tp_size == 1:
             return part
-        y = collectives.leave_tensor_parallel(part, self.ctx)
+        y = leave_tensor_parallel(part, self.ctx)
         return y if self.bias is None else y + self.whole("bias")
-
-
-class QKVParallelLinear(ColumnParallelLinear):
-    """The fused projection to queries, keys and values: each rank computes those of its own heads.
-
-    Args:
-        hidden_size: size of x's last dimension.
-        heads: query heads; kv_heads: key and value heads (the same number by default).
-        head_size: features of one head; hidden_size / heads by default.
-        bias, std, ctx: as in ColumnParallelLinear.
-
-    Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k and v likewise.
-    The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three, KV
-    heads together with the queries that use them. Where tp doesn't divide the KV heads, the first ranks hold one more;
-    where tp is a multiple of them, each is replicated over tp / kv_heads ranks, over which its gradient is summed.
-    Errors: UserError if neither holds, or the heads don't divide hidden_size.
-
-    score_features: the features of all query heads, over all ranks, for `flops_per_token` to count.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int | None = None,
-        head_size: int | None = None,
-        bias: bool = True,
-        *,
-        std: float = 0.02,
-        ctx: ParallelContext | None = None,
-    ):
-        kv_heads = kv_heads or heads
-        if head_size is None and hidden_size % heads:
-            raise UserError(f"{heads} heads don't divide a hidden size of {hidden_size}")
-        self.head_size = head_size or hidden_size // heads
-        size, tp = self.head_size, (ctx or current_context()).tp_size
-        if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
-            raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
-        queries = heads // kv_heads if tp <= kv_heads else 1  # that stay with their KV head
-        self.score_features = heads * size
-        parts, self.units = tuple(n * size for n in (heads, kv_heads, kv_heads)), (queries * size, size, size)
-        super().__init__(hidden_size, parts, bias, units=self.units, std=std, ctx=ctx)
-        self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """q, k and v, one after the other: [batch, sequence, this rank's features of all three]."""
-        return super().forward(x)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = split_heads(self.project(x), self.local_parts, self.head_size)
-        return q, k, v
-
-
-def split_heads(
-    qkv: torch.Tensor,
-    parts: Sequence[int],
-    head_size: int,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take [batch, sequence, parts' sum] apart into q, k and v, each [batch, its heads, sequence, head_size].
-
-    rotary: cos and sin of Rotary, which turn the queries and keys.
-    """
-    if not torch.compiler.is_compiling():
-        return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
-    q, k, v = _heads(qkv, parts, head_size)
-    return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
-
-
-class _SplitHeads(torch.autograd.Function):
-    """Gradients go into one tensor, where autograd would make three and join them; what is turned is kept once."""
-
-    @staticmethod
-    def forward(ctx, qkv, parts, head_size, cos, sin):
-        ctx.parts, ctx.head_size = parts, head_size
-        ctx.save_for_backward(cos, sin)
-        if cos is None:
-            return _heads(qkv, parts, head_size)
-        turned = torch.empty_like(qkv)
-        _SplitHeads._fill(ctx, turned, _heads(qkv, parts, head_size), cos, sin)
-        return _heads(turned, parts, head_size)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        cos, sin = ctx.saved_tensors
-        batch, _, sequence, _ = grads[0].shape
-        grad = grads[0].new_empty(batch, sequence, sum(ctx.parts))
-        _SplitHeads._fill(ctx, grad, grads, cos, None if sin is None else -sin)
-        return grad, None, None, None, None
-
-    @staticmethod
-    def _fill(ctx, qkv, heads, cos, sin) -> None:
-        """Write q, k and v into qkv, q and k turned."""
-        if cos is not None and cos.dim() == 3:
-            cos, sin = cos[:, None], sin[:, None]
-        for name, part, out in zip("qkv", heads, _heads(qkv, ctx.parts, ctx.head_size), strict=True):
-            if cos is None or name == "v":
-                out.copy_(part)
-            else:
-                turn(part, cos, sin, out)
-
-
-def _heads(qkv: torch.Tensor, parts: Sequence[int], head_size: int) -> tuple[torch.Tensor, ...]:
-    return tuple(part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.split(parts, dim=-1))
 
 
 def _check_cut(what: str, shard: Shard, ctx: ParallelContext) -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazoo.errors import UserError
+from megazoo.layers.fused import _Gated
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.parallel.context import ParallelContext
 
@@ -105,29 +106,3 @@ class GatedMLP(nn.Module):
             return _Gated.apply(self.activation, inner)
         gate, up = inner.chunk(2, dim=-1)
         return self.activation(gate) * up
-
-
-class _Gated(torch.autograd.Function):
-    """activation(gate) * up. Keeps what gate and up are views of, and nothing else, and fills its gradient at once."""
-
-    @staticmethod
-    def forward(ctx, activation, inner):
-        ctx.activation = activation
-        ctx.save_for_backward(inner)
-        gate, up = inner.chunk(2, dim=-1)
-        activated = activation(gate)
-        if activated.untyped_storage()._cdata == inner.untyped_storage()._cdata:  # the identity's
-            return activated * up
-        return activated.mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inner,) = ctx.saved_tensors
-        gate, up = inner.chunk(2, dim=-1)
-        gate, inner_grad = gate.detach().requires_grad_(), torch.empty_like(inner)
-        gate_grad, up_grad = inner_grad.chunk(2, dim=-1)
-        with torch.enable_grad():
-            activated = ctx.activation(gate)
-        torch.mul(grad, activated.detach(), out=up_grad)
-        gate_grad.copy_(*torch.autograd.grad(activated, gate, torch.mul(grad, up, out=gate_grad)))
-        return None, inner_grad

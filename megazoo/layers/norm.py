@@ -3,9 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from megazoo.parallel import collectives
+from megazoo.layers.fused import _RMSNorm
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
+from megazoo.parallel.module import ShardedModule
+from megazoo.parallel.regions import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from megazoo.parallel.shard import ParameterSpec, Shard
 
 
 class LayerNorm(ShardedModule):
@@ -67,8 +69,8 @@ class HeadwiseLayerNorm(ShardedModule):
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """The mean over all ranks' features. Every rank uses it, so its gradient is summed over them, too."""
-        total = collectives.reduce_from_tensor_parallel(x.sum(dim=-1, keepdim=True), self.ctx)
-        return collectives.copy_to_tensor_parallel(total, self.ctx) / self.counted
+        total = reduce_from_tensor_parallel(x.sum(dim=-1, keepdim=True), self.ctx)
+        return copy_to_tensor_parallel(total, self.ctx) / self.counted
 
 
 class RMSNorm(ShardedModule):
@@ -87,24 +89,3 @@ class RMSNorm(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _RMSNorm.apply(x, self.whole("weight"), self.eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Keeps x, and not what it is normalised to, for backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, scale)
-        y = (wide * scale).to(x.dtype)
-        return y.mul_(weight) if weight.dtype == y.dtype else weight * y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, scale = ctx.saved_tensors
-        normalised = x.float() * scale
-        weight_grad = (grad * normalised.to(x.dtype)).flatten(0, -2).sum(0)
-        grad = (grad * weight).float()
-        x_grad = (grad - normalised * (grad * normalised).mean(-1, keepdim=True)).mul_(scale)
-        return x_grad.to(x.dtype), weight_grad, None

@@ -5,6 +5,7 @@ import math
 import torch
 
 from megazoo.errors import UserError
+from megazoo.layers.fused import _Rotate
 
 SCALINGS = {  # and what each must be given
     "default": (),
@@ -138,27 +139,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
     return _Rotate.apply(x, cos, sin)
-
-
-class _Rotate(torch.autograd.Function):
-    """What is turned by an angle forward is turned back by it backward."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin, torch.empty_like(x))
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return turn(grad, cos, -sin, torch.empty_like(grad)), None, None
-
-
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x, turned by cos and sin, to `out`. They expand to its shape, and each has two equal halves."""
-    half = x.shape[-1] // 2
-    first, second = x.split(half, dim=-1)
-    torch.mul(x, cos, out=out)
-    out[..., :half].addcmul_(second, sin[..., :half], value=-1)
-    out[..., half:].addcmul_(first, sin[..., :half])
-    return out

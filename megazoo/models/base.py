@@ -13,25 +13,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megazoo.engine.batch import Batch
+from megazoo.engine.microbatch import MicroBatch, Output
+from megazoo.engine.pipeline import run_pipeline
+from megazoo.engine.stepwise import run_stepwise, with_backward
 from megazoo.errors import UserError, advise, nearest
-from megazoo.layers import Dropout, VocabParallelHead, vocab_parallel_cross_entropy
-from megazoo.models import classification
-from megazoo.models.batch import Batch
-from megazoo.models.hugging_face import Theirs
-from megazoo.models.sizes import check_sizes
-from megazoo.parallel.collectives import all_gather_objects, all_reduce, sum_between_stages
+from megazoo.generate.decoding import Settings
+from megazoo.generate.generate import generate
+from megazoo.layers import Dropout, VocabParallelHead, classification, vocab_parallel_cross_entropy
+from megazoo.layers.cross_entropy import IGNORED
+from megazoo.models.config import check_sizes
+from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
+from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.buckets import UNSUMMED, GradientBuckets, accumulate_in_fp32
+from megazoo.parallel.collectives import all_gather_objects, all_reduce
 from megazoo.parallel.compile import prepare_to_compile
-from megazoo.parallel.context import ParallelContext, Stage, cut_into_stages
-from megazoo.parallel.data_parallel import UNSUMMED, GradientBuckets, accumulate_in_fp32
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.failure import failing_together, together, together_in_replica
-from megazoo.parallel.linear import WeightQueue
-from megazoo.parallel.pipeline import IGNORED, MicroBatch, Output, run_pipeline
+from megazoo.parallel.module import Entry, ShardedModule, initialize, sum_over_copies
+from megazoo.parallel.p2p import sum_between_stages
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.schedule import schedule_named, splits_backward
-from megazoo.parallel.shard import Entry, ShardedModule, initialize, sum_over_copies
-from megazoo.parallel.stepwise import run_stepwise, with_backward
-from megazoo.precision import LossScale
+from megazoo.parallel.stages import Stage, cut_into_stages
 
 
 class Model(nn.Module):
@@ -350,8 +356,6 @@ class Model(nn.Module):
 
     def save_parallelized(self, directory=None, **options) -> None:
         """Write the model: see `megazoo.checkpoint.save_parallelized`."""
-        from megazoo.checkpoint import save_parallelized  # checkpoints know models, not the reverse
-
         save_parallelized(self, directory, **options)
 
     def from_parallelized(self, directory=None, *, load_directory=None) -> "Model":
@@ -359,8 +363,6 @@ class Model(nn.Module):
 
         load_directory: OSLO's name for directory. UserError if they are of another model.
         """
-        from megazoo.checkpoint.pretrained import load_weights, one_of, open_directory
-
         directory = one_of("from_parallelized", directory, "load_directory", load_directory)
         load_weights(open_directory(directory), self)
         return self
@@ -541,9 +543,6 @@ class Model(nn.Module):
         tokens again for each new one. streamer: for one row; its put(token ids) is called with each new token, its
         end() at the end. UserError for a prompt or a setting that can't be.
         """
-        from megazoo.decoding import Settings
-        from megazoo.generation import generate  # it runs models
-
         names = [f.name for f in fields(Settings)]
         for name in settings:
             if name not in names:

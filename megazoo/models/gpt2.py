@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
@@ -34,9 +35,11 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields, Theirs, head_to_hugging_face
-from megazoo.parallel.context import ParallelContext, Stage
-from megazoo.parallel.pipeline import MicroBatch
+from megazoo.models.hugging_face.config import Fields, head_to_hugging_face
+from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.registry import register
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
+@register("gpt2")
 class GPT2(Model):
     Config = GPT2Config
     presets = {

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.layers import (
     MLP,
@@ -42,9 +43,11 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields, Theirs, head_to_hugging_face
-from megazoo.parallel.context import ParallelContext, Stage
-from megazoo.parallel.pipeline import MicroBatch
+from megazoo.models.hugging_face.config import Fields, head_to_hugging_face
+from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.registry import register
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
 
 QK_NORM_EPSILON = 1e-5
 
@@ -200,6 +203,7 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
+@register("mpt")
 class MPT(Model):
     Config = MPTConfig
     presets = {

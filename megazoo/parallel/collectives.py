@@ -1,5 +1,4 @@
-"""Every collective of megazoo. Pairs used by autograd are one Function each: what is a sum forward is a copy
-backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+"""Plain collectives, without autograd, counted in bytes on a virtual group."""
 
 from collections.abc import Callable
 
@@ -9,9 +8,8 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megazoo.errors import UserError
-from megazoo.parallel import shared_memory
-from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
+from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.timing import spent
 
 # torch 2.13 renamed them. The old names are looked up only where the new ones are missing.
@@ -144,175 +142,9 @@ def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContex
     return tensor
 
 
-def exchange_with_stages(
-    receives: list[tuple[torch.Tensor, int]], sends: list[tuple[torch.Tensor, int]], ctx: ParallelContext
-) -> tuple[list[list], list]:
-    """Start receiving into tensors from pipeline ranks, and sending tensors to them, all in one go.
-
-    Returns, for each tensor to come, the works to wait for before it is read; and the works to wait for before what is
-    sent may change: until then it must live. Tensors are contiguous; both sides know their shapes and dtypes. Between
-    CPU ranks of one host small tensors are sent when this returns; it waits where too many have not been read.
-    """
-    boxes = shared_memory.shared_by(ctx.pp_group, shared_memory.Mailboxes) if ctx.device.type == "cpu" else None
-
-    def boxed(tensor: torch.Tensor) -> bool:
-        return boxes is not None and tensor.nbytes <= shared_memory.SLOT_BYTES
-
-    ops = [(dist.irecv, *each) for each in receives] + [(dist.isend, *each) for each in sends]
-    ops = [dist.P2POp(op, tensor, ctx.global_rank(peer), ctx.pp_group) for op, tensor, peer in ops if not boxed(tensor)]
-    works = dist.batch_isend_irecv(ops) if ops else []
-    if len(works) != len(ops):  # NCCL returns one work for all, gloo one for each
-        return [works] * len(receives), works
-    rest = iter(works)
-    coming = [[boxes.receive(tensor, peer) if boxed(tensor) else next(rest)] for tensor, peer in receives]
-    for tensor, peer in sends:
-        if boxed(tensor):
-            boxes.send(tensor, peer)
-    return coming, list(rest)
-
-
-def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
-    """Start sending to a pipeline rank; `tensor` must live, unchanged, until the returned work is waited for."""
-    return dist.isend(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
-
-
-def receive_from_stage(shape: tuple[int, ...], dtype: torch.dtype, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
-    """What a pipeline rank sends next; waits for it."""
-    tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
-    dist.recv(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
-    return tensor
-
-
 def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
     """Every rank's small Python value, in the order of the world's ranks. group: of all ranks; the world's."""
     values = [value] * ctx.world_size
     if ctx.world_size > 1:
         dist.all_gather_object(values, value, group=group)
     return values
-
-
-@spent("communication", "sum_between_stages")
-def sum_between_stages(tensor: torch.Tensor, pp_ranks: list[int], ctx: ParallelContext, chunk: int = 1 << 22) -> None:
-    """Sum `tensor` in place over the pipeline ranks `pp_ranks`, of which this is one: the gradient of a tied parameter.
-
-    Point to point, so that any set of stages can share a parameter without a process group of its own; every rank
-    adds in the same order, so all copies stay equal to the bit. chunk: elements of scratch for each peer.
-    """
-    peers = [rank for rank in pp_ranks if rank != ctx.pp_rank]
-    for piece in tensor.view(-1).split(chunk):
-        copies = {rank: torch.empty_like(piece) for rank in peers} | {ctx.pp_rank: piece.clone()}
-        ops = [dist.P2POp(dist.irecv, copies[rank], ctx.global_rank(rank), ctx.pp_group) for rank in peers]
-        ops += [dist.P2POp(dist.isend, copies[ctx.pp_rank], ctx.global_rank(rank), ctx.pp_group) for rank in peers]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        piece.copy_(sum(copies[rank] for rank in sorted(copies)))
-
-
-class _CopyToTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return summed(grad, ctx.group), None
-
-
-class _ReduceFromTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter_sequence(grad, ctx.group), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return reduce_scatter_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather_sequence(grad, ctx.group), None
-
-
-class _GatherFromTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, sizes):
-        ctx.group, ctx.sizes = group, sizes
-        return all_gather_last_dim(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx, grad):  # what follows a gather is the same on every rank, so each keeps its own part
-        return grad.split(ctx.sizes, dim=-1)[ctx.group.rank()].contiguous(), None, None
-
-
-class _ScatterToTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, sizes):
-        ctx.group, ctx.sizes = group, sizes
-        return x.split(sizes, dim=-1)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather_last_dim(grad, ctx.group, ctx.sizes), None, None
-
-
-@untraced
-def _apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
-    return function.apply(*args)
-
-
-def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Enter a tensor-parallel region with x on every rank; its gradient is summed over them.
-
-    Under sequence parallelism each rank comes with its part of the sequence (dimension -2) and gets all of it.
-    """
-    if ctx.sequence_parallel:
-        return _apply(_GatherSequence, x, ctx.tp_group)
-    return copy_to_tensor_parallel(x, ctx)
-
-
-def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as it is.
-
-    Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
-    """
-    if ctx.sequence_parallel:
-        return _apply(_ReduceScatterSequence, x, ctx.tp_group)
-    return reduce_from_tensor_parallel(x, ctx)
-
-
-def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """The same x on every rank, which goes on differently on each; its gradient is summed over them."""
-    return _apply(_CopyToTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
-
-
-def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """The sum of every rank's x, which goes on alike on all; its gradient passes as it is."""
-    return _apply(_ReduceFromTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
-
-
-def gather_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
-    """Concatenate the last dimension over the ranks, which have `sizes` of it; each rank's gradient is its own part."""
-    return _apply(_GatherFromTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
-
-
-def scatter_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
-    """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all parts."""
-    return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x

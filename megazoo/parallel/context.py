@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megazoo.errors import UserError
+from megazoo.parallel.device import choose_device, share_cores
 
 AXES = ("pp", "dp", "tp")  # slowest to fastest: tp ranks are neighbours, so that they share a node
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -218,81 +219,8 @@ def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
     return tp * pp * (dp or -(-world // (tp * pp)))
 
 
-def choose_device(device: str | torch.device, local_world: int | None = None) -> torch.device:
-    """This rank's device. "auto" is CUDA if every rank of this machine can have a device of its own.
-
-    local_world: ranks on this machine; None takes the launcher's word. UserError if CUDA has too few devices.
-    """
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), local_world or _local_world()
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        device = "cuda" if available >= local_world else "cpu"
-    kind = torch.device(device).type
-    if kind == "cuda" and available < local_world:
-        raise UserError(f"cuda: {local_world} ranks here but {available} CUDA devices: use fewer, or --device cpu")
-    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
-
-
-def share_cores() -> None:
-    """Give each of several local ranks its share of the machine's cores, so that together they don't oversubscribe."""
-    if _local_world() > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // _local_world()))
-
-
-def _local_world() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
 def _axis_group(ranks: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:
     """This rank's group along one axis of the mesh. Every rank makes every group, in the same order."""
     rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
     groups = [dist.new_group(row, timeout=timeout) for row in rows]  # new_group does not inherit the world's timeout
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of the pipeline: its place among `count` stages and the global indices of its layers."""
-
-    index: int
-    count: int
-    layers: range
-
-    @property
-    def first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def last(self) -> bool:
-        return self.index == self.count - 1
-
-
-def cut_into_stages(
-    layers: int, count: int, how: str | tuple[int, ...], costs: tuple[float, float, float] = (1.0, 0.0, 0.0)
-) -> list[Stage]:
-    """`count` contiguous stages. how: "uniform", "balanced", or the layers of each stage; UserError for another.
-
-    costs: of a layer, and of what comes before and after the layers. balanced: the slowest stage is as fast as can be:
-    each layer goes to the stage that is cheapest with it, earlier stages first; with equal layers this is optimal.
-    """
-    if layers < count:
-        raise UserError(f"layers {layers} don't fill {count} stages: use pp x virtual-pp of at most {layers}")
-    if isinstance(how, tuple):
-        if len(how) != count or sum(how) != layers or min(how) < 1:
-            what = f"stage-layers {','.join(map(str, how))}"
-            raise UserError(f"{what} must be {count} numbers above 0 that add up to {layers}")
-        counts = list(how)
-    elif how in ("uniform", "balanced"):
-        layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)
-        load, counts = [0.0] * count, [0] * count
-        load[0] += first
-        load[-1] += last
-        for _ in range(layers):
-            cheapest = min(range(count), key=lambda stage: load[stage])
-            load[cheapest] += layer
-            counts[cheapest] += 1
-    else:
-        raise UserError(f"stage-layers {how!r} is neither balanced nor uniform nor numbers such as 5,6,6,5")
-    ends = [sum(counts[: stage + 1]) for stage in range(count)]
-    return [Stage(stage, count, range(end - n, end)) for stage, (end, n) in enumerate(zip(ends, counts, strict=True))]

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megazoo.errors import UserError
-from megazoo.parallel import shared_memory
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.cpu import shared_memory
 
 PATIENCE = 2.0  # seconds in which ranks that fail alike do so
 OUT_OF_REACH = 5.0  # seconds after which the job's store is given up

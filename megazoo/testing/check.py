@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megazoo.errors import UserError
-from megazoo.models import family_of, find_config
+from megazoo.models.registry import family_of, find_config
 from megazoo.testing.layouts import Layout
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.trial import ROWS, Findings, Record, Subject, relative, train_in_one_process, train_on_a_rank

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megazoo.errors import UserError
-from megazoo.models import FAMILIES, family_of
+from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.schedule import SCHEDULES, splits_backward
 
 SIZES = {"tp": "tp", "pp": "pp", "dp": "dp", "v": "virtual"}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 GROUP_TIMEOUT = timedelta(seconds=60)
 # What the server of ranks imports when the first pool starts it: what every rank needs, and what a program adds of its
 # own. symbolic_shapes is what torch imports, with sympy, in the first backward.
-PRELOADED = ["megazoo.checkpoint", "megazoo.optim", "megazoo.testing", "torch.fx.experimental.symbolic_shapes"]
+PRELOADED = ["megazoo.models", "megazoo.optim", "megazoo.testing", "torch.fx.experimental.symbolic_shapes"]
 
 
 class RankError(RuntimeError):

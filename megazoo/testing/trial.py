@@ -9,14 +9,14 @@ from unittest import mock
 
 import torch
 
-from megazoo.checkpoint import from_pretrained
-from megazoo.command_line import run_file
+from megazoo.cli.parsing import run_file
 from megazoo.layers import Dropout
-from megazoo.models import config_from_dict, from_config
-from megazoo.optim import AdamW
+from megazoo.models.pretrained import from_pretrained
+from megazoo.models.registry import config_from_dict, from_config
+from megazoo.optim.adamw import AdamW
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
-from megazoo.parallel.shard import initialize
 from megazoo.testing.layouts import Layout
 from megazoo.testing.ranks import GROUP_TIMEOUT
 from megazoo.testing.shrink import shrink

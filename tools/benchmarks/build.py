@@ -39,7 +39,7 @@ def building(pairs: int) -> list[list[float]]:
 
 def loading(directory: Path, pairs: int) -> list[list[float]]:
     import megazoo
-    from megazoo.checkpoint import load_weights, open_source
+    from megazoo.models.pretrained import load_weights, open_source
 
     model = megazoo.from_config(PRESET, context())
     whole = megazoo.from_config(PRESET, megazoo.ParallelContext())

@@ -34,7 +34,7 @@ def cases(setup: Setup) -> Iterator[Result]:
 def model_of(preset: str, length: int, device: str):
     """The preset, in bf16, without dropout, for sequences of so many tokens."""
     import megazoo
-    from megazoo.models import find_config
+    from megazoo.models.registry import find_config
 
     rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
     config = find_config(preset)
@@ -84,7 +84,7 @@ def their_step(preset: str, length: int, rows: int, device: str = "cuda") -> Cal
 
 def their_config(preset: str, length: int) -> dict:
     """The values of transformers' config for the preset."""
-    from megazoo.models import find_config
+    from megazoo.models.registry import find_config
 
     config = replace(find_config(preset), max_positions=length)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -94,8 +94,9 @@ def their_config(preset: str, length: int) -> dict:
 
 def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[float]]:
     """TFLOP/s of each step, by the FLOPs that MFU counts, and those that the maker tells of bf16 products."""
-    from megazoo.metrics import peak_flops
-    from megazoo.models import find_config, flops_per_token
+    from megazoo.cli.metrics import peak_flops
+    from megazoo.models.counts import flops_per_token
+    from megazoo.models.registry import find_config
 
     peak = peak_flops(torch.device("cuda"))
     if peak is None:

@@ -75,7 +75,7 @@ def of_a_micro_batch(microbatches: int, pairs: int) -> tuple[list[float], list[f
     """Milliseconds of a step, and of a plain loop of a stage's forwards and backwards, the slower stage's, with one
     more for the bubble."""
     import megazoo
-    from megazoo.models.batch import Batch
+    from megazoo.engine.batch import Batch
     from megazoo.models.gpt2 import GPT2Config
     from megazoo.parallel.collectives import all_gather_objects
 

@@ -15,9 +15,9 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def milliseconds_a_rank(pairs: int) -> list[list[float]]:
-    from megazoo.config import ParallelOptions, TrainingOptions
-    from megazoo.models import find_config
-    from megazoo.planning import Planner
+    from megazoo.cli.options import ParallelOptions, TrainingOptions
+    from megazoo.models.registry import find_config
+    from megazoo.planning.plan import Planner
 
     def planning(pp: int, dp: int):
         training = TrainingOptions(micro_batch_size=1, global_batch_size=1536, seq_length=2048, dtype="bfloat16")

@@ -92,7 +92,7 @@ def theirs(directory: str, dtype: str) -> Callable[[], object]:
 def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
     """GFLOP/s of a step, by the FLOPs of its products, and of forward and backward of its layers' products alone."""
     import megazoo
-    from megazoo.models import flops_per_token
+    from megazoo.models.counts import flops_per_token
 
     tokens, step = ROWS * SEQUENCE, ours(directory, "fp32")
     model = megazoo.from_pretrained(directory)

@@ -1,0 +1,1 @@
+"""Evaluation: losses of texts, and the likelihood of given continuations."""

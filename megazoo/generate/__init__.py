@@ -1,0 +1,1 @@
+"""Generation: the choice of tokens, and the forwards that it takes."""
