@@ -33,7 +33,14 @@ from megazoo.cli.metrics import Metrics, Progress, peak_flops, traced_steps
 from megazoo.cli.options import DataOptions, OptimizerOptions, Options, settings_to_resume
 from megazoo.cli.parsing import each_once, parse_options, run_file
 from megazoo.cli.rules import check_run, check_steps, model_config, parse_stage_layers, settle_steps
-from megazoo.data import Batches, check_data, check_template, json_files, open_datasets, prepare_datasets
+from megazoo.data import (
+    Batches,
+    check_data,
+    check_template,
+    json_files,
+    open_datasets,
+    prepare_datasets,
+)
 from megazoo.environment import is_rank_zero, world_size
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.pretrained import load_weights, open_source
@@ -68,17 +75,25 @@ def main(arguments: list[str]) -> None:
     tokenizer = open_tokenizer(options.data.tokenizer or (source and source.tokenizer) or "byte")
     sources = check_data(options.data.data, options.data.split)
     check_template(options.data.chat_template)
-    first_step, consumed, consumed_tokens = state["step"], state["consumed_samples"], state["consumed_tokens"]
+    first_step, consumed, consumed_tokens = (
+        state["step"],
+        state["consumed_samples"],
+        state["consumed_tokens"],
+    )
     dp = data_parallel_size(parallel.tp, parallel.pp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp)
     if not training.epochs and is_done(options, first_step):
         return
-    device = choose_device(parallel.device, parallel.tp * parallel.pp if world_size() == 1 else None)
+    device = choose_device(
+        parallel.device, parallel.tp * parallel.pp if world_size() == 1 else None
+    )
     if training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp)
     if json_files(sources):  # before any rank waits in a collective, for --timeout at most
-        _store = after_rank_zero(lambda: prepare_datasets(sources, tokenizer, options.data.chat_template))
+        _store = after_rank_zero(
+            lambda: prepare_datasets(sources, tokenizer, options.data.chat_template)
+        )
 
     # This rank's part of the model.
     ctx = megazoo.ParallelContext.from_torch(
@@ -90,22 +105,33 @@ def main(arguments: list[str]) -> None:
         device=parallel.device,
         timeout=timedelta(seconds=parallel.timeout),
     )
-    if len(steps := set(all_gather_objects(first_step, ctx))) > 1:  # a node that torchrun has not told of a restart
-        raise megazoo.UserError(f"ranks would start after different steps: {sorted(steps)}", exit_code=1)
+    # a node that torchrun has not told of a restart
+    if len(steps := set(all_gather_objects(first_step, ctx))) > 1:
+        raise megazoo.UserError(
+            f"ranks would start after different steps: {sorted(steps)}", exit_code=1
+        )
     say = print_flushed if is_rank_zero() else lambda *_: None
     say(
         f"{family_of(config)}, {parameter_count(config):,} parameters, on {ctx.world_size} x {ctx.device.type}: "
         f"tp {ctx.tp_size} x pp {ctx.pp_size} x dp {ctx.dp_size}"
         + (", sequence parallel" if ctx.sequence_parallel else "")
     )
-    if options.model.import_ and is_rank_zero() and (note := note_on_mfu(config, training.seq_length)):
+    if (
+        options.model.import_
+        and is_rank_zero()
+        and (note := note_on_mfu(config, training.seq_length))
+    ):
         say(note)
-    model = megazoo.from_config(config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed)
+    model = megazoo.from_config(
+        config, ctx, dtype=getattr(torch, training.dtype), seed=training.seed
+    )
     if source and not goes_on:
         load_weights(source, model)
     if training.train_only:
         model.train_only(training.train_only)
-        say(f"training {parameter_count(config, training.train_only):,} of them: {training.train_only}")
+        say(
+            f"training {parameter_count(config, training.train_only):,} of them: {training.train_only}"
+        )
     model.recompute(training.recompute, training.recompute_interval)
     if training.compile:
         model.compile()
@@ -116,18 +142,25 @@ def main(arguments: list[str]) -> None:
         clip_grad=options.optimizer.clip_grad,
         zero=parallel.zero,
         offload=parallel.offload_optimizer,
-        loss_scale=LossScale(training.initial_loss_scale, training.loss_scale_window, training.hysteresis),
+        loss_scale=LossScale(
+            training.initial_loss_scale, training.loss_scale_window, training.hysteresis
+        ),
     )
     if goes_on:
         load(source, model, optimizer)
     if is_rank_zero():
-        options.data.tokenizer = "byte" if tokenizer.source == "byte" else None  # its files travel along
+        # its files travel along
+        options.data.tokenizer = "byte" if tokenizer.source == "byte" else None
         model.companions = tokenizer_files(tokenizer.source) | without_tokenizer(model.companions)
 
     # Data, on the stages that use it.
     data = (None, None, None)
     if model.stages[0].first or model.stages[-1].last:
-        how = {"seq_length": training.seq_length, "vocab_size": config.vocab_size, "seed": training.seed}
+        how = {
+            "seq_length": training.seq_length,
+            "vocab_size": config.vocab_size,
+            "seed": training.seed,
+        }
         data = open_datasets(sources, tokenizer, **how, **data_settings(options.data), say=say)
     train, valid, test = (Batches(blend, training.global_batch_size, ctx) for blend in data)
     if training.epochs:
@@ -141,8 +174,12 @@ def main(arguments: list[str]) -> None:
 
     def evaluate(step: int, batches: Batches, name: str, key: str) -> float:
         total = count = 0.0
-        for batch in batches.ahead(range(0, log.eval_steps * rows, rows), options.data.data_workers):
-            mean, labelled = model.eval_batch(**batch, num_microbatches=microbatches, return_count=True)
+        for batch in batches.ahead(
+            range(0, log.eval_steps * rows, rows), options.data.data_workers
+        ):
+            mean, labelled = model.eval_batch(
+                **batch, num_microbatches=microbatches, return_count=True
+            )
             total, count = total + mean.item() * labelled.item(), count + labelled.item()
         loss = total / max(count, 1)
         values = {f"{key}_loss": loss, f"{key}_perplexity": math.exp(min(loss, 700.0))}
@@ -154,19 +191,35 @@ def main(arguments: list[str]) -> None:
     # The training loop.
     rank_flops = flops_per_token(config, training.seq_length) / ctx.world_size  # of each token
     peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(ctx.device)
-    progress = Progress(first_step, training.steps, log.log_interval, rank_flops / peak if peak else None)
+    progress = Progress(
+        first_step, training.steps, log.log_interval, rank_flops / peak if peak else None
+    )
     keep, eval_loss, test_loss = options.checkpoint, None, None
     how = {"background": keep.async_save, "keep_last": keep.keep_last, "say": say}
-    saver = Saver(keep.save, model, optimizer, **how, after=lambda step, path: callbacks.after_save(step, path, model))
+    saver = Saver(
+        keep.save,
+        model,
+        optimizer,
+        **how,
+        after=lambda step, path: callbacks.after_save(step, path, model),
+    )
     told = (log.metrics, log.tensorboard, log.wandb) if is_rank_zero() else ()
-    about = {**asdict(config), **settings_to_resume(options), "tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
+    about = {
+        **asdict(config),
+        **settings_to_resume(options),
+        "tp": ctx.tp_size,
+        "pp": ctx.pp_size,
+        "dp": ctx.dp_size,
+    }
     starts = range(consumed, consumed + (training.steps - first_step) * rows, rows)
     with (
         saver,
         StopSignal(ctx) as stop,  # a launcher that ends the job must not cut short who tells why
         naming_absent_ranks(ctx),
         failing_together(ctx),
-        closing(Metrics(*told, step=first_step, run=state.get("wandb_run"), settings=about)) as metrics,
+        closing(
+            Metrics(*told, step=first_step, run=state.get("wandb_run"), settings=about)
+        ) as metrics,
         traced_steps(log.profile, log.profile_steps, ctx.rank) as step_done,
         closing(train.ahead(starts, options.data.data_workers)) as batches,
     ):
@@ -174,7 +227,9 @@ def main(arguments: list[str]) -> None:
             with Stopwatch(ctx.device) as watch:
                 with spent("data"):
                     batch, tokens = next(batches), train.tokens(consumed)
-                loss = model.train_batch(**batch, num_microbatches=microbatches, schedule=parallel.schedule, step=step)
+                loss = model.train_batch(
+                    **batch, num_microbatches=microbatches, schedule=parallel.schedule, step=step
+                )
                 optimizer.lr = learning_rate(step, **rate_schedule(options.optimizer))
                 scale = optimizer.loss_scale and optimizer.loss_scale.value
                 with spent("optimizer"):
@@ -185,7 +240,9 @@ def main(arguments: list[str]) -> None:
             hopeless = not math.isfinite(norm) and not (optimizer.skipped and scale > 1)
             if hopeless or not math.isfinite(loss):
                 what = f"the loss is {loss} and its gradient norm {norm} at step {step}: try a smaller --lr"
-                raise megazoo.UserError(f"{what}; checkpoints of earlier steps are whole", exit_code=1)
+                raise megazoo.UserError(
+                    f"{what}; checkpoints of earlier steps are whole", exit_code=1
+                )
 
             values = {
                 "loss": loss,
@@ -203,7 +260,9 @@ def main(arguments: list[str]) -> None:
             }
             metrics.write(step, **values)
             if optimizer.skipped:
-                say(f"step {step}: the gradients overflowed, step skipped; loss scale {optimizer.loss_scale.value:g}")
+                say(
+                    f"step {step}: the gradients overflowed, step skipped; loss scale {optimizer.loss_scale.value:g}"
+                )
             if line := progress.line(step, tokens, loss, norm, optimizer.lr):
                 say(line)
             callbacks.after_step(step, values, model)
@@ -213,7 +272,9 @@ def main(arguments: list[str]) -> None:
                 eval_loss = evaluate(step, valid, "validation", "eval")
             if has_test and last:
                 test_loss = evaluate(step, test, "test", "test")
-            if keep.save and (last or signalled or (keep.save_interval and step % keep.save_interval == 0)):
+            if keep.save and (
+                last or signalled or (keep.save_interval and step % keep.save_interval == 0)
+            ):
                 trainer = {"consumed_samples": consumed, "consumed_tokens": consumed_tokens}
                 if run := metrics.run or state.get("wandb_run"):
                     trainer["wandb_run"] = run
@@ -226,15 +287,25 @@ def main(arguments: list[str]) -> None:
     how = f"stopped by {signalled}: " if signalled else ""
     say(f"\n{how}trained steps {first_step + 1} to {step} in {progress.time()}")
     losses = {"training": loss, "validation": eval_loss, "test": test_loss}
-    told = ", ".join(f"{name} loss {value:.4f}" for name, value in losses.items() if value is not None)
+    told = ", ".join(
+        f"{name} loss {value:.4f}" for name, value in losses.items() if value is not None
+    )
     say(f"  {told} nats a token")
     if saver.saved:
-        say(f"  checkpoint    {saver.saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)")
-        longer = ["--epochs", 2 * training.epochs] if training.epochs else ["--steps", 2 * training.steps]
+        say(
+            f"  checkpoint    {saver.saved}  (tp {ctx.tp_size} x pp {ctx.pp_size}; loads in any layout)"
+        )
+        longer = (
+            ["--epochs", 2 * training.epochs]
+            if training.epochs
+            else ["--steps", 2 * training.steps]
+        )
         more = [] if signalled else map(str, longer)
         whole = ["--no-load-weights-only"] if keep.load_weights_only else []
         again = each_once([*arguments, *whole, "--load", str(options.checkpoint.save), *more])
-        say(f"  go on         {python_line(again) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, again)}")
+        say(
+            f"  go on         {python_line(again) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, again)}"
+        )
     else:
         say("  nothing was saved: --save DIR keeps a checkpoint")
     if log.metrics:
@@ -245,7 +316,8 @@ def main(arguments: list[str]) -> None:
 
 
 def is_done(options: Options, first_step: int) -> bool:
-    """Whether torchrun started this again after the last step; UserError if a user asks for no more than there is."""
+    """Whether torchrun started this again after the last step; UserError if a user asks for no more
+    than there is."""
     if is_restart() and first_step >= options.training.steps:
         return True
     check_steps(options, first_step)
@@ -255,12 +327,18 @@ def is_done(options: Options, first_step: int) -> bool:
 def rate_schedule(optimizer: OptimizerOptions) -> dict:
     """The arguments of `learning_rate` that don't change from step to step."""
     o = optimizer
-    rates = {"lr": o.lr, "min_lr": o.min_lr, "warmup_steps": o.warmup_steps, "steps": o.lr_decay_steps}
+    rates = {
+        "lr": o.lr,
+        "min_lr": o.min_lr,
+        "warmup_steps": o.warmup_steps,
+        "steps": o.lr_decay_steps,
+    }
     return {"schedule": o.lr_schedule, **rates}
 
 
 def resumed_state(checkpoint: Checkpoint | None) -> dict:
-    """Where a run stands: step, consumed samples and tokens, and its settings; the start without a checkpoint."""
+    """Where a run stands: step, consumed samples and tokens, and its settings; the start without a
+    checkpoint."""
     if checkpoint is None:
         return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
     missing = {"step", "consumed_samples", "consumed_tokens", "settings"} - set(checkpoint.trainer)
@@ -277,19 +355,28 @@ def without_tokenizer(companions: dict[str, bytes]) -> dict[str, bytes]:
 
 def data_settings(data: DataOptions) -> dict:
     """The arguments of `open_datasets` that are settings of their own."""
-    return {name: getattr(data, name) for name in ("separate_documents", "chat_template", "packing")}
+    return {
+        name: getattr(data, name) for name in ("separate_documents", "chat_template", "packing")
+    }
 
 
 def float16_metrics(optimizer: AdamW) -> dict:
     """What is told of a step of float16 besides."""
-    return {"skipped": optimizer.skipped, "loss_scale": optimizer.loss_scale.value} if optimizer.loss_scale else {}
+    return (
+        {"skipped": optimizer.skipped, "loss_scale": optimizer.loss_scale.value}
+        if optimizer.loss_scale
+        else {}
+    )
 
 
 def peak_memory(ctx) -> int:
-    """Bytes: the device's peak of allocated memory, or on the CPU the process's peak resident size."""
+    """Bytes: the device's peak of allocated memory, or on the CPU the process's peak resident size.
+    """
     if ctx.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def print_flushed(*words) -> None:

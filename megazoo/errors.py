@@ -1,4 +1,5 @@
-"""What users are told in one line: the exception for what can't be, and the warning for what can, but badly."""
+"""What users are told in one line: the exception for what can't be, and the warning for what can,
+but badly."""
 
 import sys
 import warnings
@@ -6,9 +7,11 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. Programs print its text as one line and end with `exit_code`.
+    """A mistake in what the user gave. Programs print its text as one line and end with
+    `exit_code`.
 
-    exit_code: 2 for what is found before any work starts (the default), 1 for what shows up during it.
+    exit_code: 2 for what is found before any work starts (the default), 1 for what shows up during
+    it.
     """
 
     def __init__(self, message: str, exit_code: int = 2):
@@ -17,7 +20,8 @@ class UserError(ValueError):
 
 
 class Advice(UserWarning):
-    """Something that works, though not as the user may want it. Programs print its text as one line on stderr."""
+    """Something that works, though not as the user may want it. Programs print its text as one line
+    on stderr."""
 
 
 def advise(text: str) -> None:

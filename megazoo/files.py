@@ -10,7 +10,8 @@ from megazoo.errors import UserError
 
 
 def json_object(path: Path, data: bytes) -> dict:
-    """Read the object that a JSON file, of these bytes, holds; UserError, naming the file, if there is none."""
+    """Read the object that a JSON file, of these bytes, holds; UserError, naming the file, if there
+    is none."""
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:
@@ -33,6 +34,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:
-    """What `work` gives for each item, four files at a time: some are filled while others go to the disk."""
+    """What `work` gives for each item, four files at a time: some are filled while others go to the
+    disk."""
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(work, items))

@@ -5,7 +5,8 @@ from importlib import import_module
 
 
 def lazily(package: str, places: dict[str, str]) -> Callable:
-    """A `__getattr__` for a package. places: the module of each of its names; a module stands for itself."""
+    """A `__getattr__` for a package. places: the module of each of its names; a module stands for
+    itself."""
 
     def get(name: str):
         if name not in places:

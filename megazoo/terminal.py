@@ -13,7 +13,8 @@ def clock(seconds: float) -> str:
 
 
 def byte_bar(total: int):
-    """A progress bar on rank 0's terminal, with rate and time left: `with byte_bar(n) as bar: bar.update(bytes)`."""
+    """A progress bar on rank 0's terminal, with rate and time left: `with byte_bar(n) as bar:
+    bar.update(bytes)`."""
     from tqdm import tqdm
 
     shown = sys.stderr.isatty() and is_rank_zero()

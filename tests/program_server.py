@@ -1,8 +1,9 @@
 """Run Python programs without starting Python: fork a process that has imported torch already.
 
-Started by programs.py with a socket's path; ends when its standard input closes. A client sends arguments, directory,
-environment, the three standard streams and its network namespace. It is told the program's process number at once, and
-its exit code at the end (below 0: the signal). If the client dies, its program is killed.
+Started by programs.py with a socket's path; ends when its standard input closes. A client sends
+arguments, directory, environment, the three standard streams and its network namespace. It is told
+the program's process number at once, and its exit code at the end (below 0: the signal). If the
+client dies, its program is killed.
 """
 
 import contextlib
@@ -20,19 +21,26 @@ import sys
 import types
 from pathlib import Path
 
-PRELOADED = ["torch.distributed.run", "torch.fx.experimental.symbolic_shapes", "megazoo.testing", "pretrain_gpt"]
+PRELOADED = [
+    "torch.distributed.run",
+    "torch.fx.experimental.symbolic_shapes",
+    "megazoo.testing",
+    "pretrain_gpt",
+]
 LARGEST_REQUEST = 1 << 18  # bytes
 
 
 def serve(path: str) -> tuple[list[str], str, dict[str, str]] | None:
-    """Fork a process for each request: returns the request there, its streams in place; None at the server's end."""
+    """Fork a process for each request: returns the request there, its streams in place; None at the
+    server's end."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(0, selectors.EVENT_READ)
-    running: dict[int, tuple[socket.socket, int]] = {}  # file descriptor of a process -> its client, its number
+    # file descriptor of a process -> its client, its number
+    running: dict[int, tuple[socket.socket, int]] = {}
     while True:
         for key, _ in selector.select():
             if key.fileobj == 0:
@@ -102,7 +110,11 @@ def become(words: list[str], directory: str, environment: dict[str, str]) -> Non
     os.environ.update(environment)
     sys.executable = environment["MEGAZOO_TEST_PYTHON"]
     for name, number in (("stdout", 1), ("stderr", 2)):
-        at_once = {"write_through": True} if environment.get("PYTHONUNBUFFERED") else {"line_buffering": number == 2}
+        at_once = (
+            {"write_through": True}
+            if environment.get("PYTHONUNBUFFERED")
+            else {"line_buffering": number == 2}
+        )
         stream = io.TextIOWrapper(open(number, "wb", closefd=False), **at_once)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -1,4 +1,5 @@
-"""The check of layouts: it passes for every preset, and names the place of each of a list of planted bugs."""
+"""The check of layouts: it passes for every preset, and names the place of each of a list of
+planted bugs."""
 
 import random
 import re
@@ -177,10 +178,13 @@ def test_presets_pass(preset):
 
 @cache
 def dealt_layouts() -> dict[str, list[Layout]]:
-    """All layouts of eight ranks, each for one preset of every family, in turns among those that can be cut so."""
+    """All layouts of eight ranks, each for one preset of every family, in turns among those that
+    can be cut so."""
     hands = {preset: [] for preset in PRESETS}
     for family in FAMILIES.values():
-        fitting = {preset: set(all_layouts(shrink(find_config(preset)), 8)) for preset in family.presets}
+        fitting = {
+            preset: set(all_layouts(shrink(find_config(preset)), 8)) for preset in family.presets
+        }
         for number, layout in enumerate(sorted(set().union(*fitting.values()), key=str)):
             able = [preset for preset in fitting if layout in fitting[preset]]
             hands[able[number % len(able)]].append(layout)
@@ -199,18 +203,36 @@ def test_families_pass_in_all_layouts(preset):
 def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path):
     passing = run("check_parallel.py", "--model", "gpt2", "--shrink", "--layouts", "dp2+zero")
     assert passing.returncode == 0, passing.stderr
-    assert re.search(r"^dp2\+zero +\d\.\de.\d\d  \d.* - .*  pass$", passing.stdout, re.MULTILINE), passing.stdout
+    assert re.search(r"^dp2\+zero +\d\.\de.\d\d  \d.* - .*  pass$", passing.stdout, re.MULTILINE), (
+        passing.stdout
+    )
     text = "from megazoo.parallel import collectives\ndel collectives.leave_tensor_parallel\n"
     (tmp_path / "bug.py").write_text(text)
-    done = run("check_parallel.py", "--model", "gpt2", "--layouts", "tp2", "--import", tmp_path / "bug.py")
-    assert (done.returncode, done.stderr) == (1, "check_parallel.py: error: 1 of 1 layouts failed\n")
-    assert "FAIL  it ends with AttributeError: module 'megazoo.parallel.collectives' has no attribute" in done.stdout
+    done = run(
+        "check_parallel.py", "--model", "gpt2", "--layouts", "tp2", "--import", tmp_path / "bug.py"
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "check_parallel.py: error: 1 of 1 layouts failed\n",
+    )
+    assert (
+        "FAIL  it ends with AttributeError: module 'megazoo.parallel.collectives' has no attribute"
+        in done.stdout
+    )
 
 
 def test_shrinking_keeps_the_structure():
     for preset in PRESETS:
         config, small = find_config(preset), shrink(find_config(preset))
-        for name in ("heads", "kv_heads", "tie_embeddings", "alibi", "qk_norm", "activation", "rope_scaling"):
+        for name in (
+            "heads",
+            "kv_heads",
+            "tie_embeddings",
+            "alibi",
+            "qk_norm",
+            "activation",
+            "rope_scaling",
+        ):
             assert getattr(small, name, None) == getattr(config, name, None)
         assert small.vocab_size * small.hidden_size * small.layers < 1e6
 
@@ -234,8 +256,14 @@ def test_layouts_by_name():
         (("--model", "gpt2", "--layouts", "tp2,x"), "unknown layout 'x'"),
         (("--model", "gpt2", "--layouts", "tp3"), "tp3: "),
         (("--model", "gpt2", "--layouts", "dp5"), "dp5: dp 5 must divide the 24 rows of the check"),
-        (("--model", "gpt2", "--layouts", "tp1+sp"), "tp1+sp: sequence parallelism needs tp above 1"),
-        (("--model", "gpt2", "--layouts", "pp2v2+zb-h1"), "pp2v2+zb-h1: schedule zb-h1 has one stage a rank"),
+        (
+            ("--model", "gpt2", "--layouts", "tp1+sp"),
+            "tp1+sp: sequence parallelism needs tp above 1",
+        ),
+        (
+            ("--model", "gpt2", "--layouts", "pp2v2+zb-h1"),
+            "pp2v2+zb-h1: schedule zb-h1 has one stage a rank",
+        ),
         (("--model", "gpt2", "--steps", "0"), "steps 0 must be at least 1, and ranks 4 at least 2"),
     ],
 )

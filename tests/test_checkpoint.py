@@ -30,13 +30,16 @@ SAVE = sys.modules[save.__module__]
 
 
 def run_steps(layout, config, steps, directory=None, resume=None, dtype=torch.float32):
-    """Train steps first..last; save at the end into `directory`; start from the checkpoint in `resume`.
+    """Train steps first..last; save at the end into `directory`; start from the checkpoint in
+    `resume`.
 
     Returns the (loss, norm) of every step and this rank's parameters.
     """
     ctx = context(**layout)
     model = megazoo.from_config(config, ctx, seed=3, dtype=dtype)
-    growing = LossScale(2.0**20, growth_interval=2, hysteresis=1) if dtype == torch.float16 else None
+    growing = (
+        LossScale(2.0**20, growth_interval=2, hysteresis=1) if dtype == torch.float16 else None
+    )
     optimizer = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=CLIP, loss_scale=growing)
     first = load(Checkpoint(resume), model, optimizer)["step"] if resume else 0
     history = []
@@ -83,7 +86,9 @@ def test_resume_in_another_layout(ranks, tmp_path, before, afters, tied):
 
 
 @pytest.mark.parametrize("ffn_size", [50, 1283])
-def test_resume_in_another_layout_with_inner_features_that_tp_does_not_divide(ranks, tmp_path, ffn_size):
+def test_resume_in_another_layout_with_inner_features_that_tp_does_not_divide(
+    ranks, tmp_path, ffn_size
+):
     config = tiny_config(hidden_size=40, heads=5, ffn_size=ffn_size)
     expected, _ = run_steps({}, config, 6)
     ranks(run_steps, 3, {"tp": 3}, config, 3, tmp_path)
@@ -101,7 +106,10 @@ def test_files_and_manifest_are_as_documented(ranks, tmp_path):
     assert (tmp_path / "latest").read_text().strip() == step.name
     models = {f"model_tp_{t}_pp_0.safetensors" for t in range(2)}
     optimizers = {f"optimizer_tp_{t}_pp_0_dp_{d}.safetensors" for t in range(2) for d in range(2)}
-    assert {path.name for path in step.iterdir()} == models | optimizers | {"megazoo.json", "trainer.json"}
+    assert {path.name for path in step.iterdir()} == models | optimizers | {
+        "megazoo.json",
+        "trainer.json",
+    }
     manifest = json.loads((step / "megazoo.json").read_text())
     for name, info in manifest["files"].items():
         data = (step / name).read_bytes()
@@ -112,7 +120,8 @@ def test_files_and_manifest_are_as_documented(ranks, tmp_path):
     vocabulary = [load_file(step / name)["embedding.weight"] for name in sorted(models)]
     assert [len(part) for part in vocabulary] == [31, 30]
     assert manifest["tensors"]["embedding.weight"]["shape"] == [61, 32]
-    # Every tensor is stored once: replicated ones by tp rank 0 only, optimizer states by one replica each.
+    # Every tensor is stored once: replicated ones by tp rank 0 only, optimizer states by one
+    # replica each.
     assert "norm.weight" in load_file(step / "model_tp_0_pp_0.safetensors")
     assert "norm.weight" not in load_file(step / "model_tp_1_pp_0.safetensors")
     states = [set(load_file(step / f"optimizer_tp_0_pp_0_dp_{d}.safetensors")) for d in range(2)]
@@ -124,7 +133,10 @@ def test_files_and_manifest_are_as_documented(ranks, tmp_path):
 
 
 def test_safetensors_bytes_written_by_hand(tmp_path):
-    tensors = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([5.0], dtype=torch.bfloat16)}
+    tensors = {
+        "a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        "b": torch.tensor([5.0], dtype=torch.bfloat16),
+    }
     info = checkpoint_format.write_safetensors(tmp_path / "x", tensors)
     header = {
         "__metadata__": {"format": "pt", "writer": "megazoo"},
@@ -133,7 +145,9 @@ def test_safetensors_bytes_written_by_hand(tmp_path):
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    expected = struct.pack("<Q", len(text)) + text + struct.pack("<4f", 1, 2, 3, 4) + bytes.fromhex("a040")
+    expected = (
+        struct.pack("<Q", len(text)) + text + struct.pack("<4f", 1, 2, 3, 4) + bytes.fromhex("a040")
+    )
     assert (tmp_path / "x").read_bytes() == expected
     assert info == {"size": len(expected), "crc32": zlib.crc32(expected)}
 
@@ -143,7 +157,8 @@ class Killed(BaseException):
 
 
 def killed_at(moment, monkeypatch):
-    """Make the moment-th call that changes the disk raise Killed before it acts; returns the calls counted so far."""
+    """Make the moment-th call that changes the disk raise Killed before it acts; returns the calls
+    counted so far."""
     calls = []
 
     def counted(function):
@@ -157,7 +172,9 @@ def killed_at(moment, monkeypatch):
 
     for name in ("rename", "replace", "fsync", "mkdir"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    monkeypatch.setattr(checkpoint_format.shutil, "rmtree", counted(checkpoint_format.shutil.rmtree))
+    monkeypatch.setattr(
+        checkpoint_format.shutil, "rmtree", counted(checkpoint_format.shutil.rmtree)
+    )
     return calls
 
 
@@ -192,7 +209,8 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, second_st
         value = values_on_disk(directory)
         assert torch.equal(value, old) or torch.equal(value, new), f"killed before call {moment}"
         outcomes += torch.equal(value, new)
-        save(directory, second_step, model, optimizer)  # and the next save is not disturbed by what is left
+        # and the next save is not disturbed by what is left
+        save(directory, second_step, model, optimizer)
         assert torch.equal(values_on_disk(directory), new)
         if len(calls) < moment:
             break
@@ -203,7 +221,8 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, second_st
 def test_a_directory_without_its_manifest_is_never_chosen(tmp_path):
     model = megazoo.from_config(tiny_config(), seed=3)
     step = save(tmp_path, 1, model)
-    for leftover in (".step_00000002.partial", "step_00000003"):  # killed while writing, or while being removed
+    # killed while writing, or while being removed
+    for leftover in (".step_00000002.partial", "step_00000003"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / ".megazoo.json.partial").write_text("{}")
     (tmp_path / "latest").unlink()
@@ -211,7 +230,8 @@ def test_a_directory_without_its_manifest_is_never_chosen(tmp_path):
 
 
 def test_kill_minus_nine_while_saving(tmp_path):
-    """A process that does nothing but save is killed at twenty moments; each time a checkpoint loads, whole."""
+    """A process that does nothing but save is killed at twenty moments; each time a checkpoint
+    loads, whole."""
     delays = torch.rand(20, generator=torch.Generator().manual_seed(0)) * 0.3
     model = megazoo.from_config(tiny_config(), seed=3)
     optimizer = megazoo.optim.AdamW(model)
@@ -220,7 +240,9 @@ def test_kill_minus_nine_while_saving(tmp_path):
     for round_number, delay in enumerate(delays.tolist(), 1):
         child = os.fork()
         if child == 0:
-            with Saver(tmp_path, model, optimizer, background=round_number % 2 == 0, keep_last=2) as saver:
+            with Saver(
+                tmp_path, model, optimizer, background=round_number % 2 == 0, keep_last=2
+            ) as saver:
                 for step in range(1, 1000):
                     model.embedding.weight.data.fill_(1000 * round_number + step)
                     saver.save(1 + step % 3, {})
@@ -273,7 +295,8 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_costs_nothing(ranks, tmp_pat
 
 
 def save_in_the_background(directory):
-    """Train on while two steps are written; returns what was saved, and what the weights were when they were."""
+    """Train on while two steps are written; returns what was saved, and what the weights were when
+    they were."""
     model = megazoo.from_config(tiny_config(), context(tp=2), seed=3)
     optimizer = megazoo.optim.AdamW(model)
     held, begun = threading.Event(), threading.Event()
@@ -313,7 +336,9 @@ def test_training_goes_on_while_a_step_is_written(ranks, tmp_path):
     for step in (1, 2):
         model = megazoo.from_config(tiny_config(), seed=4)
         load(Checkpoint(tmp_path / f"step_0000000{step}"), model, megazoo.optim.AdamW(model))
-        assert torch.equal(model.embedding.weight, torch.cat([weights[step - 1] for weights, _ in results]))
+        assert torch.equal(
+            model.embedding.weight, torch.cat([weights[step - 1] for weights, _ in results])
+        )
     assert [len(said) for _, said in results] == [2, 2]
     assert results[0][1][1] == f"saved {tmp_path}/step_00000002"
 
@@ -329,7 +354,10 @@ def fail_in_the_background(directory, may_fail):
 
     told = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told), Saver(directory, model, optimizer, background=True) as saver:
+        with (
+            contextlib.redirect_stderr(told),
+            Saver(directory, model, optimizer, background=True) as saver,
+        ):
             saver.save(1, {}, may_fail=may_fail)
             saver.wait()
             if model.ctx.rank == 1:
@@ -348,7 +376,9 @@ def fail_in_the_background(directory, may_fail):
 
 @pytest.mark.parametrize("may_fail", [False, True])
 def test_a_failure_in_the_background_is_reported_by_the_next_save(ranks, tmp_path, may_fail):
-    message = f"can't save to {tmp_path}: No space left on device; earlier checkpoints are untouched"
+    message = (
+        f"can't save to {tmp_path}: No space left on device; earlier checkpoints are untouched"
+    )
     answers = ranks(fail_in_the_background, 2, tmp_path, may_fail)
     if may_fail:
         assert answers == [(None, f"warning: {message}\n"), (None, "")]
@@ -387,7 +417,9 @@ def test_the_last_steps_are_kept(tmp_path):
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 def test_training_stops_or_goes_on_as_on_save_error_says(tmp_path, monkeypatch, capsys, policy):
     arguments = "--steps 4 --save-interval 1 --eval-steps 0 --device cpu --seq-length 32 --keep-last 2".split()
-    arguments += "--hidden-size 32 --heads 2 --global-batch-size 2 --micro-batch-size 2 --async-save".split()
+    arguments += (
+        "--hidden-size 32 --heads 2 --global-batch-size 2 --micro-batch-size 2 --async-save".split()
+    )
     original, calls = os.mkdir, []
 
     def refused(path, *rest, **options):
@@ -408,14 +440,19 @@ def test_training_stops_or_goes_on_as_on_save_error_says(tmp_path, monkeypatch, 
     else:
         pretrain_gpt.main(run)
         assert capsys.readouterr().err == f"warning: {message}\n"
-        assert sorted(path.name for path in (tmp_path / "run").glob("step*")) == [step_name(3), step_name(4)]
+        assert sorted(path.name for path in (tmp_path / "run").glob("step*")) == [
+            step_name(3),
+            step_name(4),
+        ]
     Checkpoint(tmp_path / "run").verify()
 
 
 def test_what_is_not_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not a checkpoint: no such directory"):
         Checkpoint(tmp_path / "none")
-    with pytest.raises(UserError, match=r"is not a checkpoint: it has neither latest nor megazoo.json"):
+    with pytest.raises(
+        UserError, match=r"is not a checkpoint: it has neither latest nor megazoo.json"
+    ):
         Checkpoint(tmp_path)
     (tmp_path / "megazoo.json").write_text("{}")
     with pytest.raises(UserError, match="is not a manifest"):
@@ -433,7 +470,9 @@ def test_a_newer_format_is_refused(tmp_path):
 def test_loading_reads_only_the_ranks_own_bytes(ranks, tmp_path):
     ranks(run_steps, 2, {"tp": 2}, tiny_config(tied=False), 1, tmp_path)
     for rank in range(4):
-        model = megazoo.from_config(tiny_config(tied=False), ParallelContext.virtual(tp=2, pp=2, rank=rank))
+        model = megazoo.from_config(
+            tiny_config(tied=False), ParallelContext.virtual(tp=2, pp=2, rank=rank)
+        )
         checkpoint = Checkpoint(tmp_path)
         load(checkpoint, model)
         assert checkpoint.bytes_read == sum(parameter.nbytes for parameter in model.parameters())

@@ -1,4 +1,5 @@
-"""Hugging Face to shards to other shards and back: bit for bit, as transformers takes it, and in little memory."""
+"""Hugging Face to shards to other shards and back: bit for bit, as transformers takes it, and in
+little memory."""
 
 import functools
 import logging
@@ -26,7 +27,14 @@ from megazoo.models.pretrained import load_weights, open_source
 from megazoo.models.resharding import write_shards
 from megazoo.parallel import ParallelContext
 
-SIZES = {"vocab_size": 61, "max_positions": 32, "layers": 5, "hidden_size": 32, "heads": 8, "ffn_size": 48}
+SIZES = {
+    "vocab_size": 61,
+    "max_positions": 32,
+    "layers": 5,
+    "hidden_size": 32,
+    "heads": 8,
+    "ffn_size": 48,
+}
 
 
 def gpt2(**fields):
@@ -72,7 +80,11 @@ def originals(tmp_path_factory):
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def check_round_trip(original: Path, tensors: dict, first, second, directory: Path) -> None:
@@ -88,20 +100,29 @@ def check_round_trip(original: Path, tensors: dict, first, second, directory: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "second", "dtype"), random.Random(4).sample(CASES, 40), ids=lambda value: str(value)
+    ("name", "first", "second", "dtype"),
+    random.Random(4).sample(CASES, 40),
+    ids=lambda value: str(value),
 )
 def test_there_and_back_is_bit_for_bit(originals, tmp_path, name, first, second, dtype):
     check_round_trip(*originals(name, dtype), first, second, tmp_path)
 
 
-UNEVEN = {"gpt2": lambda: gpt2(n_inner=50), "llama": lambda: llama(kv_heads=8, ffn_size=1283, mlp_bias=True)}
+UNEVEN = {
+    "gpt2": lambda: gpt2(n_inner=50),
+    "llama": lambda: llama(kv_heads=8, ffn_size=1283, mlp_bias=True),
+}
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-@pytest.mark.parametrize(("first", "second"), [((3, 1), (4, 2)), ((4, 2), (3, 1)), ((8, 1), (1, 2))])
+@pytest.mark.parametrize(
+    ("first", "second"), [((3, 1), (4, 2)), ((4, 2), (3, 1)), ((8, 1), (1, 2))]
+)
 def test_there_and_back_with_inner_features_that_tp_does_not_divide(tmp_path, name, first, second):
     UNEVEN[name]().save_pretrained(tmp_path / "original")
-    check_round_trip(tmp_path / "original", tensors_of(tmp_path / "original"), first, second, tmp_path)
+    check_round_trip(
+        tmp_path / "original", tensors_of(tmp_path / "original"), first, second, tmp_path
+    )
 
 
 @pytest.mark.slow
@@ -121,15 +142,22 @@ def tokenizer(tmp_path_factory):
     bpe.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train([__file__], trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    bpe.train(
+        [__file__],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def generated(directory: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     inputs = tokenizer("def tensors_of(", return_tensors="pt")
-    ids = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12)
+    ids = model.generate(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12
+    )
     return tokenizer.decode(ids[0]), model.config.to_dict(), model.generation_config.to_dict()
 
 
@@ -170,7 +198,11 @@ def test_transformers_takes_a_merged_directory_as_the_original(
     assert caplog.messages == []
     assert text == expected
     assert {name: merged_config[name] for name in ids} == ids
-    differing = {name for name in config.keys() | merged_config.keys() if config.get(name) != merged_config.get(name)}
+    differing = {
+        name
+        for name in config.keys() | merged_config.keys()
+        if config.get(name) != merged_config.get(name)
+    }
     assert differing <= {"_name_or_path"}
     assert generation.keys() == merged_generation.keys()
 
@@ -210,15 +242,24 @@ def convert_all(directory: Path) -> list[int]:
 
 
 def load_both(directory: Path, dtype: torch.dtype) -> list[tuple[int, int, int]]:
-    """Load a rank's part of what convert_all was given and has made: the peak, its own bytes and those read."""
+    """Load a rank's part of what convert_all was given and has made: the peak, its own bytes and
+    those read."""
     give_back_freed_memory()
     numbers = []
     for name in ("hf", "b"):
         with PeakMemory() as memory:
             source = open_source(directory / name)
-            model = source.model.empty(source.config, ParallelContext.virtual(4, 2, rank=5), dtype=dtype)
+            model = source.model.empty(
+                source.config, ParallelContext.virtual(4, 2, rank=5), dtype=dtype
+            )
             load_weights(source, model)
-        numbers.append((memory.above, sum(parameter.nbytes for parameter in model.parameters()), source.bytes_read))
+        numbers.append(
+            (
+                memory.above,
+                sum(parameter.nbytes for parameter in model.parameters()),
+                source.bytes_read,
+            )
+        )
         del model, source
     return numbers
 
@@ -240,7 +281,8 @@ def check_loading(directory: Path) -> None:
 
 def test_pieces_move_one_at_a_time(tmp_path):
     """One tensor of this model takes 96 MB, all of them 270."""
-    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 80 << 20  # four threads with two buffers each
+    # four threads with two buffers each
+    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 80 << 20
     check_loading(tmp_path)
 
 

@@ -1,4 +1,5 @@
-"""The pages of docs/: their blocks run as printed, one after the other, and what README and pages name is there."""
+"""The pages of docs/: their blocks run as printed, one after the other, and what README and pages
+name is there."""
 
 import dataclasses
 import importlib
@@ -26,7 +27,14 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"# ([\w./-]+\.\w+)\n")  # a block's first line, where it is a file
 SECONDS = 300  # for one block
 # Slurm's.
-FOREIGN = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--kill-on-bad-exit", "--dependency"}
+FOREIGN = {
+    "--nodes",
+    "--ntasks-per-node",
+    "--gpus-per-node",
+    "--requeue",
+    "--kill-on-bad-exit",
+    "--dependency",
+}
 sys.path.insert(0, str(ROOT / "tools"))
 
 
@@ -41,13 +49,18 @@ def families():
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """Runs a block of bash in a directory that looks like the repository's; nothing it starts outlives the test."""
+    """Runs a block of bash in a directory that looks like the repository's; nothing it starts
+    outlives the test."""
     for name in ("pretrain_gpt.py", "tools", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment |= {
-        "PATH": ":".join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": ":".join(
+            [str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
         "PYTHONPATH": str(ROOT),
         "PET_STANDALONE": "1",  # torchrun --standalone: a free port, whatever else runs here
         "OMP_NUM_THREADS": "1",
@@ -56,7 +69,8 @@ def shell(tmp_path, monkeypatch):
     }
 
     def run(block: str) -> None:
-        told = tmp_path / ".output"  # a file: a pipe would stay open as long as what a block leaves behind
+        # a file: a pipe would stay open as long as what a block leaves behind
+        told = tmp_path / ".output"
         with told.open("w") as file:
             process = subprocess.Popen(
                 ["bash", "-e", "-c", block], env=environment, stdout=file, stderr=subprocess.STDOUT
@@ -100,7 +114,9 @@ def test_a_page_runs_as_printed(page, shell):
         elif language == "python":
             exec(compile(block, page.name, "exec"), names)
         else:
-            assert language == "text", f"{page.name} has a block of {language or 'no language'}:\n{block}"
+            assert language == "text", (
+                f"{page.name} has a block of {language or 'no language'}:\n{block}"
+            )
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
@@ -111,7 +127,9 @@ def test_every_link_leads_somewhere(page):
         file, _, anchor = link.partition("#")
         target = page.parent / file if file else page
         assert target.exists(), f"{page.name} links to {link}"
-        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}: no such heading"
+        assert not anchor or anchor in anchors(target), (
+            f"{page.name} links to {link}: no such heading"
+        )
 
 
 def anchors(page: Path) -> set[str]:
@@ -141,7 +159,11 @@ def flags_of_programs() -> set[str]:
     for tool in (ROOT / "tools").glob("*.py"):
         module = importlib.import_module(tool.stem)
         kind = getattr(module, "Options", None) or module.ShardingOptions
-        settings |= {f.name: f.default for f in dataclasses.fields(kind)} if tool.stem != "plan" else settings_of(kind)
+        settings |= (
+            {f.name: f.default for f in dataclasses.fields(kind)}
+            if tool.stem != "plan"
+            else settings_of(kind)
+        )
     flags = {"--" + name.rstrip("_").replace("_", "-") for name in settings}
     switches = {"--no-" + flag[2:] for flag in flags}
     torchrun = {option for action in get_args_parser()._actions for option in action.option_strings}

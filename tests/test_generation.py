@@ -1,4 +1,5 @@
-"""Generation against transformers' own, cached against uncached, and the same ids in every layout."""
+"""Generation against transformers' own, cached against uncached, and the same ids in every layout.
+"""
 
 import pytest
 import test_gpt2
@@ -28,11 +29,20 @@ SETTINGS = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "beams, early, longer": {"num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
-    "beams, never early, shorter": {"num_beams": 3, "early_stopping": "never", "length_penalty": -0.5},
-    "beams, never early, longer": {"num_beams": 2, "early_stopping": "never", "length_penalty": 1.5},
+    "beams, never early, shorter": {
+        "num_beams": 3,
+        "early_stopping": "never",
+        "length_penalty": -0.5,
+    },
+    "beams, never early, longer": {
+        "num_beams": 2,
+        "early_stopping": "never",
+        "length_penalty": 1.5,
+    },
     "beams, longer": {"num_beams": 2, "early_stopping": False, "length_penalty": 3.0},
 }
-# Where the search for prompts without a close decision begins, for settings whose first ones all have some.
+# Where the search for prompts without a close decision begins, for settings whose first ones all
+# have some.
 FIRST_PROMPTS = {
     ("gpt2", "beams, never early, longer"): 20,
     ("mpt", "beams"): 3,
@@ -51,7 +61,8 @@ def prompts(seed: int = 1, batch: int = 4, length: int = 9):
 
 
 class Margins:
-    """Within this block: `least`, how far apart transformers' candidates were at the closest decision."""
+    """Within this block: `least`, how far apart transformers' candidates were at the closest
+    decision."""
 
     def __enter__(self):
         self.least, self.choose = float("inf"), GenerationMixin._get_top_k_continuations
@@ -61,7 +72,10 @@ class Margins:
             gaps = (best[:, :-1] - best[:, 1:])[best[:, 1:] > -1e8]
             self.least = min([self.least, *gaps.tolist()])
             return self.choose(
-                generation, accumulated_log_probs=accumulated_log_probs, beams_to_keep=beams_to_keep, **arguments
+                generation,
+                accumulated_log_probs=accumulated_log_probs,
+                beams_to_keep=beams_to_keep,
+                **arguments,
             )
 
         GenerationMixin._get_top_k_continuations = recorded
@@ -81,7 +95,9 @@ def of_transformers(model, ids, mask, **settings):
     """What transformers generates, and how close its closest decision was."""
     with Margins() as margins:
         processors = LogitsProcessorList([margins] if settings.get("num_beams", 1) == 1 else [])
-        out = model.generate(ids, attention_mask=mask, do_sample=False, logits_processor=processors, **settings)
+        out = model.generate(
+            ids, attention_mask=mask, do_sample=False, logits_processor=processors, **settings
+        )
     return out, margins.least
 
 
@@ -94,9 +110,15 @@ def cases(tmp_path_factory):
         model.save_pretrained(path)
         for name, settings in SETTINGS.items():
             first = FIRST_PROMPTS.get((family, name), 0)
-            for seed in range(first, 100):  # the first prompts without a close decision, of which some rows end early
+            # the first prompts without a close decision, of which some rows end early
+            for seed in range(first, 100):
                 ids, mask = prompts(seed)
-                settings = {"max_new_tokens": NEW, "pad_token_id": PAD, **settings, "eos_token_id": 60}
+                settings = {
+                    "max_new_tokens": NEW,
+                    "pad_token_id": PAD,
+                    **settings,
+                    "eos_token_id": 60,
+                }
                 free, _ = of_transformers(model, ids, mask, **settings)
                 settings["eos_token_id"] = [60, int(free[seed % 4, 9 + 5])]
                 out, margin = of_transformers(model, ids, mask, **settings)
@@ -135,7 +157,9 @@ def test_without_a_cache_the_same_is_generated(cases):
 
 
 POSITIONS = {
-    **{f"rotary, {kind}": scaling for kind, scaling in test_llama.ROPE.items() if kind != "dynamic"},
+    **{
+        f"rotary, {kind}": scaling for kind, scaling in test_llama.ROPE.items() if kind != "dynamic"
+    },
     "ALiBi": MPTConfig(**SIZES),
     "learned": tiny_config(max_positions=64),
 }
@@ -161,7 +185,9 @@ def test_cached_and_uncached_generation_agree(name):
 
 def test_dynamic_scaling_past_the_context_is_the_uncached_result():
     scaling = {"rope_type": "dynamic", "factor": 4.0}
-    model = megazoo.from_config(LlamaConfig(**{**SIZES, "max_positions": 16}, ffn_size=48, rope_scaling=scaling))
+    model = megazoo.from_config(
+        LlamaConfig(**{**SIZES, "max_positions": 16}, ffn_size=48, rope_scaling=scaling)
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
     ids = prompts()[0][:1]
@@ -172,7 +198,8 @@ def test_dynamic_scaling_past_the_context_is_the_uncached_result():
 
 @pytest.mark.parametrize("name", [name for name in test_llama.ROPE if name != "llama3"])
 def test_scaled_rotary_generates_past_the_models_positions_what_transformers_does(name):
-    """With and without a cache; dynamic scaling, of which transformers' cache keeps what it turned before, without."""
+    """With and without a cache; dynamic scaling, of which transformers' cache keeps what it turned
+    before, without."""
     sizes = {**SIZES, "max_positions": 32, "kv_heads": 2, "ffn_size": 48}
     config = LlamaConfig(**sizes, rope_scaling=test_llama.ROPE[name])
     hf, model = test_llama.hugging_face_model(config), megazoo.from_config(config)
@@ -220,7 +247,13 @@ def test_draws_follow_the_probabilities():
 def sample(layout, seed=7, **more):
     model = megazoo.from_config(tiny_config(max_positions=64), context(**layout), seed=3)
     ids, mask = prompts(batch=5)
-    settings = {"do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.9, "max_new_tokens": 20}
+    settings = {
+        "do_sample": True,
+        "temperature": 1.5,
+        "top_k": 40,
+        "top_p": 0.9,
+        "max_new_tokens": 20,
+    }
     return model.generate(ids, mask, seed=seed, **settings, eos_token_id=[4, 9], **more)
 
 
@@ -252,7 +285,9 @@ def test_another_seed_draws_other_tokens_and_rows_are_independent():
     same = prompts(batch=1)[0].expand(4, -1)
     rows = model.generate(same, do_sample=True, top_k=0, max_new_tokens=20)
     assert len(rows.unique(dim=0)) == 4
-    assert torch.equal(rows[:2], model.generate(same[:2], do_sample=True, top_k=0, max_new_tokens=20))
+    assert torch.equal(
+        rows[:2], model.generate(same[:2], do_sample=True, top_k=0, max_new_tokens=20)
+    )
 
 
 def test_penalty_and_least_length_equal_transformers(tmp_path):
@@ -260,11 +295,22 @@ def test_penalty_and_least_length_equal_transformers(tmp_path):
     hf.save_pretrained(tmp_path)
     model = megazoo.from_pretrained(tmp_path)
     for beams in (1, 3):
-        settings = {"max_new_tokens": NEW, "eos_token_id": END, "pad_token_id": PAD, "num_beams": beams}
-        for extra in ({"repetition_penalty": 1.4}, {"min_new_tokens": 10}, {"repetition_penalty": 0.7}):
+        settings = {
+            "max_new_tokens": NEW,
+            "eos_token_id": END,
+            "pad_token_id": PAD,
+            "num_beams": beams,
+        }
+        for extra in (
+            {"repetition_penalty": 1.4},
+            {"min_new_tokens": 10},
+            {"repetition_penalty": 0.7},
+        ):
             for seed in range(100):
                 ids = prompts(seed, batch=2)[0]
-                expected, margin = of_transformers(hf, ids, torch.ones_like(ids), **settings, **extra)
+                expected, margin = of_transformers(
+                    hf, ids, torch.ones_like(ids), **settings, **extra
+                )
                 if margin > 2e-5:
                     break
             assert margin > 2e-5
@@ -300,7 +346,9 @@ def repeats(tmp_path_factory):
         else:
             raise AssertionError(f"no prompts for {name}")
         free = {key: value for key, value in settings.items() if key != "no_repeat_ngram_size"}
-        assert free == settings or not torch.equal(expected, hf.generate(ids, do_sample=False, **free)), name
+        assert free == settings or not torch.equal(
+            expected, hf.generate(ids, do_sample=False, **free)
+        ), name
         made.append((path, settings, ids, None, expected))
     return made
 
@@ -312,13 +360,17 @@ def repetitive(hf):
     return hf
 
 
-@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(pp=4)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(pp=4)], ids=layout_name
+)
 def test_repetition_rules_and_several_rows_equal_transformers(ranks, repeats, layout):
     for outputs in run_in_layout(ranks, generate, layout, repeats):
         for (*_, expected), ids, name in zip(repeats, outputs, REPEATS, strict=True):
             assert torch.equal(ids, expected), name
     if not layout:
-        for (*_, expected), ids in zip(repeats, generate(repeats, {}, use_cache=False), strict=True):
+        for (*_, expected), ids in zip(
+            repeats, generate(repeats, {}, use_cache=False), strict=True
+        ):
             assert torch.equal(ids, expected)
 
 
@@ -352,18 +404,27 @@ def test_max_length_counts_the_prompt_as_transformers_does(tmp_path):
         expected, margin = of_transformers(hf, ids, mask, **settings)
         assert margin > 1e-5
         assert torch.equal(model.generate(ids, mask, **settings), expected)
-    assert model.generate(ids, mask, eos_token_id=[]).shape == (4, 29)  # without either, 20 new ones
+    # without either, 20 new ones
+    assert model.generate(ids, mask, eos_token_id=[]).shape == (4, 29)
 
 
 def several(layout, count, **more):
     model = megazoo.from_config(tiny_config(max_positions=64), context(**layout), seed=3)
     ids, mask = prompts(batch=3)
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "eos_token_id": [4, 9], "seed": 5}
+    settings = {
+        "do_sample": True,
+        "top_k": 0,
+        "max_new_tokens": 16,
+        "eos_token_id": [4, 9],
+        "seed": 5,
+    }
     return model.generate(ids, mask, num_return_sequences=count, **settings, **more)
 
 
 @pytest.mark.parametrize(
-    "layout", [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(pp=2, dp=2), dict(dp=4)], ids=layout_name
+    "layout",
+    [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(pp=2, dp=2), dict(dp=4)],
+    ids=layout_name,
 )
 def test_several_draws_of_a_prompt_are_the_same_in_every_layout(ranks, layout):
     expected, ids = several({}, 4), prompts(batch=3)[0]
@@ -385,7 +446,8 @@ def several_each_way(rules, layout):
     return several(layout, 4), several(layout, 4, **rules)
 
 
-WIDE = {"vocab_size": 4000, "max_positions": 64, "layers": 2}  # the head takes as long as many layers
+# the head takes as long as many layers
+WIDE = {"vocab_size": 4000, "max_positions": 64, "layers": 2}
 
 
 def on_stages_without_layers(layout):
@@ -401,11 +463,17 @@ def on_stages_without_layers(layout):
     made = []
     for way in ways:
         for use_cache in (True, False):
-            made.append(model.generate(ids, mask, max_new_tokens=8, eos_token_id=7, use_cache=use_cache, **way))
+            made.append(
+                model.generate(
+                    ids, mask, max_new_tokens=8, eos_token_id=7, use_cache=use_cache, **way
+                )
+            )
     return [len(stage.layers) for stage in model.stages], made
 
 
-@pytest.mark.parametrize("layout", [dict(pp=2), dict(pp=2, dp=4), dict(dp=4), dict(tp=2, pp=2)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [dict(pp=2), dict(pp=2, dp=4), dict(dp=4), dict(tp=2, pp=2)], ids=layout_name
+)
 def test_a_stage_without_layers_and_a_replica_without_rows_generate_too(ranks, layout):
     expected = on_stages_without_layers({})[1]
     for rank, (layers, made) in enumerate(run_in_layout(ranks, on_stages_without_layers, layout)):
@@ -433,7 +501,10 @@ def test_padding_does_not_change_what_a_row_becomes():
     settings = {"max_new_tokens": 12, "repetition_penalty": 1.5, "no_repeat_ngram_size": 1}
     together = model.generate(ids, mask, **settings)
     for token in together[:, 9].tolist():  # no penalty for what pads
-        assert torch.equal(model.generate(ids.masked_fill(mask == 0, token), mask, **settings)[:, 9:], together[:, 9:])
+        assert torch.equal(
+            model.generate(ids.masked_fill(mask == 0, token), mask, **settings)[:, 9:],
+            together[:, 9:],
+        )
     for row, length in enumerate(mask.sum(1).tolist()):
         alone = model.generate(ids[row : row + 1, -length:], **settings)
         assert torch.equal(alone[0, length:], together[row, 9:])
@@ -457,11 +528,15 @@ def test_stop_strings_end_a_row(beams):
     stop = text[6:9]
     ends = text.index(stop) + 3
     if beams == 1:
-        out = model.generate(ids, max_new_tokens=20, pad_token_id=PAD, stop=[stop, "~~"], tokenizer=letters)[:, 9:]
+        out = model.generate(
+            ids, max_new_tokens=20, pad_token_id=PAD, stop=[stop, "~~"], tokenizer=letters
+        )[:, 9:]
         assert torch.equal(out[0, :ends], free[0, :ends])
         assert (out[0, ends:] == PAD).all()
     else:
-        out = model.generate(ids, max_new_tokens=20, stop=stop, num_beams=3, early_stopping=True, tokenizer=letters)
+        out = model.generate(
+            ids, max_new_tokens=20, stop=stop, num_beams=3, early_stopping=True, tokenizer=letters
+        )
         row = letters.decode(out[0, 9:].tolist()).rstrip("A")  # padded with token 0
         assert stop not in row[:-1]
 
@@ -539,27 +614,49 @@ def cache_sizes(layout):
 
 def test_the_cache_holds_the_ranks_heads_and_layers_for_all_tokens(ranks):
     whole = cache_sizes({})
-    assert whole == [(5, 2, 2, 2, 18, 8)]  # layers, keys and values, rows, KV heads, 9 + 10 - 1 tokens, head size
+    # layers, keys and values, rows, KV heads, 9 + 10 - 1 tokens, head size
+    assert whole == [(5, 2, 2, 2, 18, 8)]
     for rank, sizes in enumerate(ranks(cache_sizes, 4, dict(tp=2, pp=2))):
         assert sizes == [((3, 2)[rank // 2], 2, 1, 1, 18, 8)] * 2  # in two groups of one row each
 
 
 WRONG = {
-    "an over-long prompt": ({"max_new_tokens": 60}, "a prompt of 9 tokens and 60 new ones exceed .* 64: at most 55"),
+    "an over-long prompt": (
+        {"max_new_tokens": 60},
+        "a prompt of 9 tokens and 60 new ones exceed .* 64: at most 55",
+    ),
     "a temperature of 0": ({"temperature": 0.0}, "temperature 0.0 is out of range"),
     "top_p": ({"top_p": 1.5}, "top_p 1.5 is out of range"),
     "beams that sample": ({"num_beams": 2, "do_sample": True}, "exclude each other"),
-    "a misspelling": ({"max_new_token": 3}, "generate has no max_new_token; did you mean max_new_tokens"),
+    "a misspelling": (
+        {"max_new_token": 3},
+        "generate has no max_new_token; did you mean max_new_tokens",
+    ),
     "an end outside the vocabulary": ({"eos_token_id": 61}, "token 61 .* vocabulary of 61"),
     "a stop without its tokenizer": ({"stop": "x"}, "stop needs the tokenizer"),
-    "padding on the right": ({"attention_mask": torch.tensor([[1] * 9, [1] * 8 + [0]])}, "row 1 ends with padding"),
+    "padding on the right": (
+        {"attention_mask": torch.tensor([[1] * 9, [1] * 8 + [0]])},
+        "row 1 ends with padding",
+    ),
     "a streamer for two": ({"streamer": Kept()}, "a streamer takes one row"),
-    "two lengths": ({"max_length": 20, "max_new_tokens": 3}, "max_new_tokens and max_length exclude each other: give"),
+    "two lengths": (
+        {"max_length": 20, "max_new_tokens": 3},
+        "max_new_tokens and max_length exclude each other: give",
+    ),
     "no room": ({"max_length": 9}, "max_length 9 leaves no new token after a prompt of 9"),
-    "an over-long max_length": ({"max_length": 65}, "a prompt of 9 tokens and 56 new ones exceed .* 64: at most 55"),
+    "an over-long max_length": (
+        {"max_length": 65},
+        "a prompt of 9 tokens and 56 new ones exceed .* 64: at most 55",
+    ),
     "a length of 2.5": ({"max_length": 2.5}, "max_length 2.5 is not a whole number"),
-    "greedy copies": ({"num_return_sequences": 2}, "num_return_sequences 2 needs do_sample, or num_beams of at least"),
-    "more than beams": ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences 3 needs do_sample, or"),
+    "greedy copies": (
+        {"num_return_sequences": 2},
+        "num_return_sequences 2 needs do_sample, or num_beams of at least",
+    ),
+    "more than beams": (
+        {"num_beams": 2, "num_return_sequences": 3},
+        "num_return_sequences 3 needs do_sample, or",
+    ),
     "no rows": ({"num_return_sequences": 0}, "num_return_sequences 0 is out of range"),
     "a negative n-gram": ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size -1 is out of range"),
 }

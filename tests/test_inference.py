@@ -1,4 +1,5 @@
-"""tools/generate.py and tools/evaluate.py, on Hugging Face directories and shards, and the scores behind them."""
+"""tools/generate.py and tools/evaluate.py, on Hugging Face directories and shards, and the scores
+behind them."""
 
 import io
 import json
@@ -48,9 +49,14 @@ def directories(tokenizer, tmp_path_factory):  # noqa: F811
 def expected_text(directory, prompt=PROMPT, new=20, **settings):
     """What transformers makes of a prompt."""
     tokens = AutoTokenizer.from_pretrained(directory)
-    model, inputs = AutoModelForCausalLM.from_pretrained(directory), tokens(prompt, return_tensors="pt")
+    model, inputs = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        tokens(prompt, return_tensors="pt"),
+    )
     out = model.generate(
-        **{name: inputs[name] for name in ("input_ids", "attention_mask")}, max_new_tokens=new, **settings
+        **{name: inputs[name] for name in ("input_ids", "attention_mask")},
+        max_new_tokens=new,
+        **settings,
     )
     return tokens.decode(out[0], skip_special_tokens=True)
 
@@ -71,7 +77,16 @@ def run_main(tool, monkeypatch, capsys, *arguments, typed=""):
 @pytest.mark.parametrize("kind", ["hf", "shards"])
 def test_torchrun_generates_what_transformers_does(directories, kind):
     command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["tools/generate.py", directories / kind, "--tp", "2", "--pp", "2", "--device", "cpu"]
+    command += [
+        "tools/generate.py",
+        directories / kind,
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--device",
+        "cpu",
+    ]
     command += ["--prompt", PROMPT, "--max-new-tokens", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -83,10 +98,20 @@ def test_torchrun_generates_what_transformers_does(directories, kind):
 def test_prompts_from_a_file_are_answered_together(directories, tmp_path, monkeypatch, capsys):
     prompts = [PROMPT, "import", "class Oracle:"]
     (tmp_path / "prompts").write_text("\n".join(prompts) + "\n\n")
-    arguments = [directories / "hf", "--prompts", tmp_path / "prompts", "--max-new-tokens", 12, "--batch-size", 2]
+    arguments = [
+        directories / "hf",
+        "--prompts",
+        tmp_path / "prompts",
+        "--max-new-tokens",
+        12,
+        "--batch-size",
+        2,
+    ]
     code, out, _ = run_main(generate, monkeypatch, capsys, *arguments)
     assert code == 0
-    assert out.startswith("\n".join(expected_text(directories / "hf", prompt, 12) for prompt in prompts) + "\n")
+    assert out.startswith(
+        "\n".join(expected_text(directories / "hf", prompt, 12) for prompt in prompts) + "\n"
+    )
     _, out, _ = run_main(generate, monkeypatch, capsys, *arguments, "--num-beams", 3)
     beams = [expected_text(directories / "hf", prompt, 12, num_beams=3) for prompt in prompts]
     assert out.startswith("\n".join(beams) + "\n")
@@ -94,7 +119,15 @@ def test_prompts_from_a_file_are_answered_together(directories, tmp_path, monkey
 
 def test_several_answers_to_each_prompt(directories, tmp_path, monkeypatch, capsys):
     (tmp_path / "prompts").write_text(f"{PROMPT}\nimport\n")
-    arguments = [directories / "hf", "--prompts", tmp_path / "prompts", "--max-new-tokens", 12, "--num-beams", 3]
+    arguments = [
+        directories / "hf",
+        "--prompts",
+        tmp_path / "prompts",
+        "--max-new-tokens",
+        12,
+        "--num-beams",
+        3,
+    ]
     arguments += ["--num-return-sequences", 2, "--no-repeat-ngram-size", 2]
     code, out, _ = run_main(generate, monkeypatch, capsys, *arguments)
     settings = {"num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 2}
@@ -103,7 +136,9 @@ def test_several_answers_to_each_prompt(directories, tmp_path, monkeypatch, caps
     texts = []
     for prompt in (PROMPT, "import"):
         ids = tokens(prompt, return_tensors="pt").input_ids
-        texts += tokens.batch_decode(model.generate(ids, max_new_tokens=12, **settings), skip_special_tokens=True)
+        texts += tokens.batch_decode(
+            model.generate(ids, max_new_tokens=12, **settings), skip_special_tokens=True
+        )
     assert code == 0
     assert out.startswith("\n".join(texts) + "\n")
     assert len(set(texts)) == 4
@@ -111,7 +146,9 @@ def test_several_answers_to_each_prompt(directories, tmp_path, monkeypatch, caps
 
 def test_a_session_answers_line_by_line(directories, monkeypatch, capsys):
     typed = f"{PROMPT}\n\n{'x = 1 ' * 40}\nimport\n"
-    code, out, _ = run_main(generate, monkeypatch, capsys, directories / "shards", "--max-new-tokens", 8, typed=typed)
+    code, out, _ = run_main(
+        generate, monkeypatch, capsys, directories / "shards", "--max-new-tokens", 8, typed=typed
+    )
     assert code == 0
     assert expected_text(directories / "hf", PROMPT, 8) in out
     assert expected_text(directories / "hf", "import", 8) in out
@@ -120,7 +157,10 @@ def test_a_session_answers_line_by_line(directories, monkeypatch, capsys):
 
 def test_sampling_and_stopping(directories, monkeypatch, capsys):
     arguments = [directories / "hf", "--prompt", PROMPT, "--max-new-tokens", 15]
-    draws = [run_main(generate, monkeypatch, capsys, *arguments, "--temperature", 2, "--seed", n)[1] for n in (1, 1, 2)]
+    draws = [
+        run_main(generate, monkeypatch, capsys, *arguments, "--temperature", 2, "--seed", n)[1]
+        for n in (1, 1, 2)
+    ]
     draws = [out.rpartition(" in ")[0] for out in draws]
     assert draws[0] == draws[1] != draws[2]
     text = expected_text(directories / "hf", new=15)
@@ -138,7 +178,13 @@ WRONG = {
         "x = 1 " * 40,
         r"a prompt of \d+ tokens and 128 new ones exceed the model's",
     ),
-    "two sources of prompts": ("--prompt", "a", "--prompts", "b", "--prompt and --prompts exclude each other"),
+    "two sources of prompts": (
+        "--prompt",
+        "a",
+        "--prompts",
+        "b",
+        "--prompt and --prompts exclude each other",
+    ),
     "no file": ("--prompts", "/nowhere", "/nowhere can't be read: No such file"),
     "a layout that cannot be": ("--prompt", "a", "--tp", "3", "tp 3 doesn't divide"),
     "a tokenizer that is not there": ("--prompt", "a", "--tokenizer", "/nowhere", "/nowhere"),
@@ -177,10 +223,14 @@ def test_windows_predict_every_id_once():
 
 
 def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, capsys):
-    hf, tokens = AutoModelForCausalLM.from_pretrained(directories / "hf"), open_tokenizer(directories / "hf")
+    hf, tokens = (
+        AutoModelForCausalLM.from_pretrained(directories / "hf"),
+        open_tokenizer(directories / "hf"),
+    )
     texts = [Path(__file__).read_text()[:700], "short", "", "é🙂" * 30]
     nats, count = 0.0, 0
-    for text in texts:  # windows of 40 tokens: the first predicts all of them, the others 20 each, or the last ones
+    # windows of 40 tokens: the first predicts all of them, the others 20 each, or the last ones
+    for text in texts:
         ids = torch.tensor([[1, *tokens.encode(text, add_special_tokens=False)]])
         last = ids.shape[1] - 1
         ends = [min(40, last), *range(60, last, 20), *([last] if last > 40 else [])]
@@ -192,8 +242,18 @@ def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, c
             count += end - before
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "texts.jsonl").write_text(lines)
-    arguments = [directories / "shards", "--text", tmp_path / "texts.jsonl", "--seq-length", 40, "--stride", 20]
-    code, out, _ = run_main(evaluate, monkeypatch, capsys, *arguments, "--output", tmp_path / "scores.json")
+    arguments = [
+        directories / "shards",
+        "--text",
+        tmp_path / "texts.jsonl",
+        "--seq-length",
+        40,
+        "--stride",
+        20,
+    ]
+    code, out, _ = run_main(
+        evaluate, monkeypatch, capsys, *arguments, "--output", tmp_path / "scores.json"
+    )
     result = json.loads((tmp_path / "scores.json").read_text())
     assert code == 0
     assert result["tokens"] == count
@@ -201,12 +261,20 @@ def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, c
     assert result["bytes"] == sum(len(text.encode()) for text in texts)
     assert abs(result["loss"] - nats / count) < 1e-5
     assert f"loss            {result['loss']:.6f} nats a token" in out
-    assert abs(result["bits_per_byte"] * result["bytes"] * 0.6931471805599453 - result["nats"]) < 1e-6
+    assert (
+        abs(result["bits_per_byte"] * result["bytes"] * 0.6931471805599453 - result["nats"]) < 1e-6
+    )
 
 
 CONFIG = MPTConfig(vocab_size=257, max_positions=64, hidden_size=32, layers=5, heads=4)
 TEXTS = [Path(__file__).read_text()[:300], "short", "x" * 41]
-REQUESTS = [("def f(", "x):"), ("", "import"), ("a" * 100, "bc"), ("é", "🙂 and more"), ("1 2 3", " 4")]
+REQUESTS = [
+    ("def f(", "x):"),
+    ("", "import"),
+    ("a" * 100, "bc"),
+    ("é", "🙂 and more"),
+    ("1 2 3", " 4"),
+]
 
 
 def scores_in(layout):
@@ -218,7 +286,9 @@ def scores_in(layout):
     return loss.nats, loss.tokens, choices, score(model, ids, targets)
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2, pp=2), dict(pp=2, dp=2), dict(tp=2, dp=2, sp=True)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [dict(tp=2, pp=2), dict(pp=2, dp=2), dict(tp=2, dp=2, sp=True)], ids=layout_name
+)
 def test_scores_are_the_same_in_every_layout(ranks, layout):
     nats, tokens, choices, scores = scores_in({})
     assert tokens == sum(len(text) for text in TEXTS)
@@ -228,11 +298,17 @@ def test_scores_are_the_same_in_every_layout(ranks, layout):
         for (likelihood, count, greedy), expected in zip(result[2], choices, strict=True):
             assert (count, greedy) == expected[1:]
             assert abs(likelihood - expected[0]) < 1e-4
-        assert all(torch.allclose(a.double(), b.double(), atol=1e-4) for a, b in zip(result[3], scores, strict=True))
+        assert all(
+            torch.allclose(a.double(), b.double(), atol=1e-4)
+            for a, b in zip(result[3], scores, strict=True)
+        )
 
 
 def test_choices_are_scored_as_by_transformers(directories):
-    hf, tokens = AutoModelForCausalLM.from_pretrained(directories / "hf"), open_tokenizer(directories / "hf")
+    hf, tokens = (
+        AutoModelForCausalLM.from_pretrained(directories / "hf"),
+        open_tokenizer(directories / "hf"),
+    )
     model = megazoo.from_pretrained(directories / "shards")
     greedy = expected_text(directories / "hf", PROMPT, 6).removeprefix(PROMPT)
     requests = [(PROMPT, greedy), (PROMPT, " return"), ("", "import"), ("x" * 200, "y = 2")]
@@ -252,24 +328,42 @@ def test_choices_are_scored_as_by_transformers(directories):
 
 def test_spaces_at_the_boundary_count_to_the_choice(directories):
     model, tokens = megazoo.from_pretrained(directories / "hf"), open_tokenizer(directories / "hf")
-    (a, *rest), (b, *same) = score_choices(model, tokens, [(PROMPT + " ", "return x"), (PROMPT, " return x")])
+    (a, *rest), (b, *same) = score_choices(
+        model, tokens, [(PROMPT + " ", "return x"), (PROMPT, " return x")]
+    )
     assert rest == same
     assert abs(a - b) < 1e-5
 
 
-def test_the_tool_scores_choices_and_counts_the_right_ones(directories, tmp_path, monkeypatch, capsys):
+def test_the_tool_scores_choices_and_counts_the_right_ones(
+    directories, tmp_path, monkeypatch, capsys
+):
     model, tokens = megazoo.from_pretrained(directories / "hf"), open_tokenizer(directories / "hf")
     choices = [" a", " b", "return x"]
-    likelihoods = [value for value, *_ in score_choices(model, tokens, [(PROMPT, choice) for choice in choices])]
+    likelihoods = [
+        value
+        for value, *_ in score_choices(model, tokens, [(PROMPT, choice) for choice in choices])
+    ]
     best = likelihoods.index(max(likelihoods))
-    requests = [{"context": PROMPT, "choices": choices, "answer": answer} for answer in (best, (best + 1) % 3)]
+    requests = [
+        {"context": PROMPT, "choices": choices, "answer": answer}
+        for answer in (best, (best + 1) % 3)
+    ]
     (tmp_path / "questions").write_text("".join(json.dumps(request) + "\n" for request in requests))
-    arguments = [directories / "hf", "--choices", tmp_path / "questions", "--output", tmp_path / "scores"]
+    arguments = [
+        directories / "hf",
+        "--choices",
+        tmp_path / "questions",
+        "--output",
+        tmp_path / "scores",
+    ]
     code, out, _ = run_main(evaluate, monkeypatch, capsys, *arguments)
     assert code == 0
     assert out.endswith("right           1 of 2: 0.5000\n")
     lines = [json.loads(line) for line in (tmp_path / "scores").read_text().splitlines()]
-    assert torch.allclose(torch.tensor(lines[1]["log_likelihoods"]), torch.tensor(likelihoods), atol=1e-5)
+    assert torch.allclose(
+        torch.tensor(lines[1]["log_likelihoods"]), torch.tensor(likelihoods), atol=1e-5
+    )
 
 
 def test_evaluate_tells_mistakes_in_one_line(directories, tmp_path, monkeypatch, capsys):
@@ -297,9 +391,20 @@ def test_evaluate_tells_mistakes_in_one_line(directories, tmp_path, monkeypatch,
 
 def test_a_model_that_was_trained_here_needs_no_tokenizer_files(tmp_path, monkeypatch, capsys):
     megazoo.from_config(tiny_config(vocab_size=257)).save_parallelized(tmp_path)
-    code, _, error = run_main(generate, monkeypatch, capsys, tmp_path, "--prompt", "a", "--max-new-tokens", 3)
+    code, _, error = run_main(
+        generate, monkeypatch, capsys, tmp_path, "--prompt", "a", "--max-new-tokens", 3
+    )
     assert (code, "has no tokenizer: give --tokenizer byte" in error) == (2, True)
     code, out, _ = run_main(
-        generate, monkeypatch, capsys, tmp_path, "--prompt", "a", "--max-new-tokens", 3, "--tokenizer", "byte"
+        generate,
+        monkeypatch,
+        capsys,
+        tmp_path,
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        3,
+        "--tokenizer",
+        "byte",
     )
     assert (code, out[0]) == (0, "a")

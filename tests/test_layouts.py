@@ -35,14 +35,28 @@ LAYOUTS = [
 ]  # fmt: skip
 SEQUENCE_PARALLEL = [
     dict(**layout, sp=True)
-    for layout in (dict(tp=2), dict(tp=4), dict(tp=2, pp=2), dict(tp=2, dp=2), dict(tp=2, pp=2, dp=2))
+    for layout in (
+        dict(tp=2),
+        dict(tp=4),
+        dict(tp=2, pp=2),
+        dict(tp=2, dp=2),
+        dict(tp=2, pp=2, dp=2),
+    )
 ]
 MODES = [("none",), ("selective",), ("full",), ("full", 2)]
-ALL_CASES = [(m, layout, mode) for layout in LAYOUTS + SEQUENCE_PARALLEL for m in MODELS for mode in MODES]
+ALL_CASES = [
+    (m, layout, mode) for layout in LAYOUTS + SEQUENCE_PARALLEL for m in MODELS for mode in MODES
+]
 
 
 def case_name(part) -> str:
-    return layout_name(part) if isinstance(part, dict) else part if isinstance(part, str) else " ".join(map(str, part))
+    return (
+        layout_name(part)
+        if isinstance(part, dict)
+        else part
+        if isinstance(part, str)
+        else " ".join(map(str, part))
+    )
 
 
 def sample(each: int) -> list:
@@ -87,7 +101,11 @@ def test_every_gradient_equals_one_process_in_all_cases(ranks, model, layout, mo
 WIDE = {"hidden_size": 40, "heads": 5, "kv_heads": 5, "ffn_size": 1283}  # ten times 128, and 3
 UNEVEN = {  # inner features that tp does not divide
     "gpt2, tp 4": (tiny_config(ffn_size=50), dict(tp=4), ("none",)),
-    "gpt2, by 128, tp 3": (tiny_config(hidden_size=40, heads=5, ffn_size=1283), dict(tp=3), ("none",)),
+    "gpt2, by 128, tp 3": (
+        tiny_config(hidden_size=40, heads=5, ffn_size=1283),
+        dict(tp=3),
+        ("none",),
+    ),
     "gpt2, tp 2, pp 2": (tiny_config(ffn_size=51), dict(tp=2, pp=2, sp=True), ("selective",)),
     "llama, tp 4": (replace(MODELS["llama"], ffn_size=50), dict(tp=4, sp=True), ("selective",)),
     "llama, by 128, tp 3": (replace(MODELS["llama"], **WIDE), dict(tp=3), ("none",)),
@@ -102,8 +120,16 @@ def test_inner_features_need_not_divide(ranks, name):
     check_training(ranks, *UNEVEN[name])
 
 
-# Interleaved and zero-bubble, with what they combine with; six micro-batches, which pp 4 does not divide, or four.
-PIPELINES = [("1f1b", 2, 2), ("1f1b", 2, 3), ("1f1b", 4, 2), ("1f1b", 4, 3), ("zb-h1", 2, 1), ("zb-h1", 4, 1)]
+# Interleaved and zero-bubble, with what they combine with; six micro-batches, which pp 4 does not
+# divide, or four.
+PIPELINES = [
+    ("1f1b", 2, 2),
+    ("1f1b", 2, 3),
+    ("1f1b", 4, 2),
+    ("1f1b", 4, 3),
+    ("zb-h1", 2, 1),
+    ("zb-h1", 4, 1),
+]
 BESIDE = [(dict(), 0), (dict(tp=2), 0), (dict(dp=2), 0), (dict(dp=2), 1), (dict(tp=2, sp=True), 0)]
 PIPELINE_CASES = [
     (model, schedule, dict(pp=pp, v=virtual, **beside), mode, micro_batches, zero)
@@ -119,7 +145,10 @@ def one_process_of_many_layers(model: str, rows: int):
 
 
 # As many layers as there are stages at pp 4 with three a rank; GPT-2 tied, LLaMA not.
-DEEP = {"gpt2": tiny_config(layers=12), "llama": replace(MODELS["llama"], layers=12, tie_embeddings=False)}
+DEEP = {
+    "gpt2": tiny_config(layers=12),
+    "llama": replace(MODELS["llama"], layers=12, tie_embeddings=False),
+}
 
 
 def check_pipeline(ranks, model, schedule, layout, mode, micro_batches, zero):
@@ -141,7 +170,8 @@ def test_all_pipelines_train_like_one_process(ranks, case):
     check_pipeline(ranks, *case)
 
 
-# The loss of a long micro-batch, whose logits are made in pieces: here each is long, and five tokens make a piece.
+# The loss of a long micro-batch, whose logits are made in pieces: here each is long, and five
+# tokens make a piece.
 
 
 @contextmanager
@@ -150,7 +180,10 @@ def short_pieces():
     module, head = "megazoo.layers.cross_entropy", embedding._VocabParallel
     counted = mock.patch.object(head, "loss_sum", autospec=True, side_effect=head.loss_sum)
     always = mock.patch.object(head, "loss_saves_memory", return_value=True)
-    pieces = mock.patch.dict(f"{module}.PIECE_ELEMENTS", cpu=0), mock.patch(f"{module}.PIECE_ROWS", 5)
+    pieces = (
+        mock.patch.dict(f"{module}.PIECE_ELEMENTS", cpu=0),
+        mock.patch(f"{module}.PIECE_ROWS", 5),
+    )
     with pieces[0], pieces[1], always, counted as count:
         yield count
 
@@ -182,7 +215,8 @@ def test_losses_in_pieces_have_the_gradients_of_one_process(ranks, model, layout
 
 
 def losses_by_other_ways(layout):
-    """An evaluation's loss, and those of a loop's micro-batches: the first counts nothing, the second twice."""
+    """An evaluation's loss, and those of a loop's micro-batches: the first counts nothing, the
+    second twice."""
     model = randomize(megazoo.from_config(MODELS["llama"], context(**layout), seed=3))
     ids, targets = make_batch(0)
     evaluated = model.eval_batch(ids, targets=targets, num_microbatches=2)
@@ -207,7 +241,9 @@ def test_evaluation_and_a_loop_of_ones_own_make_losses_in_pieces(ranks, layout):
         torch.testing.assert_close(ours[0], evaluated, rtol=1e-6, atol=0)
         assert ours[1] == pytest.approx(losses, rel=1e-6)
         for name, gradient in ours[2].items():
-            assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max(), name
+            assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max(), (
+                name
+            )
     assert pieces[-1][-1] == 4, "two evaluated, two of the loop"
 
 
@@ -254,10 +290,14 @@ def test_logits_of_ones_own_are_made_together():
     ids, targets = make_batch(0)
     of_a_class, of_one = (build.build(MODELS["gpt2"], context()) for build in (Capped, GPT2))
     of_one.outputs = MethodType(Capped.outputs, of_one)
-    expected = torch.nn.functional.cross_entropy(of_a_class(ids).logits.flatten(0, 1), targets.flatten())
+    expected = torch.nn.functional.cross_entropy(
+        of_a_class(ids).logits.flatten(0, 1), targets.flatten()
+    )
     for model in (of_a_class, of_one):
         with short_pieces() as count:
-            assert model.train_batch(ids, targets=targets).item() == pytest.approx(expected.item(), rel=1e-6)
+            assert model.train_batch(ids, targets=targets).item() == pytest.approx(
+                expected.item(), rel=1e-6
+            )
         assert not count.called
 
 
@@ -272,7 +312,9 @@ def gradients_of_loss(config, layout, direct):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, sp=True), dict(tp=4, sp=True)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [dict(tp=2), dict(tp=2, sp=True), dict(tp=4, sp=True)], ids=layout_name
+)
 @pytest.mark.parametrize("model", ["llama, one KV head", "mpt"])
 def test_backward_of_the_loss_gives_the_gradients_of_train_batch(ranks, model, layout):
     """Without train_batch, too, copies over tp get whole gradients."""
@@ -303,11 +345,16 @@ def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, dict(tp=4, pp=2), dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5)], ids=layout_name
+    "layout",
+    [*LAYOUTS, dict(tp=4, pp=2), dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5)],
+    ids=layout_name,
 )
 def test_every_layout_under_every_schedule(ranks, layout, tied, schedule):
-    """The exhaustive sweep: 20 steps, one sequence a micro-batch, five heads over tp 2 (three and two), dp up to 8."""
-    config = tiny_config(tied, **({"hidden_size": 40, "heads": 5} if layout.get("tp", 1) == 2 else {}))
+    """The exhaustive sweep: 20 steps, one sequence a micro-batch, five heads over tp 2 (three and
+    two), dp up to 8."""
+    config = tiny_config(
+        tied, **({"hidden_size": 40, "heads": 5} if layout.get("tp", 1) == 2 else {})
+    )
     expected = one_process_of_gpt2(config, 20)
     histories = ranks(train, world(layout), config, layout, micro_batch=1, schedule=schedule)
     assert worst_relative(histories[0], expected) < 1e-5
@@ -315,7 +362,8 @@ def test_every_layout_under_every_schedule(ranks, layout, tied, schedule):
 
 @pytest.fixture(scope="module")
 def with_all(ranks):
-    """The losses and norms of two ranks with all their all-reduces, for a layout's items; each trained once."""
+    """The losses and norms of two ranks with all their all-reduces, for a layout's items; each
+    trained once."""
     return cache(lambda layout: ranks(train, 2, tiny_config(tied=True), dict(layout), 3)[0])
 
 

@@ -1,4 +1,5 @@
-"""LLaMA against transformers, with Hugging Face's weights copied in, and its training in every layout."""
+"""LLaMA against transformers, with Hugging Face's weights copied in, and its training in every
+layout."""
 
 import pytest
 import torch
@@ -20,7 +21,14 @@ from megazoo.models.llama import Llama, LlamaConfig
 from megazoo.models.registry import config_from_hugging_face, find_config
 from megazoo.parallel import ParallelContext
 
-SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4, "ffn_size": 48}
+SIZES = {
+    "vocab_size": 61,
+    "max_positions": 32,
+    "hidden_size": 32,
+    "layers": 3,
+    "heads": 4,
+    "ffn_size": 48,
+}
 ROPE = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "llama3, of the model's context": {
@@ -87,7 +95,9 @@ def global_tensors(hf, config: LlamaConfig) -> dict:
             for kind in ("weight", "bias"):
                 names = [f"model.layers.{layer}.{name}.{kind}" for name in theirs]
                 if names[0] in state:
-                    tensors[f"layers.{layer}.{ours}.{kind}"] = torch.cat([state[name] for name in names])
+                    tensors[f"layers.{layer}.{ours}.{kind}"] = torch.cat(
+                        [state[name] for name in names]
+                    )
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -100,7 +110,9 @@ def cases():
         assert config_from_hugging_face(hf.config.to_dict()) == config
         inputs = inputs_for(32)  # past the original context, for llama3 and yarn
         if Llama.longest_sequence(config) > 32:
-            inputs |= {f"past the context, {kind}": arguments for kind, arguments in inputs_for(50).items()}
+            inputs |= {
+                f"past the context, {kind}": arguments for kind, arguments in inputs_for(50).items()
+            }
         made.append(transformers_case(name, config, hf, global_tensors(hf, config), inputs))
     return made
 
@@ -133,12 +145,28 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
         (2048, {"rope_type": "default"}, 2048),
         (4096, {"rope_type": "linear", "factor": 4.0}, 16_384),  # vicuna-7b-v1.5-16k
         (4096, {"rope_type": "dynamic", "factor": 2.0}, 8192),
-        (32_768, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),  # Qwen2.5
-        (40_960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),  # Qwen3
-        (65_536, {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}, 65_536),
+        # Qwen2.5
+        (
+            32_768,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            131_072,
+        ),
+        # Qwen3
+        (
+            40_960,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            131_072,
+        ),
+        (
+            65_536,
+            {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+            65_536,
+        ),
         (4096, {"rope_type": "yarn", "factor": 16.0}, 65_536),
-        (131_072, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),  # LLaMA 3.1
-        (131_072, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}, 262_144),  # LLaMA 3.2
+        # LLaMA 3.1
+        (131_072, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),
+        # LLaMA 3.2
+        (131_072, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}, 262_144),
         (8192, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 65_536),
         (8192, {**LLAMA3, "factor": 8.0}, 65_536),
     ],
@@ -160,7 +188,9 @@ def test_presets_have_the_published_sizes(preset, published):
     assert parameter_count(find_config(preset)) == published
 
 
-@pytest.mark.parametrize(("preset", "tp", "pp"), [("llama-65b", 8, 8), ("llama3-70b", 8, 4), ("llama3-8b", 16, 2)])
+@pytest.mark.parametrize(
+    ("preset", "tp", "pp"), [("llama-65b", 8, 8), ("llama3-70b", 8, 4), ("llama3-8b", 16, 2)]
+)
 def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
     config, total = find_config(preset), 0
     for rank in range(tp * pp):
@@ -181,7 +211,11 @@ def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
             "tp 6 doesn't divide heads 32 and kv-heads 8: use tp 1, 2, 3, 4, 5, 8, 16 or 32",
         ),
         ({"kv_heads": 2}, 3, "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, 1, "rope_type 'longrope' is not supported: there are default"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            1,
+            "rope_type 'longrope' is not supported: there are default",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused(overrides, tp, message):

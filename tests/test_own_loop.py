@@ -1,4 +1,5 @@
-"""Loops and optimizers of a user's own: gradients that are summed are right, and those that nobody summed refused."""
+"""Loops and optimizers of a user's own: gradients that are summed are right, and those that nobody
+summed refused."""
 
 import copy
 import pickle
@@ -24,19 +25,25 @@ from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.clip import clip_grad_norm
 
-FORGOTTEN = r"not summed over the ranks: call model.sync_gradients\(\) on every rank before the step"
+FORGOTTEN = (
+    r"not summed over the ranks: call model.sync_gradients\(\) on every rank before the step"
+)
 
 
 def pieces_of_gradients(model) -> dict:
     tp = model.ctx.tp_size, model.ctx.tp_rank
     return {
-        entry.name: [(piece.box, entry.parameter.grad[piece.index()].clone()) for piece in entry.spec.pieces(*tp)]
+        entry.name: [
+            (piece.box, entry.parameter.grad[piece.index()].clone())
+            for piece in entry.spec.pieces(*tp)
+        ]
         for entry in model.entries()
     }
 
 
 def parameters_after(optimizer_of, layout, steps=3, sync=True, config=None):
-    """A user's loop, `model(...).loss.backward()`: gradients of the last step, and this rank's parameters."""
+    """A user's loop, `model(...).loss.backward()`: gradients of the last step, and this rank's
+    parameters."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config or tiny_config(), ctx, seed=3))
     optimizer = optimizer_of(model)
@@ -153,7 +160,9 @@ def own_pipeline():
         x = torch.empty(*ids.shape, 32)
         dist.recv(x, 0)
         x.requires_grad_()
-        model.token_losses(model.outputs(model.forward_stage(x, batch, stage), batch), batch).mean().backward()
+        model.token_losses(
+            model.outputs(model.forward_stage(x, batch, stage), batch), batch
+        ).mean().backward()
         dist.send(x.grad, 0)
     with pytest.raises(UserError, match=FORGOTTEN):
         optimizer.step()
@@ -189,7 +198,9 @@ def clipped(config, frozen, layout, zero=0):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
-    "layout", [dict(), dict(tp=2), dict(pp=2), dict(tp=2, pp=2, sp=True), dict(dp=2)], ids=layout_name
+    "layout",
+    [dict(), dict(tp=2), dict(pp=2), dict(tp=2, pp=2, sp=True), dict(dp=2)],
+    ids=layout_name,
 )
 def test_clip_grad_norm_is_of_the_whole_model(ranks, layout, frozen):
     for name in ("gpt2", "llama"):  # tied, and llama's KV heads have copies at tp 4
@@ -197,7 +208,9 @@ def test_clip_grad_norm_is_of_the_whole_model(ranks, layout, frozen):
         if frozen:
             model.train_only("norm|mlp")
         ids, targets = make_batch(0)
-        torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            model(ids).logits.flatten(0, 1), targets.flatten()
+        ).backward()
         expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
         for norm, again, _ in run_in_layout(ranks, clipped, layout, MODELS[name], frozen):
             assert norm == pytest.approx(expected, rel=1e-4)
@@ -207,7 +220,9 @@ def test_clip_grad_norm_is_of_the_whole_model(ranks, layout, frozen):
 def test_clip_grad_norm_under_zero_1_and_with_copied_heads(ranks):
     expected, _, _ = clipped(MODELS["llama, one KV head"], False, {})
     for layout, zero in ((dict(tp=2, dp=2), 1), (dict(tp=4), 0)):
-        for norm, again, _ in ranks(clipped, world(layout), MODELS["llama, one KV head"], False, layout, zero=zero):
+        for norm, again, _ in ranks(
+            clipped, world(layout), MODELS["llama, one KV head"], False, layout, zero=zero
+        ):
             assert norm == pytest.approx(expected, rel=1e-4)
             assert again == pytest.approx(0.05, rel=1e-4)
 
@@ -226,7 +241,8 @@ def batch_of(ctx):
 
 
 def own_forward():
-    """Model.forward is not called, nor is anything of megazoo made but the model: gradients, and what SGD says."""
+    """Model.forward is not called, nor is anything of megazoo made but the model: gradients, and
+    what SGD says."""
     ctx = context(dp=2)
     model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
     ids = batch_of(ctx)
@@ -268,11 +284,15 @@ def zeros_mixed():
     ids = batch_of(ctx)
     shares = AdamW(model, zero=1)
     model.train_batch(ids, labels=ids)
-    with pytest.raises(UserError, match=r"shared out among the replicas, as AdamW\(zero=1\) asked for"):
+    with pytest.raises(
+        UserError, match=r"shared out among the replicas, as AdamW\(zero=1\) asked for"
+    ):
         sgd(model).step()
     model(ids, labels=ids).loss.backward()
     for act in (shares.step, model.sync_gradients):
-        with pytest.raises(UserError, match=r"has added to what train_batch shared out .* call model.zero_grad\(\)"):
+        with pytest.raises(
+            UserError, match=r"has added to what train_batch shared out .* call model.zero_grad\(\)"
+        ):
             act()
     model.zero_grad()
     model(ids, labels=ids).loss.backward()
@@ -342,7 +362,9 @@ def test_an_optimizer_is_not_copied_and_others_go_on():
     model = megazoo.from_config(tiny_config())
     optimizer = AdamW(model)
     for act in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(UserError, match=r"AdamW can't be copied or pickled.* state_dict\(\) gives its state"):
+        with pytest.raises(
+            UserError, match=r"AdamW can't be copied or pickled.* state_dict\(\) gives its state"
+        ):
             act(optimizer)
     ids, _ = make_batch(0)
     model.train_batch(ids, labels=ids)
@@ -367,7 +389,9 @@ def test_torchs_adam_in_bfloat16_says_what_to_use(kind):
     model = megazoo.from_config(tiny_config(), dtype=torch.bfloat16)
     ids, targets = make_batch(0)
     model.train_batch(ids, targets=targets)
-    with pytest.raises(UserError, match=rf"torch's {kind} can't step torch.bfloat16 .* use megazoo\.optim\.AdamW"):
+    with pytest.raises(
+        UserError, match=rf"torch's {kind} can't step torch.bfloat16 .* use megazoo\.optim\.AdamW"
+    ):
         getattr(torch.optim, kind)(model.parameters()).step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(UserError, match="torch's fused SGD can't step"):
@@ -380,7 +404,11 @@ def test_torchs_schedulers_set_the_learning_rate():
     for scheduled in (True, False):
         model = megazoo.from_config(tiny_config(), seed=3)
         optimizer = AdamW(model, lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if scheduled else None
+        scheduler = (
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            if scheduled
+            else None
+        )
         for step in range(3):
             model.train_batch(ids, targets=targets, step=step)
             if not scheduled:
@@ -390,7 +418,8 @@ def test_torchs_schedulers_set_the_learning_rate():
                 scheduler.step()
         runs.append(list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    warm = torch.optim.lr_scheduler.OneCycleLR(AdamW(model), max_lr=1e-2, total_steps=10)  # looks for betas, too
+    # looks for betas, too
+    warm = torch.optim.lr_scheduler.OneCycleLR(AdamW(model), max_lr=1e-2, total_steps=10)
     assert warm.get_last_lr()[0] == pytest.approx(1e-2 / 25)
 
 
@@ -403,11 +432,14 @@ def test_a_groups_settings_hold():
     for each, opt in ((model, optimizer), (other, expected)):
         each.train_batch(ids, targets=targets)
         opt.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def own_checkpoint(path, dtype, zero, layout):
-    """Four steps, of which two come after a checkpoint by torch.save; or four without: the parameters."""
+    """Four steps, of which two come after a checkpoint by torch.save; or four without: the
+    parameters."""
     ctx = context(**layout)
     found = []
     for stops in (False, True):
@@ -431,7 +463,9 @@ def own_checkpoint(path, dtype, zero, layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("layout", "zero"), [(dict(), 0), (dict(dp=2), 1), (dict(pp=2), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "zero"), [(dict(), 0), (dict(dp=2), 1), (dict(pp=2), 0)], ids=str
+)
 def test_state_dicts_make_a_checkpoint_of_ones_own(ranks, tmp_path, layout, zero, dtype):
     run_in_layout(ranks, own_checkpoint, layout, tmp_path, dtype, zero)
 

@@ -1,4 +1,5 @@
-"""The training program as users start it: launchers, files, resuming, and one line for each mistake."""
+"""The training program as users start it: launchers, files, resuming, and one line for each
+mistake."""
 
 import gzip
 import json
@@ -31,7 +32,9 @@ from megazoo.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 # Small enough for seconds; five layers for uneven stages.
-SMALL = "--hidden-size 32 --heads 4 --layers 5 --max-positions 32 --seq-length 32 --device cpu".split()
+SMALL = (
+    "--hidden-size 32 --heads 4 --layers 5 --max-positions 32 --seq-length 32 --device cpu".split()
+)
 SMALL += "--global-batch-size 8 --micro-batch-size 2 --warmup-steps 2 --log-interval 1 --eval-steps 1".split()
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -41,9 +44,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def start(launcher, *arguments, executable=None, timeout=240):
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     command = [executable or python(), *launcher, "pretrain_gpt.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def records(path):
@@ -73,7 +80,8 @@ def straight(tmp_path_factory):
 )
 def test_every_way_to_start_trains_at_tp2_pp4(launcher, straight, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    executable = sys.executable if "8" in launcher else None  # the one that is as users start it, without the server
+    # the one that is as users start it, without the server
+    executable = sys.executable if "8" in launcher else None
     job = [*SMALL, "--tp", 2, "--pp", 4, "--steps", 4, "--metrics", metrics]
     done = start(launcher, *job, executable=executable)
     assert done.returncode == 0, done.stderr
@@ -89,13 +97,16 @@ def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command():
         "pretrain_gpt.py: error: a world of 6 ranks does not fit tp 2 x pp 4 = 8: "
         "use torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4"
     ]
-    assert "in run_program" not in done.stderr  # no traceback of ours; torchrun's own report is its own
+    # no traceback of ours; torchrun's own report is its own
+    assert "in run_program" not in done.stderr
 
 
 def test_stop_and_resume_in_another_layout(ranks, straight, tmp_path):
-    """Two steps at tp 2 x pp 2, two more in one process: the same losses as four at once, without a jump.
+    """Two steps at tp 2 x pp 2, two more in one process: the same losses as four at once, without a
+    jump.
 
-    The second start names no setting of the first: batch, seed and learning rate come from the checkpoint.
+    The second start names no setting of the first: batch, seed and learning rate come from the
+    checkpoint.
     """
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
     common = ["--metrics", str(metrics), "--save", str(saved), "--device", "cpu"]
@@ -113,7 +124,13 @@ def test_token_files_train_like_their_text(ranks, tmp_path):
     """Text to token files to training, with its tokenizer, at tp 2 x pp 2 as in one process."""
     (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
     (tmp_path / "more.txt").write_bytes(Path(megazoo.__file__).read_bytes() * 3)
-    source = ["--input", str(tmp_path / "text.txt"), str(tmp_path / "more.txt"), "--output-prefix", str(tmp_path / "a")]
+    source = [
+        "--input",
+        str(tmp_path / "text.txt"),
+        str(tmp_path / "more.txt"),
+        "--output-prefix",
+        str(tmp_path / "a"),
+    ]
     preprocess_data.main([*source, "--append-eod", "--workers", "1"])
     data = ["--data", str(tmp_path / "a_text_document"), "--split", "1,1", "--steps", "2"]
     for name, layout, world in [("one", [], 1), ("four", ["--tp", "2", "--pp", "2"], 4)]:
@@ -123,7 +140,16 @@ def test_token_files_train_like_their_text(ranks, tmp_path):
 
 def test_a_longer_run_goes_on_at_the_rate_where_it_stood(tmp_path):
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
-    common = ["--metrics", str(metrics), "--save", str(saved), "--device", "cpu", "--eval-steps", "0"]
+    common = [
+        "--metrics",
+        str(metrics),
+        "--save",
+        str(saved),
+        "--device",
+        "cpu",
+        "--eval-steps",
+        "0",
+    ]
     pretrain_gpt.main([*SMALL, *common, "--steps", "3"])
     pretrain_gpt.main([*common, "--steps", "5", "--load", str(saved)])
     rates = [record["lr"] for record in records(metrics)]
@@ -139,7 +165,14 @@ def test_sequence_parallel_and_separate_documents(ranks, tmp_path):
         ranks(pretrain_gpt.main, 2 if name == "two" else 1, arguments)
     assert close(losses(tmp_path / "two"), losses(tmp_path / "one"))
     assert Checkpoint(tmp_path / "two-saved").trainer["settings"]["separate_documents"] is True
-    again = ["--load", str(tmp_path / "two-saved"), "--metrics", str(tmp_path / "two"), "--device", "cpu"]
+    again = [
+        "--load",
+        str(tmp_path / "two-saved"),
+        "--metrics",
+        str(tmp_path / "two"),
+        "--device",
+        "cpu",
+    ]
     pretrain_gpt.main([*again, "--steps", "3", "--eval-steps", "0"])
     straight = [
         "--steps",
@@ -157,20 +190,36 @@ def test_sequence_parallel_and_separate_documents(ranks, tmp_path):
 def test_float16_tells_its_loss_scale_and_the_steps_that_it_skips(tmp_path, capsys):
     metrics = tmp_path / "metrics"
     scale = ["--initial-loss-scale", str(2.0**40), "--hysteresis", "1"]
-    pretrain_gpt.main([*SMALL, *scale, "--dtype", "float16", "--steps", "3", "--metrics", str(metrics)])
+    pretrain_gpt.main(
+        [*SMALL, *scale, "--dtype", "float16", "--steps", "3", "--metrics", str(metrics)]
+    )
     first, *_, last = [record for record in records(metrics) if "loss" in record]
     assert (first["skipped"], first["grad_norm"], first["loss_scale"]) == (True, None, 2.0**39)
     assert last["step"] == 3
-    assert "step 1: the gradients overflowed, step skipped; loss scale 5.49756e+11" in capsys.readouterr().out
+    assert (
+        "step 1: the gradients overflowed, step skipped; loss scale 5.49756e+11"
+        in capsys.readouterr().out
+    )
 
 
 def test_metrics_evaluation_and_summary(tmp_path, capsys):
     metrics = tmp_path / "new" / "metrics.jsonl"
-    arguments = ["--steps", "3", "--eval-interval", "2", "--metrics", str(metrics), "--save", str(tmp_path / "run")]
+    arguments = [
+        "--steps",
+        "3",
+        "--eval-interval",
+        "2",
+        "--metrics",
+        str(metrics),
+        "--save",
+        str(tmp_path / "run"),
+    ]
     pretrain_gpt.main([*SMALL, *arguments])
     steps = [record for record in records(metrics) if "loss" in record]
     keys = "step loss grad_norm lr tokens_per_second tflops step_time consumed_samples consumed_tokens peak_memory"
-    parts = {f"{part}_time" for part in ("data", "forward", "backward", "communication", "optimizer")}
+    parts = {
+        f"{part}_time" for part in ("data", "forward", "backward", "communication", "optimizer")
+    }
     assert [set(record) for record in steps] == [set(keys.split()) | parts] * 3
     assert all(0 < sum(record[part] for part in parts) <= record["step_time"] for record in steps)
     assert steps[2]["consumed_tokens"] == 3 * 8 * 32
@@ -179,12 +228,18 @@ def test_metrics_evaluation_and_summary(tmp_path, capsys):
     assert set(evaluations[0]) == {"step", "eval_loss", "eval_perplexity"}
     out = capsys.readouterr().out
     assert re.search(r"step 2/3  loss \d\.\d{4}  grad norm .* tokens/s  \d+:\d\d left", out)
-    for words in ("validation loss", "step_00000003", f"--load {tmp_path}/run --steps 6", "plot_metrics.py"):
+    for words in (
+        "validation loss",
+        "step_00000003",
+        f"--load {tmp_path}/run --steps 6",
+        "plot_metrics.py",
+    ):
         assert words in out
 
 
 def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
-    """A run with other weights, then what it prints, then what that prints: each flag is named once."""
+    """A run with other weights, then what it prints, then what that prints: each flag is named
+    once."""
     weights, saved, metrics = tmp_path / "weights", tmp_path / "run", tmp_path / "metrics"
     config = pretrain_gpt.model_config(pretrain_gpt.parse_options(SMALL, "").model)
     megazoo.from_config(config).save_parallelized(weights)
@@ -194,7 +249,14 @@ def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
         pretrain_gpt.main(words)
         (line,) = re.findall(r"^  go on +(.*)$", capsys.readouterr().out, re.MULTILINE)
         words = shlex.split(line)[2:]
-        assert words == [*kept, "--no-load-weights-only", "--load", str(saved), "--steps", str(steps)]
+        assert words == [
+            *kept,
+            "--no-load-weights-only",
+            "--load",
+            str(saved),
+            "--steps",
+            str(steps),
+        ]
     assert list(losses(metrics)) == [1, 2, 3, 4]
 
 
@@ -202,7 +264,10 @@ def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
     ("given", "once"),
     [
         ("--steps=3 --load a --steps 6", "--load a --steps 6"),
-        ("--log_interval 1 --data 0.7 a 0.3 b --log-interval 2 --data c", "--log-interval 2 --data c"),
+        (
+            "--log_interval 1 --data 0.7 a 0.3 b --log-interval 2 --data c",
+            "--log-interval 2 --data c",
+        ),
         ("--compile --no-compile --sequence-parallel", "--no-compile --sequence-parallel"),
     ],
 )
@@ -211,19 +276,32 @@ def test_of_a_flag_the_last_value_remains(given, once):
 
 
 def test_tensorboard_and_mfu(tmp_path, capsys):
-    """TensorBoard's reader finds what the metrics file says, a resumed run in place of what came after its start."""
+    """TensorBoard's reader finds what the metrics file says, a resumed run in place of what came
+    after its start."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics, board = tmp_path / "metrics.jsonl", tmp_path / "board"
-    arguments = ["--metrics", str(metrics), "--tensorboard", str(board), "--peak-tflops", "0.5", "--save"]
-    pretrain_gpt.main([*SMALL, *arguments, str(tmp_path / "a"), "--steps", "3", "--save-interval", "2"])
+    arguments = [
+        "--metrics",
+        str(metrics),
+        "--tensorboard",
+        str(board),
+        "--peak-tflops",
+        "0.5",
+        "--save",
+    ]
+    pretrain_gpt.main(
+        [*SMALL, *arguments, str(tmp_path / "a"), "--steps", "3", "--save-interval", "2"]
+    )
     resumed = ["--load", str(tmp_path / "a" / "step_00000002"), "--steps", "4", "--device", "cpu"]
     pretrain_gpt.main([*arguments, str(tmp_path / "b"), *resumed])
     told = EventAccumulator(str(board)).Reload()
     steps = {record["step"]: record for record in records(metrics) if "loss" in record}
     for key in ("loss", "mfu", "forward_time"):
         points = {event.step: event.value for event in told.Scalars(f"train/{key}")}
-        assert points == pytest.approx({step: record[key] for step, record in steps.items()}, rel=1e-6)
+        assert points == pytest.approx(
+            {step: record[key] for step, record in steps.items()}, rel=1e-6
+        )
     assert [event.step for event in told.Scalars("eval/loss")] == [4]
     flops = flops_per_token(Checkpoint(tmp_path / "b").config, 32)
     for record in steps.values():
@@ -234,10 +312,18 @@ def test_tensorboard_and_mfu(tmp_path, capsys):
 
 def test_profile_names_the_actions(ranks, tmp_path):
     layout = ["--pp", "2", "--schedule", "zb-h1", "--steps", "3"]
-    ranks(pretrain_gpt.main, 2, [*SMALL, *layout, "--profile", str(tmp_path), "--profile-steps", "2", "3"])
+    ranks(
+        pretrain_gpt.main,
+        2,
+        [*SMALL, *layout, "--profile", str(tmp_path), "--profile-steps", "2", "3"],
+    )
     for rank in (0, 1):
         with gzip.open(tmp_path / f"rank_{rank}.json.gz") as file:
-            events = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+            events = [
+                event
+                for event in json.load(file)["traceEvents"]
+                if event.get("cat") == "user_annotation"
+            ]
         names = Counter(event["name"] for event in events)
         actions = [str(action) for action in zb_h1(rank, 2, 1, 4)]
         assert {name: names[name] for name in actions} == dict.fromkeys(actions, 2)  # of two steps
@@ -247,7 +333,9 @@ def test_profile_names_the_actions(ranks, tmp_path):
 
 def test_toml_file_and_command_line(tmp_path):
     config = tmp_path / "c.toml"
-    config.write_text('preset = "gpt2-tiny"\nlayers = 3\nsteps = 7\ntie_embeddings = false\nlr = 1e-4\nmin_lr = 0\n')
+    config.write_text(
+        'preset = "gpt2-tiny"\nlayers = 3\nsteps = 7\ntie_embeddings = false\nlr = 1e-4\nmin_lr = 0\n'
+    )
     options = pretrain_gpt.parse_options(["--config", str(config), "--steps", "9"], "")
     assert (options.training.steps, options.model.layers, options.optimizer.lr) == (9, 3, 1e-4)
     model = pretrain_gpt.model_config(options.model)
@@ -259,18 +347,29 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
     config.write_text('epochs = 3\ndata = [0.7, "a", 0.3, "b"]\n')
     options = pretrain_gpt.parse_options(["--config", str(config)], "")
     assert (options.training.epochs, options.data.data) == (3, ("0.7", "a", "0.3", "b"))
-    options = pretrain_gpt.parse_options(["--config", str(config), "--steps", "5", "--data", "c"], "")
+    options = pretrain_gpt.parse_options(
+        ["--config", str(config), "--steps", "5", "--data", "c"], ""
+    )
     assert (options.training.epochs, options.training.steps, options.data.data) == (None, 5, ("c",))
     saved = {"epochs": 3, "steps": 70, "lr_decay_steps": 70}
-    for arguments, epochs, steps in [([], 3, 400), (["--steps=90"], None, 90), (["--epochs", "4"], 4, 400)]:
+    for arguments, epochs, steps in [
+        ([], 3, 400),
+        (["--steps=90"], None, 90),
+        (["--epochs", "4"], 4, 400),
+    ]:
         options = pretrain_gpt.parse_options(arguments, "", resumed=saved)
         assert (options.training.epochs, options.training.steps) == (epochs, steps)
         assert options.optimizer.lr_decay_steps == 70
-    for arguments, data in [([], ("mock",)), (["--data", "c"], ("c",))]:  # of a run on random tokens
-        options = pretrain_gpt.parse_options(arguments, "", resumed={"data": ["mock"], "mock_data": True})
+    # of a run on random tokens
+    for arguments, data in [([], ("mock",)), (["--data", "c"], ("c",))]:
+        options = pretrain_gpt.parse_options(
+            arguments, "", resumed={"data": ["mock"], "mock_data": True}
+        )
         assert options.data.data == data
     config.write_text("mock_data = true\n")
-    assert pretrain_gpt.parse_options(["--config", str(config), "--data", "c"], "").data.data == ("c",)
+    assert pretrain_gpt.parse_options(["--config", str(config), "--data", "c"], "").data.data == (
+        "c",
+    )
     with pytest.raises(megazoo.UserError, match="give data or mock-data, not both"):
         pretrain_gpt.parse_options(["--mock-data", "--data", "c"], "")
     config.write_text("epochs = 3\nsteps = 5\n")
@@ -280,22 +379,30 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
 
 def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, capsys, monkeypatch):
     """Two epochs at pp 3, whose middle stage has no data; then one more in one process."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 20}) + "\n" for _ in range(50)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "word " * 20}) + "\n" for _ in range(50))
+    )
     metrics = tmp_path / "metrics"
     common = ["--metrics", str(metrics), "--save", str(tmp_path / "run"), "--device", "cpu"]
     data = ["--data", str(tmp_path / "a.jsonl"), "--split", "80,10,10"]
     ranks(pretrain_gpt.main, 3, [*SMALL, *common, *data, "--pp", "3", "--epochs", "2"])
     samples = (40 * 101 - 1) // 32
     steps = -(-2 * samples // 8)
-    assert [record["step"] for record in records(metrics) if "loss" in record] == list(range(1, steps + 1))
+    assert [record["step"] for record in records(metrics) if "loss" in record] == list(
+        range(1, steps + 1)
+    )
     assert set(records(metrics)[-1]) == {"step", "test_loss", "test_perplexity"}
     pretrain_gpt.main([*common, "--load", str(tmp_path / "run"), "--epochs", "3"])
     assert records(metrics)[-1]["step"] == -(-3 * samples // 8)
     out = capsys.readouterr().out
-    assert re.search(r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats a token", out)
+    assert re.search(
+        r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats a token", out
+    )
     assert re.search(r"go on .*--epochs 6$", out, re.MULTILINE)
     assert "--epochs 3 " not in out
-    with pytest.raises(megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"):
+    with pytest.raises(
+        megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"
+    ):
         pretrain_gpt.main([*common, "--load", str(tmp_path / "run")])
     with monkeypatch.context() as restarted:
         restarted.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -310,12 +417,16 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
 
 def test_mock_data_needs_neither_files_nor_a_tokenizer_that_fits(tmp_path):
     metrics = tmp_path / "metrics"
-    pretrain_gpt.main([*SMALL, "--mock-data", "--vocab-size", "50", "--steps", "2", "--metrics", str(metrics)])
+    pretrain_gpt.main(
+        [*SMALL, "--mock-data", "--vocab-size", "50", "--steps", "2", "--metrics", str(metrics)]
+    )
     assert abs(records(metrics)[0]["loss"] - math.log(50)) < 0.2
 
 
 def test_dropout_and_sizes_over_a_preset():
-    options = pretrain_gpt.parse_options(["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"], "")
+    options = pretrain_gpt.parse_options(
+        ["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"], ""
+    )
     model = pretrain_gpt.model_config(options.model)
     assert (model.ffn_size, model.layers, model.vocab_size) == (6144, 12, 50257)
     assert model.embedding_dropout == model.attention_dropout == model.residual_dropout == 0.2
@@ -333,14 +444,18 @@ def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
     sizes = '"model": "llama", "vocab_size": 257, "max_positions": 64, "hidden_size": 32, "layers": 1, "heads": 2'
     file.write_text(f'{{{sizes}, "rope_scaling": {{"rope_type": "linear", "factor": 4.0}}}}')
     for length in (256, 257):
-        options = pretrain_gpt.parse_options(["--preset", str(file), "--seq-length", str(length)], "")
+        options = pretrain_gpt.parse_options(
+            ["--preset", str(file), "--seq-length", str(length)], ""
+        )
         config = pretrain_gpt.model_config(options.model)
         if length == 256:
             pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
             continue
         with pytest.raises(UserError) as refused:
             pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
-    what = "seq-length 257 exceeds the model's max-positions 64, which its rotary scaling takes to 256"
+    what = (
+        "seq-length 257 exceeds the model's max-positions 64, which its rotary scaling takes to 256"
+    )
     assert str(refused.value) == f"{what}: use at most that, or a larger --max-positions"
 
 
@@ -397,7 +512,9 @@ BAD_INPUT = {
 def test_bad_input_ends_with_one_line_and_exit_code_2(arguments, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
-    monkeypatch.setattr(pretrain_gpt.megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr(
+        pretrain_gpt.megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built")
+    )
     with pytest.raises(SystemExit) as stop:
         run_program(pretrain_gpt.main)
     out, err = capsys.readouterr()
@@ -441,7 +558,11 @@ def test_help_names_every_setting():
 def test_more_ranks_than_cuda_devices_are_refused_before_they_start():
     done = start([], "--device", "cuda", "--tp", 2)
     message = "cuda: 2 ranks here but 0 CUDA devices: use fewer, or --device cpu"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"pretrain_gpt.py: error: {message}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        f"pretrain_gpt.py: error: {message}\n",
+    )
 
 
 def test_a_run_that_diverges_stops_before_it_saves(tmp_path, capsys, monkeypatch):

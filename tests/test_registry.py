@@ -79,7 +79,10 @@ def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path, capsys, monkeypa
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
         with pytest.raises(SystemExit) as stop:
             run_program(pretrain_gpt.main)
-        assert (stop.value.code, capsys.readouterr().err) == (2, f"pretrain_gpt.py: error: {message}\n")
+        assert (stop.value.code, capsys.readouterr().err) == (
+            2,
+            f"pretrain_gpt.py: error: {message}\n",
+        )
 
 
 def test_a_taken_name_is_refused():
@@ -91,14 +94,18 @@ def test_the_config_of_another_family_is_refused():
     class Mine(GPT2):
         presets: ClassVar = {"mine-tiny": GPT2Config()}
 
-    with pytest.raises(UserError, match="GPT2Config is the Config of gpt2: give mine a Config of its own"):
+    with pytest.raises(
+        UserError, match="GPT2Config is the Config of gpt2: give mine a Config of its own"
+    ):
         register("mine")(Mine)
 
     class MineConfig(GPT2Config):
         pass
 
     Mine.Config = MineConfig
-    with pytest.raises(UserError, match="the preset mine-tiny is a GPT2Config: make it a MineConfig"):
+    with pytest.raises(
+        UserError, match="the preset mine-tiny is a GPT2Config: make it a MineConfig"
+    ):
         register("mine")(Mine)
     assert "mine" not in FAMILIES
     Mine.presets = {"mine-tiny": MineConfig()}
@@ -151,7 +158,8 @@ class Plain(GPT2):
 
 @pytest.mark.parametrize("says", ["score_features = 32", "pass"])
 def test_an_attention_of_ones_own_counts_as_it_says(says, tmp_path, capsys):
-    """What MFU counts is what runs on meta under the planner's meter; where it is not, the planner says so."""
+    """What MFU counts is what runs on meta under the planner's meter; where it is not, the planner
+    says so."""
     file = tmp_path / "plain.py"
     file.write_text(PLAIN_ATTENTION.replace("SAYS", says))
     run_file(file)
@@ -159,7 +167,9 @@ def test_an_attention_of_ones_own_counts_as_it_says(says, tmp_path, capsys):
     how = {"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 512}
     runs = Planner(config).plan(ParallelOptions(), TrainingOptions(**how)).model_flops_per_token
     scores = 12 * 2 * 32 * 512
-    assert flops_per_token(config, 512) == pytest.approx(runs - (scores if says == "pass" else 0), rel=1e-9)
+    assert flops_per_token(config, 512) == pytest.approx(
+        runs - (scores if says == "pass" else 0), rel=1e-9
+    )
     plan.main(["--import", str(file), "--model", "plain"])
     assert ("note: MFU counts" in capsys.readouterr().out) == (says == "pass")
 
@@ -172,7 +182,8 @@ def test_an_attention_that_says_its_features_counts_once_though_its_projection_s
         def __init__(self, config, ctx, seed=0):
             super().__init__(config, ctx, seed)
             for block in self.layers.values():
-                block.attention.score_features = 0  # as an attention says whose cost does not grow with the sequence
+                # as an attention says whose cost does not grow with the sequence
+                block.attention.score_features = 0
 
     FAMILIES["gpt2"] = Saying
     assert before - flops_per_token(model.config, 256) == 12 * 4 * 128 * 256
@@ -182,16 +193,25 @@ def test_selective_recomputation_tells_the_modules_that_know_it(tmp_path):
     file = tmp_path / "plain.py"
     file.write_text(PLAIN_ATTENTION.replace("SAYS", "pass"))
     run_file(file)
-    for mode, expected in (("selective", True), ("full", False), ("selective", True), ("none", False)):
+    for mode, expected in (
+        ("selective", True),
+        ("full", False),
+        ("selective", True),
+        ("none", False),
+    ):
         model = from_config("plain").recompute(mode)
         told = {name: module.recompute for name, module in model.named_modules() if name.startswith("layers.")
                 and isinstance(getattr(module, "recompute", None), bool)}  # fmt: skip
-        assert told == {f"layers.{i}.{part}": expected for i in (0, 1) for part in ("attention", "mlp")}
+        assert told == {
+            f"layers.{i}.{part}": expected for i in (0, 1) for part in ("attention", "mlp")
+        }
 
 
 def test_an_imported_file_runs_once_in_the_tools_that_run_a_model(tmp_path):
     file, count = tmp_path / "counts.py", tmp_path / "count"
     file.write_text(f"with open({str(count)!r}, 'a') as out:\n    out.write('x')\n")
     from_config("gpt2-tiny").save_parallelized(tmp_path / "model")
-    load_for_inference(InferenceOptions(source=tmp_path / "model", import_=file, tokenizer="byte", device="cpu"))
+    load_for_inference(
+        InferenceOptions(source=tmp_path / "model", import_=file, tokenizer="byte", device="cpu")
+    )
     assert count.read_text() == "x"

@@ -1,4 +1,5 @@
-"""Tokenizers: the ids of `tokenizers` and sentencepiece for every kind of file, and what the files say of them."""
+"""Tokenizers: the ids of `tokenizers` and sentencepiece for every kind of file, and what the files
+say of them."""
 
 import base64
 import json
@@ -15,7 +16,17 @@ import pytest
 import sentencepiece
 import torch
 from programs import python
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -47,14 +58,21 @@ TOKENS = {"gpt2": 900, "neox": 1000, "llama3": 1100, "llama2": 1200}
 
 
 def corpus():
-    return [ROOT.joinpath("README.md").read_text(), NATURAL * 20, *(t.decode() for t in standard_library()[:8])]
+    return [
+        ROOT.joinpath("README.md").read_text(),
+        NATURAL * 20,
+        *(t.decode() for t in standard_library()[:8]),
+    ]
 
 
 def train(kind):
-    """A tokenizer of the `tokenizers` library, as the published tokenizer.json of this kind describes it."""
+    """A tokenizer of the `tokenizers` library, as the published tokenizer.json of this kind
+    describes it."""
     bpe = Tokenizer(models.BPE(ignore_merges=kind == "llama3"))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = {"gpt2": ["<|endoftext|>"], "neox": ["<|endoftext|>", "<|padding|>"], "llama3": []}[kind]
+    special = {"gpt2": ["<|endoftext|>"], "neox": ["<|endoftext|>", "<|padding|>"], "llama3": []}[
+        kind
+    ]
     if kind == "neox":
         bpe.normalizer = normalizers.NFC()
     if kind == "llama3":
@@ -64,7 +82,10 @@ def train(kind):
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=TOKENS[kind], special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=TOKENS[kind],
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     bpe.train_from_iterator(corpus(), trainer)
     if kind == "neox":
@@ -74,7 +95,9 @@ def train(kind):
         template = processors.TemplateProcessing(
             single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", TOKENS[kind])]
         )
-        bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+        bpe.post_processor = processors.Sequence(
+            [processors.ByteLevel(trim_offsets=False), template]
+        )
     return bpe
 
 
@@ -89,7 +112,8 @@ def directory(tmp_path_factory):
         (root / form).mkdir()
     data = json.loads((root / "llama3" / "tokenizer.json").read_text())
     model, vocab = data["model"], data["model"]["vocab"]
-    made = ["".join(merge) for merge in model["merges"]]  # as published: all the ways to make a token
+    # as published: all the ways to make a token
+    made = ["".join(merge) for merge in model["merges"]]
     ways = [[token[:i], token[i:]] for token in made for i in range(1, len(token))]
     model["merges"] = [[left, right] for left, right in ways if left in vocab and right in vocab]
     assert len(model["merges"]) > 1.1 * len(made)
@@ -145,11 +169,29 @@ def oracle_of(directory, form):
 def texts():
     """5,000 texts of all sorts of pieces."""
     draw = random.Random(0)
-    letters = [*range(0x3400), *range(0x4E00, 0x5200), *range(0xAC00, 0xB000), *range(0xF900, 0x10600)]
+    letters = [
+        *range(0x3400),
+        *range(0x4E00, 0x5200),
+        *range(0xAC00, 0xB000),
+        *range(0xF900, 0x10600),
+    ]
     letters += [*range(0x1D400, 0x1D800), *range(0x1F300, 0x1FAFF), *range(0x20000, 0x20100)]
     letters = [c for c in map(chr, letters) if unicodedata.category(c) not in ("Cs", "Cn")]
     letters.remove("\u2581")  # sentencepiece takes it for a space
-    odd = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "e\u0301\u0323", "\u212b", "ﬁ", "İ", "'\u017f", "'S", "'LL", "\ufeff", "\u200d", "\ufffd"]
+    odd = [
+        "👩‍👩‍👧‍👦",
+        "🏳️‍🌈",
+        "e\u0301\u0323",
+        "\u212b",
+        "ﬁ",
+        "İ",
+        "'\u017f",
+        "'S",
+        "'LL",
+        "\ufeff",
+        "\u200d",
+        "\ufffd",
+    ]
     sources = corpus()
 
     def piece():
@@ -183,7 +225,8 @@ def nfc(text):
 @pytest.mark.parametrize("form", FORMS)
 def test_ids_are_the_oracles_and_texts_come_back(form, directory, texts):
     tokenizer, oracle = open_tokenizer(directory / form), oracle_of(directory, form)
-    if form == "neox":  # `tokenizers` knows Unicode's marks as of 2018: those that are newer, it orders otherwise
+    # `tokenizers` knows Unicode's marks as of 2018: those that are newer, it orders otherwise
+    if form == "neox":
         known = [text for text in texts if normalizers.NFC().normalize_str(text) == nfc(text)]
         assert len(known) > 0.98 * len(texts)
         texts = known
@@ -206,7 +249,9 @@ def test_decoding_is_the_oracles_for_broken_text_too(form, directory):
     for _ in range(300):
         ids = draw.choices(range(tokenizer.vocab_size + 50), k=20)
         for skip in (True, False):
-            assert tokenizer.decode(ids, skip_special_tokens=skip) == oracle.decode(ids, skip_special_tokens=skip)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == oracle.decode(
+                ids, skip_special_tokens=skip
+            )
 
 
 @pytest.mark.parametrize("form", [*FORMS, "byte"])
@@ -224,25 +269,34 @@ def test_a_stream_gives_whole_characters_and_all_of_them(form, directory, texts)
         ids, stream = draw.choices(range(tokenizer.vocab_size), k=20), tokenizer.stream()
         assert "".join([*map(stream.put, ids), stream.end()]) == tokenizer.decode(torch.tensor(ids))
     stream = tokenizer.stream()
-    assert [stream.put(token) for token in tokenizer.encode_to_numpy("\U0001f9ff")][-2:] == ["", "\U0001f9ff"]
+    assert [stream.put(token) for token in tokenizer.encode_to_numpy("\U0001f9ff")][-2:] == [
+        "",
+        "\U0001f9ff",
+    ]
 
 
 def test_batches_are_padded_and_cut_on_either_side(directory):
     tokenizer = open_tokenizer(directory / "llama3")
     bos, end = TOKENS["llama3"], TOKENS["llama3"] + 1  # there is no padding token: eos does
-    a, b = (tokenizer.encode(text, add_special_tokens=False) for text in ("hi", "hello world, and more"))
+    a, b = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("hi", "hello world, and more")
+    )
     assert len(b) > 5 > len(a)
     ids, mask = tokenizer.encode_batch(["hi", "hello world, and more"])
     gap = len(b) - len(a)
     assert ids.tolist() == [[bos, *a, *[end] * gap], [bos, *b]]
     assert mask.tolist() == [[1] * (1 + len(a)) + [0] * gap, [1] * (1 + len(b))]
     assert ids.dtype == mask.dtype == torch.int64
-    batch = tokenizer.encode_batch(["hi", "hello world, and more"], padding_side="left", max_length=5)
+    batch = tokenizer.encode_batch(
+        ["hi", "hello world, and more"], padding_side="left", max_length=5
+    )
     assert batch.input_ids.tolist() == [[*[end] * (4 - len(a)), bos, *a], [bos, *b[:4]]]
     assert batch.attention_mask.tolist() == [[0] * (4 - len(a)) + [1] * (1 + len(a)), [1] * 5]
     cut = tokenizer.encode_batch(["hello world, and more"], max_length=4, truncation_side="left")
     assert cut.input_ids.tolist() == [[bos, *b[-3:]]]
-    assert tokenizer.encode_batch(["hello"], max_length=1, truncation_side="left").input_ids.tolist() == [[bos]]
+    assert tokenizer.encode_batch(
+        ["hello"], max_length=1, truncation_side="left"
+    ).input_ids.tolist() == [[bos]]
     assert tokenizer.encode_batch(["hi"], add_special_tokens=False).input_ids.tolist() == [a]
     assert tokenizer.encode_batch([]).input_ids.shape == (0, 0)
     assert ByteTokenizer().encode_batch(["a", "bc"]).input_ids.tolist() == [[97, 256], [98, 99]]
@@ -252,9 +306,15 @@ def test_batches_are_padded_and_cut_on_either_side(directory):
         tokenizer.encode_batch(["hi"], padding_side="up")
 
 
-BOS, EOS = {"bos_token": "<|begin_of_text|>"}, {"eos_token": {"__type": "AddedToken", "content": "<|eot_id|>"}}
+BOS, EOS = (
+    {"bos_token": "<|begin_of_text|>"},
+    {"eos_token": {"__type": "AddedToken", "content": "<|eot_id|>"}},
+)
 FIRST = TOKENS["llama3"]
-PAD = {"added_tokens_decoder": {"1200": {"content": "<pad>", "special": True}}, "pad_token": "<pad>"}
+PAD = {
+    "added_tokens_decoder": {"1200": {"content": "<pad>", "special": True}},
+    "pad_token": "<pad>",
+}
 # form, files beside it: bos, eos, pad, and the ids around a text
 SETTINGS = {
     "GPT-2's files name nothing": ("gpt2", {}, (0, 0, None, [], [])),
@@ -311,7 +371,11 @@ def test_special_tokens_are_those_of_the_files(case, directory, tmp_path):
     tokenizer = open_tokenizer(with_files(directory, form, files, tmp_path))
     plain = tokenizer.encode("hi there", add_special_tokens=False)
     bos, eos, pad, before, after = expected
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (bos, eos, pad)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        bos,
+        eos,
+        pad,
+    )
     assert tokenizer.encode("hi there") == [*before, *plain, *after]
     assert tokenizer.eod == eos
     if case == "ranks with other tokens":
@@ -330,13 +394,18 @@ def test_special_tokens_are_those_of_the_files(case, directory, tmp_path):
         ("gpt2_files", {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}),
         ("neox", {"tokenizer_class": "GPTNeoXTokenizer", "add_eos_token": True}),
         ("llama3", {"tokenizer_class": "PreTrainedTokenizerFast", **BOS, **EOS}),
-        ("llama3", {"tokenizer_class": "PreTrainedTokenizerFast", **BOS, **EOS, "add_bos_token": False}),
+        (
+            "llama3",
+            {"tokenizer_class": "PreTrainedTokenizerFast", **BOS, **EOS, "add_bos_token": False},
+        ),
         ("llama2", None),
     ],
 )
 def test_transformers_sees_the_same(form, config, directory, tmp_path):
     if form == "llama2":
-        pytest.importorskip("google.protobuf", reason="transformers reads sentencepiece models by protobuf")
+        pytest.importorskip(
+            "google.protobuf", reason="transformers reads sentencepiece models by protobuf"
+        )
         config = json.loads((directory / form / "tokenizer_config.json").read_text())
     path = with_files(directory, form, {"tokenizer_config": config}, tmp_path)
     ours, theirs = open_tokenizer(path), AutoTokenizer.from_pretrained(path)
@@ -355,13 +424,19 @@ def test_llama3s_special_tokens_have_their_published_ids():
 
 def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path):
     text = "it's <|endoftext|> here"
-    for form, name in (("gpt2", "tokenizer.json"), ("gpt2_files", "vocab.json"), ("llama2", "tokenizer.model")):
+    for form, name in (
+        ("gpt2", "tokenizer.json"),
+        ("gpt2_files", "vocab.json"),
+        ("llama2", "tokenizer.model"),
+    ):
         file, whole = open_tokenizer(str(directory / form / name)), open_tokenizer(directory / form)
         assert file.encode(text) == whole.encode(text)
     step = tmp_path / "step_00000001"
     shutil.copytree(directory / "llama3_ranks", step)
     (step / MANIFEST).write_text("{}")
-    assert open_tokenizer(tmp_path).encode(text) == open_tokenizer(directory / "llama3").encode(text)
+    assert open_tokenizer(tmp_path).encode(text) == open_tokenizer(directory / "llama3").encode(
+        text
+    )
 
 
 def edited(directory, form, tmp_path, **changes):
@@ -374,9 +449,18 @@ def edited(directory, form, tmp_path, **changes):
     return tmp_path
 
 
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}
-TEMPLATE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "special_tokens": {}}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {},
+}
 
 
 def split(**changes):
@@ -394,10 +478,14 @@ REFUSED = {
         "model_ignore_merges": True,
         "model_vocab": lambda vocab: vocab | {"zzzz": 5000},
     },
-    "normalizer 'Lowercase'": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}},
+    "normalizer 'Lowercase'": {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}
+    },
     "pre_tokenizer None": {"pre_tokenizer": None},
     "pre_tokenizer Metaspace": {"pre_tokenizer": {"type": "Metaspace"}},
-    "pre_tokenizer.add_prefix_space True": {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
+    "pre_tokenizer.add_prefix_space True": {
+        "pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}
+    },
     "pre_tokenizer.use_regex False": {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
     "pre_tokenizer.behavior 'Removed'": split(behavior="Removed"),
     "pre_tokenizer.invert True": split(invert=True),
@@ -405,8 +493,12 @@ REFUSED = {
     "it has a $": split(pattern={"Regex": "a$"}),
     "the pattern '(a' is not one that tiktoken can use": split(pattern={"Regex": "(a"}),
     "post_processor 'RobertaProcessing'": {"post_processor": {"type": "RobertaProcessing"}},
-    "several TemplateProcessing": {"post_processor": {"type": "Sequence", "processors": [TEMPLATE, TEMPLATE]}},
-    "added token 'x': single_word": {"added_tokens": [{"id": 1, "content": "x", "single_word": True}]},
+    "several TemplateProcessing": {
+        "post_processor": {"type": "Sequence", "processors": [TEMPLATE, TEMPLATE]}
+    },
+    "added token 'x': single_word": {
+        "added_tokens": [{"id": 1, "content": "x", "single_word": True}]
+    },
     "token 'x' has the id -1": {"added_tokens": [{"id": -1, "content": "x"}]},
     "merge 'q' 'zq': 'zq' is not in the vocabulary": {"model_merges": [["q", "zq"]]},
     "merge 'a' 'q': 'aq' is not in the vocabulary": {"model_merges": ["a q"]},
@@ -414,7 +506,10 @@ REFUSED = {
     "malformed: KeyError 'merges'": {"model": {"type": "BPE", "vocab": {}}},
     "malformed: AttributeError": {"model_vocab": ["a"]},
     "token 'a' has the id 'b'": {"model_vocab": {"a": "b"}},
-    "two tokens of the vocabulary have the same id": {"model_vocab": {"a": 1, "b": 1}, "model_merges": []},
+    "two tokens of the vocabulary have the same id": {
+        "model_vocab": {"a": 1, "b": 1},
+        "model_merges": [],
+    },
 }
 
 
@@ -430,9 +525,13 @@ def test_llama2s_tokenizer_json_gives_way_to_its_model(directory, tmp_path):
     edited(directory, "gpt2", tmp_path, model_byte_fallback=True)
     shutil.copy(directory / "llama2" / "tokenizer.model", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    assert open_tokenizer(tmp_path).encode("hi") == open_tokenizer(directory / "llama2").encode("hi")
+    assert open_tokenizer(tmp_path).encode("hi") == open_tokenizer(directory / "llama2").encode(
+        "hi"
+    )
     shutil.copy(directory / "gpt2" / "tokenizer.json", tmp_path)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: add_prefix_space True is not supported"):
+    with pytest.raises(
+        UserError, match=r"tokenizer_config\.json: add_prefix_space True is not supported"
+    ):
         open_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     assert open_tokenizer(tmp_path).encode("hi") == open_tokenizer(directory / "gpt2").encode("hi")
@@ -441,17 +540,44 @@ def test_llama2s_tokenizer_json_gives_way_to_its_model(directory, tmp_path):
 # files of a directory: the error, after its path
 MALFORMED = {
     "nothing": ({}, " has no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json"),
-    "no model": ({"tokenizer.json": '{"version": "1.0"}'}, "/tokenizer.json is malformed: KeyError 'model'"),
+    "no model": (
+        {"tokenizer.json": '{"version": "1.0"}'},
+        "/tokenizer.json is malformed: KeyError 'model'",
+    ),
     "no JSON": ({"tokenizer.json": "{"}, "/tokenizer.json can't be read: Expecting"),
-    "a list": ({"tokenizer.json": " [1]"}, "/tokenizer.json is neither a sentencepiece model nor lines of base64"),
+    "a list": (
+        {"tokenizer.json": " [1]"},
+        "/tokenizer.json is neither a sentencepiece model nor lines of base64",
+    ),
     "no merges": ({"vocab.json": '{"a": 0}'}, "/merges.txt: No such file or directory"),
-    "merges of three": ({"vocab.json": '{"a": 0}', "merges.txt": "#version: 1\na a a"}, "/vocab.json is malformed"),
-    "binary merges": ({"vocab.json": '{"a": 0}', "merges.txt": b"\xff"}, "/merges.txt is malformed: Unicode"),
-    "an empty model": ({"tokenizer.model": ""}, "/tokenizer.model is neither a sentencepiece model"),
-    "a broken model": ({"tokenizer.model": b"\n\x0e\n\x05<unk>"}, "/tokenizer.model is neither a sentencepiece model"),
-    "a rank left out": ({"tokenizer.model": "YQ== 0\nYg== 2\n"}, "/tokenizer.model is malformed: its ranks are not"),
-    "a token twice": ({"tokenizer.model": "YQ== 0\nYQ== 1\n"}, "/tokenizer.model is malformed: its ranks are not"),
-    "a line cut short": ({"tokenizer.model": "YQ== 0\nYg==\n"}, "/tokenizer.model is malformed: ValueError"),
+    "merges of three": (
+        {"vocab.json": '{"a": 0}', "merges.txt": "#version: 1\na a a"},
+        "/vocab.json is malformed",
+    ),
+    "binary merges": (
+        {"vocab.json": '{"a": 0}', "merges.txt": b"\xff"},
+        "/merges.txt is malformed: Unicode",
+    ),
+    "an empty model": (
+        {"tokenizer.model": ""},
+        "/tokenizer.model is neither a sentencepiece model",
+    ),
+    "a broken model": (
+        {"tokenizer.model": b"\n\x0e\n\x05<unk>"},
+        "/tokenizer.model is neither a sentencepiece model",
+    ),
+    "a rank left out": (
+        {"tokenizer.model": "YQ== 0\nYg== 2\n"},
+        "/tokenizer.model is malformed: its ranks are not",
+    ),
+    "a token twice": (
+        {"tokenizer.model": "YQ== 0\nYQ== 1\n"},
+        "/tokenizer.model is malformed: its ranks are not",
+    ),
+    "a line cut short": (
+        {"tokenizer.model": "YQ== 0\nYg==\n"},
+        "/tokenizer.model is malformed: ValueError",
+    ),
     "no token": (
         {"tokenizer.model": "YQ== 0\n", "tokenizer_config.json": '{"eos_token": "<end>"}'},
         ": eos_token '<end>' is not in the vocabulary",
@@ -469,7 +595,10 @@ MALFORMED = {
         "/tokenizer_config.json: add_prefix_space True is not supported",
     ),
     "added to nothing": (
-        {"tokenizer.model": "YQ== 0\n", "tokenizer_config.json": '{"added_tokens_decoder": {"x": {"content": "a"}}}'},
+        {
+            "tokenizer.model": "YQ== 0\n",
+            "tokenizer_config.json": '{"added_tokens_decoder": {"x": {"content": "a"}}}',
+        },
         "/tokenizer_config.json is malformed: ValueError",
     ),
 }
@@ -487,7 +616,10 @@ def test_missing_and_malformed_files_are_named(case, tmp_path):
 
 
 def test_bytes_without_a_token_are_unk_or_refused(tmp_path):
-    text, trainer = ["hello there", "hold"] * 5, trainers.BpeTrainer(special_tokens=["<unk>"], show_progress=False)
+    text, trainer = (
+        ["hello there", "hold"] * 5,
+        trainers.BpeTrainer(special_tokens=["<unk>"], show_progress=False),
+    )
     for unk in ("<unk>", None):
         bpe = Tokenizer(models.BPE(unk_token=unk))
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -502,11 +634,15 @@ def test_bytes_without_a_token_are_unk_or_refused(tmp_path):
                 tokenizer.encode("hold qq there")
 
 
-def test_what_a_pattern_leaves_out_and_spaces_around_added_tokens_are_as_in_tokenizers(directory, tmp_path, texts):
+def test_what_a_pattern_leaves_out_and_spaces_around_added_tokens_are_as_in_tokenizers(
+    directory, tmp_path, texts
+):
     edited(directory, "gpt2", tmp_path, **split(pattern={"Regex": r"\p{L}+|<(?=[|s])|\s(?!\s)"}))
     bpe = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     flags = [dict(lstrip=True), dict(rstrip=True), dict(lstrip=True, rstrip=True), {}]
-    bpe.add_tokens([AddedToken(name, **flag) for name, flag in zip(SPECIAL[1:5], flags, strict=True)])
+    bpe.add_tokens(
+        [AddedToken(name, **flag) for name, flag in zip(SPECIAL[1:5], flags, strict=True)]
+    )
     bpe.add_tokens(["<|pad", "<|padding", "  "])
     bpe.save(str(tmp_path / "tokenizer.json"))
     tokenizer = open_tokenizer(tmp_path)
@@ -518,10 +654,21 @@ def test_what_a_pattern_leaves_out_and_spaces_around_added_tokens_are_as_in_toke
 def test_a_megabyte_without_a_break_is_a_text_like_any_other(form, directory):
     tokenizer = open_tokenizer(directory / form)
     million = 1_000_000
-    for text in ("a" * million, " " * million + "x", "\t " * (million // 2), "\u00e9" * million, "\0" * million):
+    for text in (
+        "a" * million,
+        " " * million + "x",
+        "\t " * (million // 2),
+        "\u00e9" * million,
+        "\0" * million,
+    ):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     for length in (255, 256, 257, 511, 512, 513, 1000):  # white space goes by blocks of 256
-        for text in (" " * length + "x", "x" + " \t" * length + "x", " " * length, "\n" + "\u3000" * length + "1"):
+        for text in (
+            " " * length + "x",
+            "x" + " \t" * length + "x",
+            " " * length,
+            "\n" + "\u3000" * length + "1",
+        ):
             assert tokenizer.encode(text) == oracle_of(directory, form)(text, True)
 
 
@@ -536,7 +683,9 @@ def test_what_is_no_unicode_is_refused(directory):
 
 
 def test_a_tokenizer_without_special_tokens_ends_no_document(directory, tmp_path):
-    tokenizer = open_tokenizer(edited(directory, "llama3", tmp_path, added_tokens=[], post_processor=None))
+    tokenizer = open_tokenizer(
+        edited(directory, "llama3", tmp_path, added_tokens=[], post_processor=None)
+    )
     with pytest.raises(UserError, match="no token that could end a document"):
         _ = tokenizer.eod
 
@@ -546,7 +695,10 @@ def test_documents_become_a_stream_of_the_smallest_dtype(directory):
         tokenizer = open_tokenizer(where)
         stream = _stream([b"one <|endoftext|> two", b"", b"three"], tokenizer)
         assert stream.dtype == dtype
-        one, three = (tokenizer.encode(text, parse_special=False) for text in ("one <|endoftext|> two", "three"))
+        one, three = (
+            tokenizer.encode(text, parse_special=False)
+            for text in ("one <|endoftext|> two", "three")
+        )
         assert stream.tolist() == [*one, tokenizer.eod, tokenizer.eod, *three, tokenizer.eod]
         assert tokenizer.eod not in one
     tokenizer.vocab_size = 1 << 17
@@ -561,15 +713,38 @@ def test_the_training_tool_tells_mistakes_in_one_line(tmp_path, capsys, monkeypa
     output = ["--output", tmp_path / "out"]
     for arguments, code, message in [
         ([], 2, "name the --output directory (--help says how)"),
-        ([*output, "--input", tmp_path / "none"], 2, f"--input {tmp_path}/none: No such file or directory"),
-        ([*output, "--input", ROOT / "docs" / "loss.png"], 2, f"--input {ROOT}/docs/loss.png is not UTF-8"),
-        ([*output, "--vocab-size", 259], 2, "vocab-size 259 must be more than 259: the bytes and special tokens"),
+        (
+            [*output, "--input", tmp_path / "none"],
+            2,
+            f"--input {tmp_path}/none: No such file or directory",
+        ),
+        (
+            [*output, "--input", ROOT / "docs" / "loss.png"],
+            2,
+            f"--input {ROOT}/docs/loss.png is not UTF-8",
+        ),
+        (
+            [*output, "--vocab-size", 259],
+            2,
+            "vocab-size 259 must be more than 259: the bytes and special tokens",
+        ),
         (
             [*output, "--input", tmp_path / "short"],
             1,
             "can't train a tokenizer on this input: Vocabulary size",
         ),
-        (["--output", tmp_path / "short" / "x", "--input", ROOT / "README.md", "--vocab-size", 500], 1, "can't write"),
+        (
+            [
+                "--output",
+                tmp_path / "short" / "x",
+                "--input",
+                ROOT / "README.md",
+                "--vocab-size",
+                500,
+            ],
+            1,
+            "can't write",
+        ),
     ]:
         monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:

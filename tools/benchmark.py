@@ -1,4 +1,5 @@
-"""Run ours and a reference in turn, A B A B, on the same weights, data and threads, and print how they compare.
+"""Run ours and a reference in turn, A B A B, on the same weights, data and threads, and print how
+they compare.
 
 $ python tools/benchmark.py checkpoint --json results.json
 
@@ -29,25 +30,34 @@ CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "da
 class Options:
     """What to compare."""
 
-    case: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="{" + ",".join((*CASES, "all")) + "}")]] = "all"
+    case: tyro.conf.Positional[
+        Annotated[str, tyro.conf.arg(metavar="{" + ",".join((*CASES, "all")) + "}")]
+    ] = "all"
     """Which comparison."""
     pairs: int = 5
     """Runs of each side, in turn, after one of each that does not count."""
     gigabytes: float = 4.0
     """Size of the model whose checkpoints are converted."""
     directory: File = None
-    """Where to write what is measured: a disk with room for five such models; the temporary directory by default."""
+    """Where to write what is measured: a disk with room for five such models; the temporary
+    directory by default."""
     json: File = None
     """File for the numbers."""
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
-    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    os.environ |= {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TQDM_DISABLE": "1",
+    }
     if options.case not in (*CASES, "all"):
         raise UserError(f"no case {options.case}: there are {', '.join(CASES)} and all")
     print(f"{machine()}\n")
-    print("| case | ours | reference | ratio: median (range) | peak memory of ours | of the reference |")
+    print(
+        "| case | ours | reference | ratio: median (range) | peak memory of ours | of the reference |"
+    )
     print("| --- | --- | --- | --- | --- | --- |")
     results = []
     cases = CASES if torch.cuda.is_available() else CASES[:-1]
@@ -57,8 +67,13 @@ def main(arguments: list[str]) -> None:
             results.append(result)
             print(result.row(), flush=True)
     if options.json:
-        values = [{**result._asdict(), "median_ratio": statistics.median(result.ratios)} for result in results]
-        options.json.write_text(json.dumps({"machine": machine(), "results": values}, indent=1) + "\n")
+        values = [
+            {**result._asdict(), "median_ratio": statistics.median(result.ratios)}
+            for result in results
+        ]
+        options.json.write_text(
+            json.dumps({"machine": machine(), "results": values}, indent=1) + "\n"
+        )
 
 
 def machine() -> str:
@@ -69,7 +84,8 @@ def machine() -> str:
     devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return (
         f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}, {memory:.0f} GiB, Python "
-        f"{platform.python_version()}, torch {torch.__version__}" + "".join(f", {name}" for name in devices)
+        f"{platform.python_version()}, torch {torch.__version__}"
+        + "".join(f", {name}" for name in devices)
     )
 
 

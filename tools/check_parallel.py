@@ -5,8 +5,9 @@ $ python tools/check_parallel.py --preset llama2-70b --shrink --layouts all
 $ python tools/check_parallel.py --load path/to/llama --layouts tp2+sp,pp2v2
 $ python tools/check_parallel.py --import mine.py --model mine
 
-Prints, for each layout, the worst relative difference of the loss, the gradient norm, any parameter's gradient and any
-weight after the steps, and where a difference begins. Exits 1 if a layout fails.
+Prints, for each layout, the worst relative difference of the loss, the gradient norm, any
+parameter's gradient and any weight after the steps, and where a difference begins. Exits 1 if a
+layout fails.
 """
 
 from dataclasses import dataclass
@@ -27,15 +28,18 @@ class Options(ImportOption):
     """What is checked."""
 
     model: Name = None
-    """Family, preset or config file: config.json of Hugging Face, or TOML and JSON with our names."""
+    """Family, preset or config file: config.json of Hugging Face, or TOML and JSON with our names.
+    """
     preset: Name = None
     """The same."""
     load: File = None
-    """Checkpoint or Hugging Face directory, with whose weights it is checked (with --shrink: with whose config)."""
+    """Checkpoint or Hugging Face directory, with whose weights it is checked (with --shrink: with
+    whose config)."""
     shrink: bool = False
     """Build it small: heads, KV groups, ties and kinds of layers remain."""
     layouts: str = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
-    """Names with commas between: sizes, as in tp2pp2dp2v2, then what is on: +sp, +zero, +gpipe, +zb-h1. Or all."""
+    """Names with commas between: sizes, as in tp2pp2dp2v2, then what is on: +sp, +zero, +gpipe,
+    +zb-h1. Or all."""
     ranks: int = 4
     """The most ranks of --layouts all, which are processes of this machine."""
     steps: int = 3
@@ -51,8 +55,14 @@ def main(arguments: list[str]) -> None:
     if sum(each is not None for each in given) != 1:
         raise UserError("give one of --model, --preset and --load")
     if options.steps < 1 or options.ranks < 2:
-        raise UserError(f"steps {options.steps} must be at least 1, and ranks {options.ranks} at least 2")
-    config = open_source(options.load).config if options.load else find_config(options.model or options.preset)
+        raise UserError(
+            f"steps {options.steps} must be at least 1, and ranks {options.ranks} at least 2"
+        )
+    config = (
+        open_source(options.load).config
+        if options.load
+        else find_config(options.model or options.preset)
+    )
     config = shrink(config) if options.shrink else config
     if options.layouts == "all":
         layouts = all_layouts(config, options.ranks)
@@ -64,8 +74,15 @@ def main(arguments: list[str]) -> None:
     load = None if options.shrink else options.load
     failed = 0
     for each in check_parallel(config, layouts, load=load, **how):
-        numbers = f"{each.loss:9.1e}{each.norm:9.1e}{each.gradient:10.1e}{each.weight:9.1e}".replace("nan", "  -")
-        print(f"{each.layout!s:24}{numbers}  {'pass' if each.passed else 'FAIL  ' + each.cause}", flush=True)
+        numbers = (
+            f"{each.loss:9.1e}{each.norm:9.1e}{each.gradient:10.1e}{each.weight:9.1e}".replace(
+                "nan", "  -"
+            )
+        )
+        print(
+            f"{each.layout!s:24}{numbers}  {'pass' if each.passed else 'FAIL  ' + each.cause}",
+            flush=True,
+        )
         failed += not each.passed
     if failed:
         raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)

@@ -1,4 +1,5 @@
-"""Convert a Hugging Face model directory to shards for tensor and pipeline parallelism, piece by piece.
+"""Convert a Hugging Face model directory to shards for tensor and pipeline parallelism, piece by
+piece.
 
 $ python tools/convert_hf.py path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 """
@@ -15,10 +16,15 @@ from megazoo.terminal import byte_bar
 def main(arguments: list[str]) -> None:
     options = parse_flags(ShardingOptions, arguments, __doc__)
     path, output = required(options, "source", "output")
-    source, how = HuggingFaceDirectory(path), {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    source, how = (
+        HuggingFaceDirectory(path),
+        {"dtype": options.torch_dtype, "overwrite": options.overwrite},
+    )
     with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
         write_shards(source, output, options.tp, options.pp, **how, progress=bar.update)
-    print(f"wrote {output}: {source.model.__name__}, tp {options.tp} x pp {options.pp}; it loads in any layout")
+    print(
+        f"wrote {output}: {source.model.__name__}, tp {options.tp} x pp {options.pp}; it loads in any layout"
+    )
 
 
 if __name__ == "__main__":

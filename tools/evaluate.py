@@ -4,9 +4,10 @@ $ python tools/evaluate.py runs/a --text book.txt
 $ torchrun --nproc-per-node 4 tools/evaluate.py path/to/llama --tp 2 --pp 2 --text pile.jsonl --stride 512
 $ python tools/evaluate.py path/to/llama --choices questions.jsonl --output scores.jsonl
 
---text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of {"context": "...",
-"choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after its context; with "answer", the index of
-the right one, also how often the likeliest choice is right.
+--text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of
+{"context": "...", "choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after
+its context; with "answer", the index of the right one, also how often the likeliest choice is
+right.
 """
 
 import json
@@ -38,7 +39,8 @@ class Options(InferenceOptions):
     seq_length: optional(int, "INT", "the model's max-positions, 2048 at most") = None
     """Tokens that are read at once."""
     stride: int = 0
-    """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without overlap."""
+    """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without
+    overlap."""
     batch_size: int = 8
     """Windows, or choices, that are scored together."""
     output: File = None
@@ -64,7 +66,9 @@ def main(arguments: list[str]) -> None:
         how = {"length": length, "stride": options.stride, "batch": options.batch_size}
         with byte_bar(sum(map(len, documents))) as bar:
             result = evaluate_texts(model, tokenizer, documents, **how, progress=bar.update)
-        say(f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens")
+        say(
+            f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
+        )
         say(f"loss            {result.loss:.6f} nats a token")
         say(f"perplexity      {result.perplexity:.4f}")
         say(f"bits a byte     {result.bits_per_byte:.6f}")
@@ -79,13 +83,16 @@ def main(arguments: list[str]) -> None:
 
 
 def scored_choices(model, tokenizer, requests: list[dict], batch: int, say) -> list[dict]:
-    """The requests with log_likelihoods, tokens and greedy of each choice; says them, and how many are right."""
+    """The requests with log_likelihoods, tokens and greedy of each choice; says them, and how many
+    are right."""
     pairs = [(request["context"], choice) for request in requests for choice in request["choices"]]
     scores = iter(score_choices(model, tokenizer, pairs, batch=batch))
     right, lines = [], []
     for request in requests:
         likelihoods, tokens, greedy = zip(*(next(scores) for _ in request["choices"]), strict=True)
-        lines.append({**request, "log_likelihoods": likelihoods, "tokens": tokens, "greedy": greedy})
+        lines.append(
+            {**request, "log_likelihoods": likelihoods, "tokens": tokens, "greedy": greedy}
+        )
         say("  ".join(f"{value:.4f}" for value in likelihoods))
         if "answer" in request:
             right.append(likelihoods.index(max(likelihoods)) == request["answer"])
@@ -111,11 +118,19 @@ def read_choices(file: Path) -> list[dict]:
     requests = []
     for number, value in _json_lines(file):
         choices = value.get("choices")
-        texts = isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices)
+        texts = (
+            isinstance(choices, list)
+            and choices
+            and all(isinstance(choice, str) for choice in choices)
+        )
         if not isinstance(value.get("context"), str) or not texts:
-            raise UserError(f'{file}, line {number} is not {{"context": "...", "choices": ["...", ...]}}')
+            raise UserError(
+                f'{file}, line {number} is not {{"context": "...", "choices": ["...", ...]}}'
+            )
         if "answer" in value and value["answer"] not in range(len(choices)):
-            raise UserError(f"{file}, line {number}: answer {value['answer']!r} is not the index of a choice")
+            raise UserError(
+                f"{file}, line {number}: answer {value['answer']!r} is not the index of a choice"
+            )
         requests.append(value)
     return requests
 

@@ -3,9 +3,9 @@
 $ python tools/generate.py runs/a --prompt "def main(" --max-new-tokens 100
 $ torchrun --nproc-per-node 4 tools/generate.py path/to/llama --tp 2 --pp 2 --prompts questions.txt --num-beams 3
 
-Without --prompt and --prompts it asks for prompts, one a line, until the end of input. A single answer appears as it
-comes, unless it is searched with beams. Without --temperature, --top-k and --top-p the likeliest token is taken; with
-one of them, tokens are drawn.
+Without --prompt and --prompts it asks for prompts, one a line, until the end of input. A single
+answer appears as it comes, unless it is searched with beams. Without --temperature, --top-k and
+--top-p the likeliest token is taken; with one of them, tokens are drawn.
 """
 
 import sys
@@ -99,7 +99,9 @@ class Session:
         began = time.perf_counter()
         out = self.model.generate(ids, mask, streamer=streamer, **self.settings)[:, ids.shape[1] :]
         self.seconds += time.perf_counter() - began
-        asked = [(prompt, row) for prompt, row in zip(prompts, ids, strict=True) for _ in range(each)]
+        asked = [
+            (prompt, row) for prompt, row in zip(prompts, ids, strict=True) for _ in range(each)
+        ]
         for (prompt, real), new in zip(asked, out.tolist(), strict=True):
             length = next((i for i, token in enumerate(new) if token in self.ends), len(new))
             self.tokens += min(length + 1, len(new))
@@ -121,7 +123,11 @@ def main(arguments: list[str]) -> None:
     if options.batch_size < 1:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
     prompts = (
-        [options.prompt] if options.prompt is not None else read_lines(options.prompts) if options.prompts else None
+        [options.prompt]
+        if options.prompt is not None
+        else read_lines(options.prompts)
+        if options.prompts
+        else None
     )
     model, tokenizer, say = load_for_inference(options)
     session = Session(model, tokenizer, say, settings_of(options, model, tokenizer))
@@ -135,7 +141,8 @@ def main(arguments: list[str]) -> None:
 
 
 def settings_of(options: Options, model, tokenizer) -> dict:
-    """The settings of `Model.generate`: those of the flags of its names, and what ends an answer."""
+    """The settings of `Model.generate`: those of the flags of its names, and what ends an answer.
+    """
     names = "max_new_tokens min_new_tokens num_beams num_return_sequences length_penalty early_stopping".split()
     names += "repetition_penalty no_repeat_ngram_size seed".split()
     settings = {name: getattr(options, name) for name in names}
@@ -143,11 +150,15 @@ def settings_of(options: Options, model, tokenizer) -> dict:
     drawn = {name: value for name, value in drawn.items() if value is not None}
     if options.num_return_sequences > 1 and not drawn and options.num_beams == 1:
         what = f"num-return-sequences {options.num_return_sequences}"
-        raise UserError(f"{what} needs --temperature, --top-k or --top-p, or --num-beams of at least as many")
+        raise UserError(
+            f"{what} needs --temperature, --top-k or --top-p, or --num-beams of at least as many"
+        )
     if drawn:
         settings |= {"do_sample": True, "top_k": 0, **drawn}
     ends = model.generation.get("eos_token_id", tokenizer.eos_token_id)
-    settings["eos_token_id"] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    settings["eos_token_id"] = (
+        [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    )
     if options.stop:
         settings |= {"stop": options.stop, "tokenizer": tokenizer}
     return settings
@@ -156,7 +167,8 @@ def settings_of(options: Options, model, tokenizer) -> dict:
 def converse(session: Session) -> None:
     """Answer what is typed, a line at a time; a prompt that can't be answered is told why."""
     ctx, seed = session.model.ctx, session.settings["seed"]
-    patient = ctx.new_cpu_group(timeout=timedelta(days=30))  # the other ranks wait for what is typed
+    # the other ranks wait for what is typed
+    patient = ctx.new_cpu_group(timeout=timedelta(days=30))
     while True:
         line = None
         if is_rank_zero():
@@ -179,7 +191,9 @@ def read_lines(file) -> list[str]:
     try:
         lines = [line for line in file.read_text().splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} can't be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(
+            f"{file} can't be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if not lines:
         raise UserError(f"{file} has no prompts")
     return lines

@@ -1,4 +1,5 @@
-"""Tell what a checkpoint, or a Hugging Face directory, holds; with --verify, read and check every byte.
+"""Tell what a checkpoint, or a Hugging Face directory, holds; with --verify, read and check every
+byte.
 
 $ python tools/inspect_checkpoint.py runs/a --verify
 """
@@ -38,10 +39,14 @@ def main(arguments: list[str]) -> None:
     print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
     print(f"  dtypes      {', '.join(sorted(dtypes))}")
     if isinstance(source, Checkpoint):
-        print(f"  layout      {' x '.join(f'{axis} {size}' for axis, size in source.layout.items())}; loads in any")
+        print(
+            f"  layout      {' x '.join(f'{axis} {size}' for axis, size in source.layout.items())}; loads in any"
+        )
         print(f"  optimizer   {'its state is here' if source.has_states else 'none'}")
         known = {key: value for key, value in source.trainer.items() if key != "settings"}
-        print(f"  trainer     {', '.join(f'{key} {value}' for key, value in known.items()) or 'nothing'}")
+        print(
+            f"  trainer     {', '.join(f'{key} {value}' for key, value in known.items()) or 'nothing'}"
+        )
     sizes = source.file_sizes()
     for name, size in sizes.items():
         print(f"  {size:>15,}  {name}")

@@ -26,7 +26,10 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     path, output = required(options, "source", "output")
     limit, dtype = parse_size(options.max_shard_size), options.torch_dtype
-    source, how = open_source(path), {"dtype": dtype, "max_shard_size": limit, "overwrite": options.overwrite}
+    source, how = (
+        open_source(path),
+        {"dtype": dtype, "max_shard_size": limit, "overwrite": options.overwrite},
+    )
     with byte_bar(source.weight_bytes(dtype)) as bar:
         write_hugging_face(source, output, **how, progress=bar.update)
     known = f": transformers' AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it"

@@ -1,11 +1,13 @@
-"""Tell what each rank of a run needs, before there is one: memory, FLOPs, traffic, and the pipeline's bubble.
+"""Tell what each rank of a run needs, before there is one: memory, FLOPs, traffic, and the
+pipeline's bubble.
 
 $ python tools/plan.py --preset gpt3-175b --tp 8 --pp 16 --dp 8 --json plan.json
 $ python tools/plan.py --preset gpt3-175b --search --gpus 1024 --memory 80GB
 
---search ranks the layouts that fit by the time of a step, shortest first: the FLOPs of a rank, bubble and recomputation
-included, and as many more for each byte that it sends as an H100 computes in that time: 1,000 over tp, within a node;
-10,000 over pp and dp. tp, pp, dp, virtual-pp, recompute, sequence-parallel and zero are searched, the rest is as given.
+--search ranks the layouts that fit by the time of a step, shortest first: the FLOPs of a rank,
+bubble and recomputation included, and as many more for each byte that it sends as an H100 computes
+in that time: 1,000 over tp, within a node; 10,000 over pp and dp. tp, pp, dp, virtual-pp,
+recompute, sequence-parallel and zero are searched, the rest is as given.
 """
 
 import json
@@ -49,7 +51,8 @@ class BatchOptions:
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of weights and activations."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Run parts again in backward instead of keeping their activations: attention and the MLPs' activations, or all."""
+    """Run parts again in backward instead of keeping their activations: attention and the MLPs'
+    activations, or all."""
     recompute_interval: int = 1
     """Layers that are recomputed as one unit under full."""
 
@@ -59,7 +62,9 @@ class Options:
     """What is planned."""
 
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
-    parallel: tyro.conf.OmitArgPrefixes[PlanParallelOptions] = field(default_factory=PlanParallelOptions)
+    parallel: tyro.conf.OmitArgPrefixes[PlanParallelOptions] = field(
+        default_factory=PlanParallelOptions
+    )
     batch: tyro.conf.OmitArgPrefixes[BatchOptions] = field(default_factory=BatchOptions)
     json: Annotated[File, tyro.conf.arg(metavar="PATH")] = None
     """File for the same as JSON; - is stdout, without the table."""
@@ -88,7 +93,9 @@ def main(arguments: list[str]) -> None:
         found = planner.search(options.gpus, parse_size(options.memory), parallel, training)
         layouts = sorted(found, key=lambda layout: layout.time)[:LISTED]
         if not layouts:
-            raise UserError(f"no layout of {options.gpus} GPUs fits into {options.memory}", exit_code=1)
+            raise UserError(
+                f"no layout of {options.gpus} GPUs fits into {options.memory}", exit_code=1
+            )
         told, lines = [asdict(layout) for layout in layouts], search_lines(layouts)
     else:
         planner.check(parallel, training, dp)
@@ -116,7 +123,14 @@ def plan_lines(plan) -> list[str]:
         "in flight,FLOPs,sent tp,sent pp,sent dp".split(",")
     ]
     for rank in plan.ranks:
-        sizes = (rank.weights, rank.gradients, rank.optimizer, rank.optimizer_host, rank.activations, rank.total)
+        sizes = (
+            rank.weights,
+            rank.gradients,
+            rank.optimizer,
+            rank.optimizer_host,
+            rank.activations,
+            rank.total,
+        )
         sent = (rank.sent_tp, rank.sent_pp, rank.sent_dp)
         rows.append([
             str(rank.pp), ranges(rank.tp), str(rank.layers), f"{rank.parameters:,}", *map(size, sizes),
@@ -135,20 +149,30 @@ def plan_lines(plan) -> list[str]:
 
 def search_lines(layouts) -> list[str]:
     """What a search found, as a table."""
-    rows = ["tp,pp,dp,virtual-pp,recompute,seq.-par.,zero,memory,bubble,sent tp,sent pp,sent dp,time".split(",")]
+    rows = [
+        "tp,pp,dp,virtual-pp,recompute,seq.-par.,zero,memory,bubble,sent tp,sent pp,sent dp,time".split(
+            ","
+        )
+    ]
     for each in layouts:
         rows.append([
             *map(str, (each.tp, each.pp, each.dp, each.virtual_pp, each.recompute)),
             "yes" if each.sequence_parallel else "no", str(each.zero), size(each.total), f"{each.bubble:.2%}",
             *map(size, (each.sent_tp, each.sent_pp, each.sent_dp)), f"{each.time / layouts[0].time:.3f}",
         ])  # fmt: skip
-    return [*table(rows), "memory, bubble and bytes sent a step: of the rank that has most; time: over the first one's"]
+    return [
+        *table(rows),
+        "memory, bubble and bytes sent a step: of the rank that has most; time: over the first one's",
+    ]
 
 
 def table(rows: list[list[str]]) -> list[str]:
     """Columns as wide as they need to be, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
 
 
 def ranges(numbers: list[int]) -> str:

@@ -17,7 +17,8 @@ from megazoo.errors import UserError
 
 
 def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Training and validation loss by step. Where a step stands twice (a resumed or repeated run), the later counts."""
+    """Training and validation loss by step. Where a step stands twice (a resumed or repeated run),
+    the later counts."""
     training, validation = {}, {}
     try:
         lines = path.read_text().splitlines()
@@ -65,11 +66,21 @@ def main(arguments: list[str]) -> None:
     for path, training, validation in curves:
         label = f"{path.parent.name}: " if len(curves) > 1 else ""
         (line,) = axes.plot(
-            *zip(*sorted(training.items()), strict=True), linewidth=1, alpha=0.45, label=f"{label}training"
+            *zip(*sorted(training.items()), strict=True),
+            linewidth=1,
+            alpha=0.45,
+            label=f"{label}training",
         )
         if validation:
             points = zip(*sorted(validation.items()), strict=True)
-            axes.plot(*points, "o-", color=line.get_color(), linewidth=2, markersize=6, label=f"{label}validation")
+            axes.plot(
+                *points,
+                "o-",
+                color=line.get_color(),
+                linewidth=2,
+                markersize=6,
+                label=f"{label}validation",
+            )
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -2,9 +2,10 @@
 
 $ python tools/plot_schedule.py --schedule zb-h1 --pp 4 --microbatches 8 --output schedule.svg
 
-A row is a rank, a box an action of one micro-batch: forward (F), backward (B), or its two halves, of the inputs (I) and
-of the weights (W). Interleaved stages have darker boxes from one to the next. An arrow goes from what made an input to
-the action that had to wait for it. Transfers take no time here.
+A row is a rank, a box an action of one micro-batch: forward (F), backward (B), or its two halves,
+of the inputs (I) and of the weights (W). Interleaved stages have darker boxes from one to the next.
+An arrow goes from what made an input to the action that had to wait for it. Transfers take no time
+here.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Options(ImportOption):
     microbatches: int = 8
     """Of one replica, in a step."""
     cost: Annotated[tuple[float, ...], tyro.conf.arg(metavar="F I W")] = (1.0, 1.0, 1.0)
-    """Time of a forward, of the inputs' backward and of the weights'; B takes the last two together."""
+    """Time of a forward, of the inputs' backward and of the weights'; B takes the last two
+    together."""
     output: Path = Path("schedule.png")
     """File to write, .png or .svg."""
 
@@ -63,7 +65,9 @@ def main(arguments: list[str]) -> None:
     forward, inputs, weights = options.cost
     cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
     schedule = schedule_named(options.schedule)
-    tables = [schedule(r, options.pp, options.virtual_pp, options.microbatches) for r in range(options.pp)]
+    tables = [
+        schedule(r, options.pp, options.virtual_pp, options.microbatches) for r in range(options.pp)
+    ]
     spans = timeline(tables, cost)
     end = max(span.end for span in spans.values())
     figure, axes = pyplot.subplots(figsize=(min(40.0, 2 + end * 0.35), 1 + 0.6 * options.pp))
@@ -73,18 +77,42 @@ def main(arguments: list[str]) -> None:
             span, source = spans[action], source_of(action, options.pp * options.virtual_pp - 1)
             shade = 1 - 0.5 * (action.stage // options.pp) / options.virtual_pp
             color = [part * shade for part in matplotlib.colors.to_rgb(COLORS[action.kind])]
-            axes.barh(rank, span.end - span.start, left=span.start, color=color, edgecolor="white", height=0.9)
+            axes.barh(
+                rank,
+                span.end - span.start,
+                left=span.start,
+                color=color,
+                edgecolor="white",
+                height=0.9,
+            )
             middle = (span.start + span.end) / 2
-            axes.text(middle, rank, f"{action.kind}{action.microbatch}", ha="center", va="center", fontsize=7)
+            axes.text(
+                middle,
+                rank,
+                f"{action.kind}{action.microbatch}",
+                ha="center",
+                va="center",
+                fontsize=7,
+            )
             if source and span.start > free:
                 arrow = {"arrowstyle": "->", "color": "#555555", "lw": 0.8}
-                axes.annotate("", (span.start, rank), (span.start, source.stage % options.pp), arrowprops=arrow)
+                axes.annotate(
+                    "",
+                    (span.start, rank),
+                    (span.start, source.stage % options.pp),
+                    arrowprops=arrow,
+                )
             free = span.end
     busy = sum(span.end - span.start for span in spans.values()) / options.pp
     axes.set(
-        yticks=range(options.pp), yticklabels=[f"rank {r}" for r in range(options.pp)], xlabel="time", xlim=(0, end)
+        yticks=range(options.pp),
+        yticklabels=[f"rank {r}" for r in range(options.pp)],
+        xlabel="time",
+        xlim=(0, end),
     )
-    axes.set_title(f"{options.schedule}, virtual-pp {options.virtual_pp}: bubble {end / busy - 1:.1%} of the work")
+    axes.set_title(
+        f"{options.schedule}, virtual-pp {options.virtual_pp}: bubble {end / busy - 1:.1%} of the work"
+    )
     axes.invert_yaxis()
     figure.tight_layout()
     figure.savefig(options.output, dpi=150)

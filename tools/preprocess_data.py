@@ -2,9 +2,9 @@
 
 $ python tools/preprocess_data.py --input corpus.jsonl --output-prefix out/corpus --tokenizer path/to/llama --append-eod
 
-Inputs: JSONL files (.jsonl or .json, plain or with .gz or .zst), of which each line is a document; any other file,
-which is one document; or folders of both, whose token files are left out. What was interrupted goes on where it
-stood, by the same command.
+Inputs: JSONL files (.jsonl or .json, plain or with .gz or .zst), of which each line is a document;
+any other file, which is one document; or folders of both, whose token files are left out. What was
+interrupted goes on where it stood, by the same command.
 """
 
 import os
@@ -54,10 +54,14 @@ def main(arguments: list[str]) -> None:
         raise UserError("json-keys must be different names, one at least")
     outputs = [Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys]
     for output in outputs:
-        if not options.overwrite and any(Path(f"{output}{ending}").exists() for ending in (".bin", ".idx")):
+        if not options.overwrite and any(
+            Path(f"{output}{ending}").exists() for ending in (".bin", ".idx")
+        ):
             raise UserError(f"{output}.bin or .idx is there already: --overwrite replaces them")
     inputs = input_files(list(options.input))
-    recipe = Recipe(inputs, options.tokenizer, options.json_keys, options.append_eod, options.strict)
+    recipe = Recipe(
+        inputs, options.tokenizer, options.json_keys, options.append_eod, options.strict
+    )
     told = 0
     began = time.perf_counter()
     with byte_bar(sum(os.path.getsize(file) for file in inputs)) as bar:
@@ -69,14 +73,19 @@ def main(arguments: list[str]) -> None:
                 bar.write(f"left out {line}")
 
         try:
-            done = preprocess(recipe, options.output_prefix, options.workers, progress=bar.update, say=tell)
+            done = preprocess(
+                recipe, options.output_prefix, options.workers, progress=bar.update, say=tell
+            )
         except OSError as error:
             what = f"{error.filename or options.output_prefix} can't be written: {error.strerror}"
             raise UserError(what, exit_code=1) from error
     seconds = time.perf_counter() - began
     for output in outputs:
         tokens = IndexedTokens(output)
-        print(f"wrote {output}.bin and .idx: {len(tokens):,} documents, {len(tokens.tokens):,} tokens", end="")
+        print(
+            f"wrote {output}.bin and .idx: {len(tokens):,} documents, {len(tokens.tokens):,} tokens",
+            end="",
+        )
         print(f" ({tokens.dtype}), {len(tokens.tokens) / seconds:,.0f} tokens/s")
     if done.bad:
         print(f"left out {done.bad:,} lines without text; --strict stops at the first")

@@ -2,7 +2,8 @@
 
 $ python tools/reshard.py runs/a resharded --tp 4 --pp 1
 
-Training and loading do this by themselves; it saves reading across shards where a checkpoint is loaded again and again.
+Training and loading do this by themselves; it saves reading across shards where a checkpoint is
+loaded again and again.
 """
 
 from megazoo.cli.flags import parse_flags

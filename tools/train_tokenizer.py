@@ -1,4 +1,5 @@
-"""Train a tokenizer of LLaMA's kind: sentencepiece BPE, with bytes for characters that are not in its vocabulary.
+"""Train a tokenizer of LLaMA's kind: sentencepiece BPE, with bytes for characters that are not in
+its vocabulary.
 
 $ python tools/train_tokenizer.py --input stdlib --vocab-size 4096 --output tokenizer
 """
@@ -45,7 +46,9 @@ def main(arguments: list[str]) -> None:
     if options.output is None:
         raise UserError("name the --output directory (--help says how)")
     if options.vocab_size <= SMALLEST:
-        raise UserError(f"vocab-size {options.vocab_size} must be more than {SMALLEST}: the bytes and special tokens")
+        raise UserError(
+            f"vocab-size {options.vocab_size} must be more than {SMALLEST}: the bytes and special tokens"
+        )
     model = train(lines_of(options.input), options.vocab_size)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -69,7 +72,8 @@ def lines_of(name: str) -> Iterator[str]:
 
 
 def train(lines: Iterator[str], vocab_size: int) -> bytes:
-    """The bytes of a sentencepiece model with LLaMA's settings. Raises UserError if the text is too little."""
+    """The bytes of a sentencepiece model with LLaMA's settings. Raises UserError if the text is too
+    little."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

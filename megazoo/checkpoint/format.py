@@ -1,4 +1,5 @@
-"""Checkpoints on disk: streamed safetensors files, the manifest that makes a directory whole, and how one is found.
+"""Checkpoints on disk: streamed safetensors files, the manifest that makes a directory whole, and
+how one is found.
 
     ckpt/latest                                            text: step_00000100
     ckpt/step_00000100/megazoo.json                        the manifest, written last
@@ -6,9 +7,10 @@
     ckpt/step_00000100/optimizer_tp_0_pp_0_dp_0.safetensors
     ckpt/step_00000100/trainer.json                        step, consumed samples, seed ...
 
-A step is written in a hidden directory and renamed when its manifest is on disk. A manifest appears at once, after all
-that it names, and is the first to go when a directory is removed. So a directory that has one is whole, hidden or not,
-and a kill at any moment leaves the old checkpoint or the new one.
+A step is written in a hidden directory and renamed when its manifest is on disk. A manifest appears
+at once, after all that it names, and is the first to go when a directory is removed. So a directory
+that has one is whole, hidden or not, and a kill at any moment leaves the old checkpoint or the new
+one.
 """
 
 import errno
@@ -62,18 +64,25 @@ class Lazy(NamedTuple):
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> dict:
     """Stream tensors into a safetensors file, and to the disk; returns its {"size", "crc32"}.
 
-    The format is eight bytes of header length (little-endian), a JSON header, and the raw bytes of the tensors.
+    The format is eight bytes of header length (little-endian), a JSON header, and the raw bytes of
+    the tensors.
     """
     header, end = {"__metadata__": {"format": "pt", "writer": "megazoo"}}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     rows = [tensor.nbytes // max(1, tensor.shape[0]) for tensor in tensors.values()]
     buffer = _pages(max([PIECE_BYTES, *rows]))  # a rank may own no tensor
     with NewFile(path, 8 + len(text) + end) as file:
-        file.write(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
+        file.write(
+            torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+        )
         for tensor in tensors.values():
             for piece in _pieces(tensor, buffer):
                 file.write(piece.view(-1).view(torch.uint8))
@@ -83,9 +92,9 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | Lazy]) -> di
 class NewFile:
     """A file of a known size, written from front to back. When its block ends, it is on the disk.
 
-    Where the system can, its blocks are taken at once, so that a full disk shows early, and the bytes go past the page
-    cache: several times faster for what is larger than the memory that the machine has at hand, and none of it is lost
-    to the cache.
+    Where the system can, its blocks are taken at once, so that a full disk shows early, and the
+    bytes go past the page cache: several times faster for what is larger than the memory that the
+    machine has at hand, and none of it is lost to the cache.
     """
 
     def __init__(self, path: Path, size: int):
@@ -114,7 +123,8 @@ class NewFile:
         self.crc32 = zlib.crc32(data.numpy(), self.crc32)
         while len(data):
             count = min(len(data), len(self._buffer) - self._held)
-            self._buffer[self._held : self._held + count] = data[:count]  # without holding up other threads
+            # without holding up other threads
+            self._buffer[self._held : self._held + count] = data[:count]
             self._held, data = self._held + count, data[count:]
             if self._held == len(self._buffer):
                 self._flush()
@@ -138,7 +148,8 @@ class NewFile:
 
 
 def _pages(size: int) -> torch.Tensor:
-    """uint8 [size], whole pages that are given back when it is dropped: the heap would fall to pieces."""
+    """uint8 [size], whole pages that are given back when it is dropped: the heap would fall to
+    pieces."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -150,7 +161,11 @@ def _pieces(tensor: torch.Tensor | Lazy, buffer: torch.Tensor) -> Iterator[torch
     for start in range(0, count, step):
         rows = min(step, count - start)
         if isinstance(tensor, Lazy):
-            piece = buffer[: rows * row * tensor.dtype.itemsize].view(tensor.dtype).view(rows, *tensor.shape[1:])
+            piece = (
+                buffer[: rows * row * tensor.dtype.itemsize]
+                .view(tensor.dtype)
+                .view(rows, *tensor.shape[1:])
+            )
             tensor.fill(piece, start)
             yield piece
         else:
@@ -184,7 +199,8 @@ def write_at_once(path: Path, data: bytes) -> dict:
 
 
 def remove(directory: Path, ignore_errors: bool = False) -> None:
-    """Remove a step's directory, if it is there; its manifest goes first, so that what is left never looks whole."""
+    """Remove a step's directory, if it is there; its manifest goes first, so that what is left
+    never looks whole."""
     if directory.exists():
         (directory / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors)
@@ -221,9 +237,14 @@ def publish(staging: Path, step: int, keep_last: int = 0) -> Path:
         write_at_once(directory / LATEST, f"{final.name}\n".encode())
         sync_directory(directory)
     if keep_last:
-        older = {manifest.parent: manifest.stat().st_mtime_ns for manifest in directory.glob(f"step_*/{MANIFEST}")}
+        older = {
+            manifest.parent: manifest.stat().st_mtime_ns
+            for manifest in directory.glob(f"step_*/{MANIFEST}")
+        }
         older.pop(final)
-        for old in sorted(older, key=lambda path: (older[path], path))[: max(0, len(older) + 1 - keep_last)]:
+        for old in sorted(older, key=lambda path: (older[path], path))[
+            : max(0, len(older) + 1 - keep_last)
+        ]:
             remove(old)
     return final
 
@@ -242,7 +263,8 @@ def taking_the_place(staging: Path, final: Path):
 
 
 def check_replaceable(directory: Path, overwrite: bool = False) -> None:
-    """Raise UserError unless a new directory may take this one's place: it is empty, or ours, or to be overwritten."""
+    """Raise UserError unless a new directory may take this one's place: it is empty, or ours, or to
+    be overwritten."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
@@ -251,7 +273,8 @@ def check_replaceable(directory: Path, overwrite: bool = False) -> None:
 
 @contextmanager
 def replaced_directory(directory: Path):
-    """A new directory in which to write; when the block ends well, it takes the place of `directory`, else it goes."""
+    """A new directory in which to write; when the block ends well, it takes the place of
+    `directory`, else it goes."""
     staging = directory.parent / f".{directory.name}.partial"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +285,9 @@ def replaced_directory(directory: Path):
             sync_directory(directory.parent)
     except OSError as error:
         remove(staging, ignore_errors=True)
-        raise UserError(f"can't write {directory}: {error.strerror or error}", exit_code=1) from error
+        raise UserError(
+            f"can't write {directory}: {error.strerror or error}", exit_code=1
+        ) from error
     except BaseException:
         remove(staging, ignore_errors=True)
         raise
@@ -273,7 +298,8 @@ class NoCheckpoint(UserError):
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The directory of one step: `path` itself, what its `latest` names, or else its newest whole step.
+    """The directory of one step: `path` itself, what its `latest` names, or else its newest whole
+    step.
 
     Raises NoCheckpoint if there is none.
     """
@@ -284,11 +310,16 @@ def find_checkpoint(path: str | Path) -> Path:
         name = (path / LATEST).read_text(errors="replace").strip()
         if re.fullmatch(r"step_\d+", name) and (path / name / MANIFEST).is_file():
             return path / name
-    whole = [manifest.parent for manifest in [*path.glob("step_*/" + MANIFEST), *path.glob(".step_*/" + MANIFEST)]]
+    whole = [
+        manifest.parent
+        for manifest in [*path.glob("step_*/" + MANIFEST), *path.glob(".step_*/" + MANIFEST)]
+    ]
     if not path.exists():  # killed while a new one took its place
         asides = (path.parent / f".{path.name}.{kind}" for kind in ("partial", "replaced"))
         whole = [aside for aside in asides if (aside / MANIFEST).is_file()][:1]
     if not whole:
-        why = "no such directory" if not path.is_dir() else f"it has neither {LATEST} nor {MANIFEST}"
+        why = (
+            "no such directory" if not path.is_dir() else f"it has neither {LATEST} nor {MANIFEST}"
+        )
         raise NoCheckpoint(f"{path} is not a checkpoint: {why}")
     return max(whole, key=lambda step: step.name.strip("."))

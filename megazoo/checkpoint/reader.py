@@ -27,7 +27,8 @@ from megazoo.parallel.shard import ParameterSpec, Piece, Shard, overlap
 
 
 def describe(spec: ParameterSpec, dtype: torch.dtype, file: str) -> dict:
-    """A tensor's line in the manifest. file: its file's name, with {tp} where the rank's number stands."""
+    """A tensor's line in the manifest. file: its file's name, with {tp} where the rank's number
+    stands."""
     shard = asdict(spec.shard) if spec.shard else None
     return {"shape": list(spec.shape), "dtype": DTYPES[dtype], "shard": shard, "file": file}
 
@@ -35,8 +36,8 @@ def describe(spec: ParameterSpec, dtype: torch.dtype, file: str) -> dict:
 class Checkpoint(Source):
     """One step on disk, seen as named global tensors of which any box can be read.
 
-    path: the step's directory, or the one above for the latest. family, values: of the model, and of its config, as the
-    manifest has them. Raises UserError if it is none, or not ours to read.
+    path: the step's directory, or the one above for the latest. family, values: of the model, and
+    of its config, as the manifest has them. Raises UserError if it is none, or not ours to read.
     """
 
     def __init__(self, path: str | Path):
@@ -77,13 +78,17 @@ class Checkpoint(Source):
     def dtype_of(self, name: str) -> torch.dtype:
         return next(dtype for dtype, text in DTYPES.items() if text == self._line(name)["dtype"])
 
-    def read_pieces(self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]) -> None:
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
         stored = self._line(name)
         cut = stored["shard"]
         shard = cut and Shard(cut["dim"], tuple(cut["parts"]), tuple(cut["units"]))
         stored_spec = ParameterSpec(tuple(stored["shape"]), shard)
         if stored_spec.shape != spec.shape:
-            raise UserError(f"{self.path}: {name} has shape {stored['shape']}, the model's is {list(spec.shape)}")
+            raise UserError(
+                f"{self.path}: {name} has shape {stored['shape']}, the model's is {list(spec.shape)}"
+            )
         writers = self.layout["tp"] if shard else 1
         for tp in range(writers):
             file, shape = stored["file"].format(tp=tp), stored_spec.local_shape(writers, tp)
@@ -99,7 +104,8 @@ class Checkpoint(Source):
         return {name: info["size"] for name, info in self._file_infos.items()}
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Read every file; raise UserError naming the first whose checksum is not the manifest's."""
+        """Read every file; raise UserError naming the first whose checksum is not the manifest's.
+        """
         for name in self._file_infos:
             crc = 0
             for piece in pieces_of_file(self.path / name):
@@ -113,7 +119,8 @@ class Checkpoint(Source):
         return self.tensors[name]
 
     def check_tensors(self) -> None:
-        """Refuse a manifest that has other shapes than `specs`, or more bytes of tensors than there are in files."""
+        """Refuse a manifest that has other shapes than `specs`, or more bytes of tensors than there
+        are in files."""
         for name, spec in self.specs.items():
             if tuple(self._line(name)["shape"]) != spec.shape:
                 shapes = f"{self._line(name)['shape']}, the model's is {list(spec.shape)}"
@@ -126,12 +133,15 @@ class Checkpoint(Source):
         for name, info in self._file_infos.items():
             path = self.path / name
             if Path(name).name != name:
-                raise UserError(f"{self.path / MANIFEST} names a file outside its directory: {name}")
+                raise UserError(
+                    f"{self.path / MANIFEST} names a file outside its directory: {name}"
+                )
             if not path.is_file():
                 raise UserError(f"{path} is missing", exit_code=1)
             if path.stat().st_size != info["size"]:
                 raise UserError(
-                    f"{path} has {path.stat().st_size} bytes, the manifest says {info['size']}", exit_code=1
+                    f"{path} has {path.stat().st_size} bytes, the manifest says {info['size']}",
+                    exit_code=1,
                 )
 
     def _checked(self, name: str) -> bytes:
@@ -142,4 +152,6 @@ class Checkpoint(Source):
 
     def _check_sum(self, name: str, crc: int) -> None:
         if crc != self._file_infos[name]["crc32"]:
-            raise UserError(f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1)
+            raise UserError(
+                f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1
+            )

@@ -1,4 +1,5 @@
-"""Saving and loading a run: model, optimizer and the trainer's state, from any layout into any layout."""
+"""Saving and loading a run: model, optimizer and the trainer's state, from any layout into any
+layout."""
 
 import sys
 from collections.abc import Callable
@@ -45,8 +46,10 @@ def save(
 ) -> Path:
     """Write `directory/step_...` from all ranks together; returns its path.
 
-    Every (tp, pp) rank writes its parameters once; its dp replicas share the writing of the optimizer's state.
-    trainer: JSON for trainer.json. keep_last: how many steps remain in the directory, this one included; 0: all.
+    Every (tp, pp) rank writes its parameters once; its dp replicas share the writing of the
+    optimizer's state.
+    trainer: JSON for trainer.json. keep_last: how many steps remain in the directory, this one
+    included; 0: all.
     Raises UserError on every rank if one fails; earlier checkpoints stay as they were.
     """
     contents = _contents(step, model, optimizer, trainer)
@@ -56,10 +59,11 @@ def save(
 class Saver:
     """Saves the steps of a run, each at once or, in the background, while training goes on.
 
-    background: `save` only copies this rank's share in memory; a thread writes it. keep_last: as in `save`. say: is
-    told of every step that was saved. after: after(step, path) is called on every rank, in the caller's thread, when a
-    step is known to be on disk; of one that was saved in the background this is when the next begins or the context
-    ends. Use it as a context: at its end the last step is on disk, or UserError is raised.
+    background: `save` only copies this rank's share in memory; a thread writes it. keep_last: as in
+    `save`. say: is told of every step that was saved. after: after(step, path) is called on every
+    rank, in the caller's thread, when a step is known to be on disk; of one that was saved in the
+    background this is when the next begins or the context ends. Use it as a context: at its end the
+    last step is on disk, or UserError is raised.
     """
 
     def __init__(
@@ -119,7 +123,9 @@ class Saver:
         except UserError as error:
             self._error = error
         except RuntimeError as error:  # of the process group, when another rank is gone
-            self._error = UserError(f"step {step} was not saved: {error}; earlier checkpoints are untouched", 1)
+            self._error = UserError(
+                f"step {step} was not saved: {error}; earlier checkpoints are untouched", 1
+            )
 
     def _report(self) -> None:
         error, self._error = self._error, None
@@ -132,10 +138,12 @@ class Saver:
 
 
 def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
-    """Fill this rank's parameters and optimizer state from a checkpoint of any layout; returns the trainer's state."""
+    """Fill this rank's parameters and optimizer state from a checkpoint of any layout; returns the
+    trainer's state."""
 
     def best_weights(entry: Entry, dtype: torch.dtype) -> str:
-        """The name under which a parameter stands in the checkpoint, in fp32 if it is there and wanted."""
+        """The name under which a parameter stands in the checkpoint, in fp32 if it is there and
+        wanted."""
         master = f"{entry.name}.{MASTER}"
         return master if dtype == torch.float32 and master in checkpoint.tensors else entry.name
 
@@ -148,7 +156,11 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
     if optimizer:
         for entry in optimizer.entries:
             for state, tensor in optimizer.state[entry.name].items():
-                name = best_weights(entry, tensor.dtype) if state == MASTER else f"{entry.name}.{state}"
+                name = (
+                    best_weights(entry, tensor.dtype)
+                    if state == MASTER
+                    else f"{entry.name}.{state}"
+                )
                 checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, model.ctx)
         optimizer.steps.fill_(checkpoint.trainer["optimizer_steps"])
         if optimizer.loss_scale and "loss_scale" in checkpoint.trainer:
@@ -171,35 +183,47 @@ def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:
 # What a rank writes.
 
 Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | Lazy]]]
-# The optimizer's states of a parameter, for the replica that writes them; the others may be called to help with them.
+# The optimizer's states of a parameter, for the replica that writes them; the others may be called
+# to help with them.
 StatesOf = Callable[[Entry, int], dict[str, torch.Tensor | Lazy]]
 
 
-def files_of_rank(model, weight_of: Callable[[Entry], torch.Tensor | Lazy], states_of: StatesOf | None) -> Files:
-    """A rank's files and their tensors, by their global names. A file's name has {tp} where the tp rank stands."""
+def files_of_rank(
+    model, weight_of: Callable[[Entry], torch.Tensor | Lazy], states_of: StatesOf | None
+) -> Files:
+    """A rank's files and their tensors, by their global names. A file's name has {tp} where the tp
+    rank stands."""
     ctx = model.ctx
-    owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]  # the same on all tp ranks
+    # the same on all tp ranks
+    owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]
     entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
     place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}
     if ctx.dp_rank == 0:
         files[f"model_{place}.safetensors"] = {e.name: (e.spec, weight_of(e)) for e in entries}
     if states_of:
-        writers = dict(zip((entry.name for entry in owned), _writers(owned, ctx.dp_size), strict=True))
+        writers = dict(
+            zip((entry.name for entry in owned), _writers(owned, ctx.dp_size), strict=True)
+        )
         states = {}
         for e in entries:
             tensors = states_of(e, writers[e.name])
             if writers[e.name] == ctx.dp_rank:
-                states |= {f"{e.name}.{state}": (e.spec, tensor) for state, tensor in tensors.items()}
+                states |= {
+                    f"{e.name}.{state}": (e.spec, tensor) for state, tensor in tensors.items()
+                }
         files[f"optimizer_{place}_dp_{ctx.dp_rank}.safetensors"] = states
     return files
 
 
 def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
-    """Write one rank's files; returns their sizes and checksums, and the manifest's lines of its tensors."""
+    """Write one rank's files; returns their sizes and checksums, and the manifest's lines of its
+    tensors."""
     infos, lines = {}, {}
     for pattern, tensors in files.items():
         name = pattern.format(tp=ctx.tp_rank)
-        infos[name] = write_safetensors(directory / name, {n: tensor for n, (_, tensor) in tensors.items()})
+        infos[name] = write_safetensors(
+            directory / name, {n: tensor for n, (_, tensor) in tensors.items()}
+        )
         lines |= {n: describe(spec, tensor.dtype, pattern) for n, (spec, tensor) in tensors.items()}
     return {"files": infos, "tensors": lines}
 
@@ -213,13 +237,19 @@ def write_manifest(
     trainer: dict,
     companions: dict[str, bytes],
 ) -> None:
-    """Write trainer.json, the companions and, last of all, the manifest of what every rank has written."""
+    """Write trainer.json, the companions and, last of all, the manifest of what every rank has
+    written."""
     files = {name: info for part in written for name, info in part["files"].items()}
     tensors = {name: line for part in written for name, line in part["tensors"].items()}
     files[TRAINER] = write_json(directory / TRAINER, trainer)
     files |= {name: write_at_once(directory / name, data) for name, data in companions.items()}
     layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
-    manifest = {"format": FORMAT_VERSION, "family": family, "config": asdict(config), "layout": layout}
+    manifest = {
+        "format": FORMAT_VERSION,
+        "family": family,
+        "config": asdict(config),
+        "layout": layout,
+    }
     manifest |= {"files": files, "tensors": tensors}
     write_json(directory / MANIFEST, {**manifest, "crc32": manifest_checksum(manifest)})
 
@@ -237,27 +267,47 @@ class _Contents(NamedTuple):
     def copied(self) -> "_Contents":
         """The same, in memory of its own on the CPU."""
         files = {
-            file: {name: (spec, tensor.detach().to("cpu", copy=True)) for name, (spec, tensor) in tensors.items()}
+            file: {
+                name: (spec, tensor.detach().to("cpu", copy=True))
+                for name, (spec, tensor) in tensors.items()
+            }
             for file, tensors in self.files.items()
         }
         return self._replace(files=files)
 
 
 def _contents(step: int, model, optimizer: AdamW | None, trainer: dict | None) -> _Contents:
-    files = files_of_rank(model, lambda entry: entry.parameter, optimizer and optimizer.whole_states)
+    files = files_of_rank(
+        model, lambda entry: entry.parameter, optimizer and optimizer.whole_states
+    )
     steps = {"optimizer_steps": int(optimizer.steps.item())} if optimizer else {}
     if optimizer and optimizer.loss_scale:
         steps["loss_scale"] = optimizer.loss_scale.state()
     return _Contents(
-        model.ctx, model.family, model.config, files, {**(trainer or {}), **steps, "step": step}, model.companions
+        model.ctx,
+        model.family,
+        model.config,
+        files,
+        {**(trainer or {}), **steps, "step": step},
+        model.companions,
     )
 
 
-def _write_step(directory: Path, step: int, contents: _Contents, keep_last: int, group=None) -> Path:
+def _write_step(
+    directory: Path, step: int, contents: _Contents, keep_last: int, group=None
+) -> Path:
     ctx, staging = contents.ctx, directory / f".{step_name(step)}.partial"
 
     def complete() -> None:
-        write_manifest(staging, contents.family, contents.config, ctx, written, contents.trainer, contents.companions)
+        write_manifest(
+            staging,
+            contents.family,
+            contents.config,
+            ctx,
+            written,
+            contents.trainer,
+            contents.companions,
+        )
         publish(staging, step, keep_last)
 
     with saving(directory, staging, ctx, group) as together:
@@ -269,9 +319,11 @@ def _write_step(directory: Path, step: int, contents: _Contents, keep_last: int,
 
 @contextmanager
 def saving(directory: Path, staging: Path, ctx: ParallelContext, group=None):
-    """Gives a function that does a part of a save on every rank, or on one, and returns what each rank's work returned.
+    """Gives a function that does a part of a save on every rank, or on one, and returns what each
+    rank's work returned.
 
-    If one rank fails, all raise the same UserError, and what was begun is removed. group: to talk over; the world's.
+    If one rank fails, all raise the same UserError, and what was begun is removed. group: to talk
+    over; the world's.
     """
 
     def together(work: Callable, only_rank_zero: bool = False) -> list:
@@ -297,7 +349,8 @@ def saving(directory: Path, staging: Path, ctx: ParallelContext, group=None):
 
 
 def _writers(entries: list[Entry], dp_size: int) -> list[int]:
-    """Which replica writes each parameter's optimizer state: contiguous shares of about equal size."""
+    """Which replica writes each parameter's optimizer state: contiguous shares of about equal size.
+    """
     sizes = [torch.Size(entry.spec.shape).numel() for entry in entries]
     total, before, writers = sum(sizes), 0, []
     for size in sizes:

@@ -1,4 +1,5 @@
-"""What all places that a model is read from have in common: named global tensors, of which any box can be had."""
+"""What all places that a model is read from have in common: named global tensors, of which any box
+can be had."""
 
 import math
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ from megazoo.tokenizer import FILES
 class Source:
     """Tensors on disk, opened, by our global names.
 
-    specs: the shape and cut of every weight, by its name. trainer: what the training program saved beside them.
-    companions: the tokenizer's and the generation's files, which travel along. generation: what generation_config.json
-    says. bytes_read: what was asked of the files so far.
+    specs: the shape and cut of every weight, by its name. trainer: what the training program saved
+    beside them.
+    companions: the tokenizer's and the generation's files, which travel along. generation: what
+    generation_config.json says. bytes_read: what was asked of the files so far.
     """
 
     path: Path
@@ -35,7 +37,8 @@ class Source:
 
     @property
     def tokenizer(self) -> str | None:
-        """What opens its tokenizer: its own directory, if the files are there, or what it was trained with."""
+        """What opens its tokenizer: its own directory, if the files are there, or what it was
+        trained with."""
         beside = any((self.path / name).is_file() for name in FILES)
         return str(self.path) if beside else self.trainer.get("settings", {}).get("tokenizer")
 
@@ -56,47 +59,69 @@ class Source:
         """The dtype in which a tensor is stored."""
         raise NotImplementedError
 
-    def read_pieces(self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]) -> None:
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
         """Fill the given pieces of `destination` from the global tensor `name`."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def read_into(self, name: str, destination: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext) -> None:
+    def read_into(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext
+    ) -> None:
         """Fill a rank's part of the global tensor `name`; only the bytes that it owns are read."""
         self.read_pieces(name, destination, spec, spec.pieces(ctx.tp_size, ctx.tp_rank))
 
     @torch.no_grad()
     def read_range(
-        self, name: str, destination: torch.Tensor, wanted: tuple[int, int], entry: Entry, ctx: ParallelContext
+        self,
+        name: str,
+        destination: torch.Tensor,
+        wanted: tuple[int, int],
+        entry: Entry,
+        ctx: ParallelContext,
     ) -> None:
-        """Fill `destination`, [n], with elements first to last of a rank's part of the global tensor `name`, flattened.
+        """Fill `destination`, [n], with elements first to last of a rank's part of the global
+        tensor `name`, flattened.
 
         Of the rows that these lie in, only the bytes that the rank owns are read.
         """
         (first, last), shape = wanted, entry.parameter.shape
         columns = max(1, entry.parameter.numel() // shape[0])
         start, stop = first // columns, -(-last // columns)
-        pieces = [piece.in_rows(start, stop) for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank)]
+        pieces = [
+            piece.in_rows(start, stop) for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
+        ]
         rows = torch.empty(stop - start, *shape[1:], dtype=destination.dtype)
         self.read_pieces(name, rows, entry.spec, [piece for piece in pieces if piece])
         destination.copy_(rows.view(-1)[first - start * columns : last - start * columns])
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of the weights, in dtype or as stored."""
-        sizes = ((math.prod(spec.shape), dtype or self.dtype_of(name)) for name, spec in self.specs.items())
+        sizes = (
+            (math.prod(spec.shape), dtype or self.dtype_of(name))
+            for name, spec in self.specs.items()
+        )
         return sum(count * kind.itemsize for count, kind in sizes)
 
     def total_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of the weights, and of the optimizer state if there is one."""
-        states = [(f"{name}.{state}", spec) for name, spec in self.specs.items() for state in self.states_of(name)]
-        return self.weight_bytes(dtype) + sum(math.prod(s.shape) * self.dtype_of(n).itemsize for n, s in states)
+        states = [
+            (f"{name}.{state}", spec)
+            for name, spec in self.specs.items()
+            for state in self.states_of(name)
+        ]
+        return self.weight_bytes(dtype) + sum(
+            math.prod(s.shape) * self.dtype_of(n).itemsize for n, s in states
+        )
 
 
 class TensorFiles:
     """The safetensors and .bin files of a directory, opened when they are first asked.
 
-    A box of a tensor is a view of its file, mapped into memory: nothing is copied before it is used, and nothing but
-    tensors is unpickled. UserError, naming the file, if it is missing, broken or holds something else.
+    A box of a tensor is a view of its file, mapped into memory: nothing is copied before it is
+    used, and nothing but tensors is unpickled. UserError, naming the file, if it is missing, broken
+    or holds something else.
     """
 
     def __init__(self, directory: Path):
@@ -111,9 +136,19 @@ class TensorFiles:
             try:
                 if Path(file).name != file:
                     raise ValueError("it is outside of its directory")
-                opened = safe_open(path, framework="pt") if path.suffix == ".safetensors" else _Pickled(path)
-            except Exception as error:  # safetensors and pickle raise types of their own for a broken file
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                opened = (
+                    safe_open(path, framework="pt")
+                    if path.suffix == ".safetensors"
+                    else _Pickled(path)
+                )
+            except (
+                Exception
+            ) as error:  # safetensors and pickle raise types of their own for a broken file
+                reason = (
+                    str(error).strip().splitlines()[0]
+                    if str(error).strip()
+                    else type(error).__name__
+                )
                 raise UserError(f"{path} can't be read: {reason}", exit_code=1) from error
             self._open[file], self._names[file] = opened, set(opened.keys())
         return self._names[file]
@@ -141,7 +176,9 @@ class TensorFiles:
     def check_shape(self, file: str, name: str, shape: tuple[int, ...]) -> None:
         if self.shape(file, name) != shape:
             has = f"{name} has shape {list(self.shape(file, name))}"
-            raise UserError(f"{self.directory / file}: {has}, the model's is {list(shape)}", exit_code=1)
+            raise UserError(
+                f"{self.directory / file}: {has}, the model's is {list(shape)}", exit_code=1
+            )
 
     def _slice(self, file: str, name: str):
         if name not in self.names(file):
@@ -166,7 +203,11 @@ class _Pickled:
 
 def _is_plain(tensor) -> bool:
     """Whether it is a tensor whose every element is in the file."""
-    plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    plain = (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+    )
     return plain and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 

@@ -5,8 +5,9 @@ A file that --import names registers them with decorators:
     @megazoo.on_step
     def tell(step: int, values: dict, model) -> None: ...
 
-Every rank calls each, in the order of registration, so that they may use the model, which all ranks run together, or
-other collectives. What is for one rank stands under `if model.ctx.rank == 0`. An exception, on any rank, ends the run.
+Every rank calls each, in the order of registration, so that they may use the model, which all ranks
+run together, or other collectives. What is for one rank stands under `if model.ctx.rank == 0`. An
+exception, on any rank, ends the run.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ _saves: list[Callback] = []
 def on_step(function: Callback) -> Callback:
     """Register function(step, values, model), to be called after each step.
 
-    values: the numbers of the step's line in the metrics file, by their names there; times are this rank's own.
+    values: the numbers of the step's line in the metrics file, by their names there; times are this
+    rank's own.
     """
     _steps.append(function)
     return function
@@ -32,8 +34,8 @@ def on_step(function: Callback) -> Callback:
 def on_evaluation(function: Callback) -> Callback:
     """Register function(step, values, model), to be called after each evaluation.
 
-    values: eval_loss, the mean over all labelled tokens, and eval_perplexity; of the test at the end test_loss and
-    test_perplexity.
+    values: eval_loss, the mean over all labelled tokens, and eval_perplexity; of the test at the
+    end test_loss and test_perplexity.
     """
     _evaluations.append(function)
     return function
@@ -42,8 +44,9 @@ def on_evaluation(function: Callback) -> Callback:
 def on_save(function: Callback) -> Callback:
     """Register function(step, values, model), to be called when a checkpoint is on disk, whole.
 
-    values: path, the pathlib.Path of its directory. Of a checkpoint that is written in the background (--async-save)
-    this is when the next one begins or the run ends: then all ranks know of it. `model` has trained on until then.
+    values: path, the pathlib.Path of its directory. Of a checkpoint that is written in the
+    background (--async-save) this is when the next one begins or the run ends: then all ranks know
+    of it. `model` has trained on until then.
     """
     _saves.append(function)
     return function

@@ -1,4 +1,5 @@
-"""What a run does when it is told to stop, when it is started again, and when a rank dies or stalls."""
+"""What a run does when it is told to stop, when it is started again, and when a rank dies or
+stalls."""
 
 import os
 import signal
@@ -14,7 +15,8 @@ from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
 
-PATIENCE = 20.0  # seconds from a signal to the end of the step; then SIGTERM does what it does by itself
+# seconds from a signal to the end of the step; then SIGTERM does what it does by itself
+PATIENCE = 20.0
 GRACE = 3.0  # seconds in which ranks that wait in vain tell each other so
 OUT_OF_REACH = 5.0  # seconds more, after which the job's store is taken to be out of reach
 
@@ -27,8 +29,9 @@ def is_restart() -> bool:
 class StopSignal:
     """Notes SIGTERM and SIGUSR1 (which Slurm sends before the time is up) instead of dying of them.
 
-    Use it as a context; `agreed` tells all ranks together whether any of them was told to stop. A rank that is stuck
-    and can't answer SIGTERM dies of it after all: a launcher sends it, too, to end what is left of a broken job.
+    Use it as a context; `agreed` tells all ranks together whether any of them was told to stop. A
+    rank that is stuck and can't answer SIGTERM dies of it after all: a launcher sends it, too, to
+    end what is left of a broken job.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -38,7 +41,8 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
-        # Python's handlers wait until a collective returns; the interpreter writes to this pipe at once.
+        # Python's handlers wait until a collective returns; the interpreter writes to this pipe at
+        # once.
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         self._write = (write, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
@@ -53,12 +57,14 @@ class StopSignal:
         signal.set_wakeup_fd(before)
         self._answered.set()
         os.close(write)  # ends the thread
-        # Waited for: if the last reference to the context went with a thread while the interpreter ends, torch would
-        # abort the process (it takes the lock again after it has freed a process group).
+        # Waited for: if the last reference to the context went with a thread while the interpreter
+        # ends, torch would abort the process (it takes the lock again after it has freed a process
+        # group).
         self._watcher.join()
 
     def agreed(self) -> str | None:
-        """The name of a signal that some rank was sent, the same on every rank; None if none was."""
+        """The name of a signal that some rank was sent, the same on every rank; None if none was.
+        """
         number = torch.tensor(self.noted, device=self.ctx.device)
         for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
             all_reduce(number, group, dist.ReduceOp.MAX)
@@ -78,15 +84,19 @@ class StopSignal:
 
 @contextmanager
 def naming_absent_ranks(ctx: ParallelContext):
-    """If a wait for other ranks fails inside, or takes longer than the groups' timeout, tell on stderr who is absent.
+    """If a wait for other ranks fails inside, or takes longer than the groups' timeout, tell on
+    stderr who is absent.
 
-    Every rank that waited in vain says so in the job's store; those that have not are the ones waited for.
+    Every rank that waited in vain says so in the job's store; those that have not are the ones
+    waited for.
     """
     try:
         yield
     except RuntimeError as error:
         if ctx.world_size > 1 and is_of_communication(error):
-            teller = Thread(target=_tell_absent, args=(ctx, str(error).splitlines()[0]), daemon=True)
+            teller = Thread(
+                target=_tell_absent, args=(ctx, str(error).splitlines()[0]), daemon=True
+            )
             teller.start()
             teller.join(GRACE + OUT_OF_REACH)
             if teller.is_alive():
@@ -105,8 +115,12 @@ def _tell_absent(ctx: ParallelContext, reason: str) -> None:
         print(f"rank {ctx.rank} can't reach the job's store: {error}", file=sys.stderr, flush=True)
         return
     absent = [rank for rank in range(ctx.world_size) if rank not in there]
-    if ctx.rank == min(there) and "timed out" in reason.lower():  # else a connection broke: the launcher says whose
-        who = ", ".join(f"rank {rank} ({_place(rank, ctx)})" for rank in absent) or "no rank: all waited for each other"
+    # else a connection broke: the launcher says whose
+    if ctx.rank == min(there) and "timed out" in reason.lower():
+        who = (
+            ", ".join(f"rank {rank} ({_place(rank, ctx)})" for rank in absent)
+            or "no rank: all waited for each other"
+        )
         line = f"no word from {who}: it stalled longer than the timeout, or died"
         print(f"{line} ({reason})", file=sys.stderr, flush=True)
 

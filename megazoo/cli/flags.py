@@ -1,4 +1,5 @@
-"""Flags: a dataclass filled from a command line, mistakes told in one line; and the kinds of flags that tools share."""
+"""Flags: a dataclass filled from a command line, mistakes told in one line; and the kinds of flags
+that tools share."""
 
 import contextlib
 import io
@@ -20,19 +21,25 @@ def optional(kind: type, metavar: str, default: str):
 Name = optional(str, "NAME", "")
 Text = optional(str, "TEXT", "none")
 File = optional(Path, "PATH", "none")
-Argument = tyro.conf.Positional[Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]]
+Argument = tyro.conf.Positional[
+    Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+]
 
 
 def parse_flags(kind: type, arguments: list[str], description: str):
     """A dataclass filled from a command line by tyro; `kind` has a default for every flag.
 
-    Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag, naming the nearest known
-    one, or a value of the wrong type.
+    Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag,
+    naming the nearest known one, or a value of the wrong type.
     """
     flags = {"--" + name.replace("_", "-") for name in settings_of(kind)} | {"--help"}
     for argument in arguments:
         flag = argument.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag not in flags and flag.replace("--no-", "--", 1) not in flags:
+        if (
+            flag.startswith("--")
+            and flag not in flags
+            and flag.replace("--no-", "--", 1) not in flags
+        ):
             raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
     told = io.StringIO()
     try:
@@ -54,5 +61,7 @@ def settings_of(kind: type) -> dict:
     settings = {}
     for f in fields(kind):
         default = f.default_factory() if f.default_factory is not MISSING else f.default
-        settings |= settings_of(type(default)) if is_dataclass(default) else {f.name.rstrip("_"): default}
+        settings |= (
+            settings_of(type(default)) if is_dataclass(default) else {f.name.rstrip("_"): default}
+        )
     return settings

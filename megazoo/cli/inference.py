@@ -1,4 +1,5 @@
-"""What the tools that run a model have in common: its options, its ranks, the model and its tokenizer."""
+"""What the tools that run a model have in common: its options, its ranks, the model and its
+tokenizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,28 +26,34 @@ class InferenceOptions(ImportOption):
     """What the tools that run a model take."""
 
     source: Argument = None
-    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging Face directory."""
+    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
+    Face directory."""
     tp: int = 1
     """Tensor-parallel size: ranks that share each layer."""
     pp: int = 1
     """Pipeline-parallel size: stages that the layers are cut into."""
     stage_layers: str = "balanced"
-    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each stage: 5,6,6,5."""
+    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
+    stage: 5,6,6,5."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Of weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
     tokenizer: Name = None
-    """byte, or the directory or file of a tokenizer; by default what is beside the model, or what it was trained on."""
+    """byte, or the directory or file of a tokenizer; by default what is beside the model, or what
+    it was trained on."""
 
 
 def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Callable[[str], None]]:
-    """This rank's part of the model, its tokenizer, and a print that only rank 0 does; starts the missing ranks."""
+    """This rank's part of the model, its tokenizer, and a print that only rank 0 does; starts the
+    missing ranks."""
     (path,) = required(options, "source")
     source = open_source(path)
     where = options.tokenizer or source.tokenizer
     if where is None:
-        raise UserError(f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file")
+        raise UserError(
+            f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
+        )
     tokenizer = open_tokenizer(where)
     source.model.check(source.config, options.tp, options.pp)
     how = {"stage_layers": parse_stage_layers(options.stage_layers)}
@@ -55,8 +62,16 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Cal
     choose_device(options.device, options.tp * options.pp if world_size() == 1 else None)
     start_missing_ranks(options.tp, options.pp)
     ctx = ParallelContext.from_torch(options.tp, options.pp, device=options.device, **how)
-    dtype = getattr(torch, options.dtype) if options.dtype else source.dtype_of(next(iter(source.specs)))
+    dtype = (
+        getattr(torch, options.dtype)
+        if options.dtype
+        else source.dtype_of(next(iter(source.specs)))
+    )
     model = source.model.empty(source.config, ctx, dtype=dtype)
     load_weights(source, model)
-    say = (lambda *text, **how: print(*text, **how, flush=True)) if is_rank_zero() else lambda *_, **__: None
+    say = (
+        (lambda *text, **how: print(*text, **how, flush=True))
+        if is_rank_zero()
+        else lambda *_, **__: None
+    )
     return model.eval(), tokenizer, say

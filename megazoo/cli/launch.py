@@ -1,4 +1,5 @@
-"""How a program starts and ends: it starts the ranks that are missing, and tells a user's mistake in one line."""
+"""How a program starts and ends: it starts the ranks that are missing, and tells a user's mistake
+in one line."""
 
 import os
 import shlex
@@ -9,15 +10,24 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES, adopt_launcher, is_rank_zero, world_size
+from megazoo.environment import (
+    LAUNCHER_NAMES,
+    LAUNCHER_PREFIXES,
+    adopt_launcher,
+    is_rank_zero,
+    world_size,
+)
 from megazoo.errors import Advice, UserError
 
-REPORT_DELAY = 10.0  # seconds: rank 0 tells what all ranks found; another tells only what rank 0 did not
+# seconds: rank 0 tells what all ranks found; another tells only what rank 0 did not
+REPORT_DELAY = 10.0
 
 
 def data_parallel_size(tp: int, pp: int) -> int:
-    """The dp that follows from the world, 1 if the ranks are still to be started; UserError with the right command."""
-    from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit  # with torch, which --help needs not
+    """The dp that follows from the world, 1 if the ranks are still to be started; UserError with
+    the right command."""
+    # with torch, which --help needs not
+    from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
 
     world = world_size()
     if world == 1:
@@ -34,7 +44,8 @@ def data_parallel_size(tp: int, pp: int) -> int:
 def after_rank_zero(work: Callable[[], None]):
     """Run `work` on rank 0 while all others wait, however long it takes; no process group would.
 
-    What is returned must live until there is a process group: in rank 0 it may be the store of both.
+    What is returned must live until there is a process group: in rank 0 it may be the store of
+    both.
     """
     import torch.distributed as dist
 
@@ -52,7 +63,8 @@ def after_rank_zero(work: Callable[[], None]):
 
 
 def start_missing_ranks(tp: int, pp: int) -> None:
-    """In a world of one, become the launcher of tp x pp local ranks of this program, if more than one is needed."""
+    """In a world of one, become the launcher of tp x pp local ranks of this program, if more than
+    one is needed."""
     ranks = tp * pp
     if world_size() > 1 or ranks == 1:
         return
@@ -64,7 +76,13 @@ def start_missing_ranks(tp: int, pp: int) -> None:
     }
     environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores itself
     # --standalone lets the launcher find a free port.
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     os.execve(sys.executable, [*launcher, *sys.argv], environment)
 
 
@@ -88,7 +106,8 @@ def run_program(main: Callable[[list[str]], None]) -> None:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except RuntimeError as error:
-        if "Connection" in str(error):  # gloo's word for a peer that ended: its own report comes first
+        # gloo's word for a peer that ended: its own report comes first
+        if "Connection" in str(error):
             time.sleep(REPORT_DELAY)
         raise
     except KeyboardInterrupt:
@@ -103,5 +122,11 @@ def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:
 def python_line(arguments: list[str], program: str | None = None) -> str:
     """The command that starts this program (or another) with this Python."""
     here = os.path.relpath(sys.executable)
-    python = "python" if shutil.which("python") == sys.executable else sys.executable if ".." in here else here
+    python = (
+        "python"
+        if shutil.which("python") == sys.executable
+        else sys.executable
+        if ".." in here
+        else here
+    )
     return f"{python} {shlex.join([program or sys.argv[0], *arguments])}"

@@ -1,4 +1,5 @@
-"""What a run tells while it goes on: lines on the terminal, a file with one JSON object a step, TensorBoard, traces."""
+"""What a run tells while it goes on: lines on the terminal, a file with one JSON object a step,
+TensorBoard, traces."""
 
 import json
 import time
@@ -8,7 +9,8 @@ from pathlib import Path
 from megazoo.errors import UserError
 from megazoo.terminal import clock
 
-# TFLOP/s of dense bf16 products (fp16 on the V100), by a part of the device's name; the first that fits counts.
+# TFLOP/s of dense bf16 products (fp16 on the V100), by a part of the device's name; the first that
+# fits counts.
 PEAK_TFLOPS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -38,11 +40,12 @@ def peak_flops(device) -> float | None:
 
 
 class Metrics:
-    """Appends JSON objects to a file, a line each, and gives their numbers to TensorBoard and to Weights & Biases; does
-    nothing without any of the three.
+    """Appends JSON objects to a file, a line each, and gives their numbers to TensorBoard and to
+    Weights & Biases; does nothing without any of the three.
 
-    path: the file. tensorboard: TensorBoard's directory; what it has of steps after `step`, where this start begins, is
-    hidden. wandb: the project of Weights & Biases. run: the id there of the run that goes on; a new one by default.
+    path: the file. tensorboard: TensorBoard's directory; what it has of steps after `step`, where
+    this start begins, is hidden. wandb: the project of Weights & Biases. run: the id there of the
+    run that goes on; a new one by default.
     settings: what its page tells of the run. UserError if Weights & Biases refuses.
     """
 
@@ -73,13 +76,16 @@ class Metrics:
         return self.wandb_run and self.wandb_run.id
 
     def write(self, step: int, **values) -> None:
-        """Numbers of a step, or of an evaluation after it, which begin with eval_ or test_. None: there is none."""
+        """Numbers of a step, or of an evaluation after it, which begin with eval_ or test_. None:
+        there is none."""
         if self.path:
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         named = {}  # in groups: train/loss, eval/loss
         for key, value in values.items():
-            kind, name = (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
+            kind, name = (
+                (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
+            )
             if value is not None:
                 named[f"{kind}/{name}"] = value
         if self.board:
@@ -102,7 +108,9 @@ def _open_run(project: str, run: str | None, settings: dict | None):
     try:
         opened = wandb.init(project=project, id=run, resume="allow", config=settings)
     except wandb.Error as error:  # there is no login, or no connection, say
-        raise UserError(f"--wandb {project}: {error}; WANDB_MODE=offline needs no connection", exit_code=1) from error
+        raise UserError(
+            f"--wandb {project}: {error}; WANDB_MODE=offline needs no connection", exit_code=1
+        ) from error
     # Their own count of steps refuses to go back to where a checkpoint was.
     opened.define_metric("*", step_metric="step")
     return opened
@@ -110,8 +118,8 @@ def _open_run(project: str, run: str | None, settings: dict | None):
 
 @contextmanager
 def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
-    """Yields what to call after each step. The first and last of `steps`, counted from 1, and those between are traced
-    by torch.profiler, into directory/rank_N.json.gz."""
+    """Yields what to call after each step. The first and last of `steps`, counted from 1, and those
+    between are traced by torch.profiler, into directory/rank_N.json.gz."""
     if not directory:
         yield lambda: None
         return
@@ -122,7 +130,9 @@ def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
     wait, warmup = max(first - 2, 0), min(first - 1, 1)
     with profiler.profile(
         schedule=profiler.schedule(wait=wait, warmup=warmup, active=last - first + 1, repeat=1),
-        on_trace_ready=lambda trace: trace.export_chrome_trace(str(directory / f"rank_{rank}.json.gz")),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(
+            str(directory / f"rank_{rank}.json.gz")
+        ),
     ) as trace:
         yield trace.step
 
@@ -130,7 +140,8 @@ def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
 class Progress:
     """Lines such as "step 20/700  loss 3.1  ...  8,192 tokens/s  1:05 left", every `interval` steps.
 
-    step: where the run starts; steps: where it ends. mfu: of one token a second; None where it is not known.
+    step: where the run starts; steps: where it ends. mfu: of one token a second; None where it is
+    not known.
     """
 
     def __init__(self, step: int, steps: int, interval: int, mfu: float | None = None):
@@ -143,7 +154,8 @@ class Progress:
         return clock(time.perf_counter() - self.start)
 
     def line(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> str | None:
-        """The line of a step, of so many tokens, or None if it is not its turn. The first and the last have one."""
+        """The line of a step, of so many tokens, or None if it is not its turn. The first and the
+        last have one."""
         self.tokens += tokens
         if step % self.interval and step not in (self.first + 1, self.steps):
             return None
@@ -153,5 +165,7 @@ class Progress:
         self.last_time, self.tokens = now, 0
         return (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
-            f"{rate:,.0f} tokens/s  " + (f"mfu {rate * self.mfu:.1%}  " if self.mfu else "") + f"{clock(left)} left"
+            f"{rate:,.0f} tokens/s  "
+            + (f"mfu {rate * self.mfu:.1%}  " if self.mfu else "")
+            + f"{clock(left)} left"
         )

@@ -1,4 +1,5 @@
-"""The settings of the training program: one set of dataclasses makes the flags, their help and the TOML keys."""
+"""The settings of the training program: one set of dataclasses makes the flags, their help and the
+TOML keys."""
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
@@ -15,7 +16,9 @@ from megazoo.data.conversations import CHATML
 Size = optional(int, "INT", "the preset's")
 Rate = optional(float, "FLOAT", "the preset's")
 Switch = optional(bool, "{True,False}", "the preset's")
-AS_STORED = tyro.conf.arg(metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)")
+AS_STORED = tyro.conf.arg(
+    metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)"
+)
 
 
 @dataclass
@@ -23,23 +26,26 @@ class ModelOptions:
     """What is trained. Sizes that are left out are the preset's."""
 
     model: Name = None
-    """Family: gpt2 (the default), llama, mpt, or one that --import registers. Without a preset, its tiny model."""
+    """Family: gpt2 (the default), llama, mpt, or one that --import registers. Without a preset, its
+    tiny model."""
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
-    """Python file of your own; it is run. It may register a model (megazoo.register), and functions that are called
-    after a step, an evaluation or a save (megazoo.on_step, on_evaluation, on_save)."""
+    """Python file of your own; it is run. It may register a model (megazoo.register), and functions
+    that are called after a step, an evaluation or a save (megazoo.on_step, on_evaluation, on_save).
+    """
     preset: Name = None
-    """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl), gpt3-175b; llama-tiny,
-    llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b, llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b,
-    mpt-30b."""
+    """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl),
+    gpt3-175b; llama-tiny, llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b,
+    llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b, mpt-30b."""
     hidden_size: Size = None
     """Features of a token."""
     layers: Size = None
     """Transformer blocks."""
     heads: Size = None
-    """Attention heads, cut whole over tp, which need not divide them if no rank has over a quarter above its share."""
+    """Attention heads, cut whole over tp, which need not divide them if no rank has over a quarter
+    above its share."""
     kv_heads: Size = None
-    """Key and value heads, for models with grouped queries: cut as the heads are; where tp exceeds them, tp must be a
-    multiple of them and divide the heads, and each is held by several ranks."""
+    """Key and value heads, for models with grouped queries: cut as the heads are; where tp exceeds
+    them, tp must be a multiple of them and divide the heads, and each is held by several ranks."""
     ffn_size: Size = None
     """Inner features of the MLP, 4 x hidden-size in GPT-2; tp need not divide them."""
     vocab_size: Size = None
@@ -61,20 +67,26 @@ class ParallelOptions:
     pp: int = 1
     """Pipeline-parallel size: stages that the layers are cut into."""
     virtual_pp: int = 1
-    """Stages of a pipeline rank; above 1, 1f1b is the interleaved schedule, with a smaller bubble and more traffic."""
+    """Stages of a pipeline rank; above 1, 1f1b is the interleaved schedule, with a smaller bubble
+    and more traffic."""
     stage_layers: str = "balanced"
-    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each stage: 5,6,6,5."""
+    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
+    stage: 5,6,6,5."""
     sequence_parallel: bool = False
-    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their memory."""
+    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their
+    memory."""
     schedule: Annotated[str, tyro.conf.arg(metavar="NAME")] = "1f1b"
-    """Order of the pipeline's forwards and backwards: 1f1b, gpipe, zb-h1, or one that --import adds. zb-h1 leaves
-    the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more memory on later stages."""
+    """Order of the pipeline's forwards and backwards: 1f1b, gpipe, zb-h1, or one that --import
+    adds. zb-h1 leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble,
+    for more memory on later stages."""
     zero: Literal[0, 1] = 0
-    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them."""
+    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them.
+    """
     offload_optimizer: bool = False
     """Keep the optimizer's state on the CPU, and make the update there."""
     timeout: float = 600.0
-    """Seconds that a rank waits for another before the job ends, and says which one it waited for."""
+    """Seconds that a rank waits for another before the job ends, and says which one it waited for.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
 
@@ -86,7 +98,8 @@ class TrainingOptions:
     steps: int = 400
     """Optimizer steps in all, those before a resume included."""
     epochs: optional(int, "INT", "none") = None
-    """Times that the training data is seen in all, instead of steps; the last step may go beyond."""
+    """Times that the training data is seen in all, instead of steps; the last step may go beyond.
+    """
     global_batch_size: int = 32
     """Sequences a step, over all replicas and micro-batches."""
     micro_batch_size: int = 16
@@ -94,8 +107,8 @@ class TrainingOptions:
     seq_length: int = 128
     """Tokens of a sequence."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and activations. The shorter ones have fp32 master weights, gradients and moments beside them, and
-    float16 a dynamic loss scale."""
+    """Of weights and activations. The shorter ones have fp32 master weights, gradients and moments
+    beside them, and float16 a dynamic loss scale."""
     initial_loss_scale: float = 65536.0
     """Of float16."""
     loss_scale_window: int = 1000
@@ -103,14 +116,16 @@ class TrainingOptions:
     hysteresis: int = 2
     """Overflows after which each further one halves the loss scale."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Run parts again in backward instead of keeping their activations: attention and the MLPs' activations, or all."""
+    """Run parts again in backward instead of keeping their activations: attention and the MLPs'
+    activations, or all."""
     recompute_interval: int = 1
     """Layers that are recomputed as one unit under full."""
     compile: bool = False
     """Run the layers under torch.compile: slow to start (a minute or so), faster after."""
     train_only: optional(str, "PATTERN", "everything") = None
-    """Regular expression: parameters in whose name it is not found stay frozen: head, norm, layers[.]3[.], or several:
-    "head|norm". They get no gradient, no optimizer state and no weight decay."""
+    """Regular expression: parameters in whose name it is not found stay frozen: head, norm,
+    layers[.]3[.], or several: "head|norm". They get no gradient, no optimizer state and no weight
+    decay."""
     seed: int = 1234
     """Of the initial weights, the order of samples and the dropout: the same run in any layout."""
 
@@ -144,21 +159,24 @@ class DataOptions:
     """What it is trained on."""
 
     data: tuple[str, ...] = ("stdlib",)
-    """One source, or weights and sources in turn: 0.7 a 0.3 b. A source is stdlib, the text of this machine's Python
-    standard library, about 12 MB; or the prefix of token files, PREFIX.bin and PREFIX.idx, made by
-    tools/preprocess_data.py or by Megatron-LM; or a JSONL file, with text, prompt and completion, or messages in each
-    line, whose tokens are kept beside it. The loss is on completions and the assistant's messages alone."""
+    """One source, or weights and sources in turn: 0.7 a 0.3 b. A source is stdlib, the text of this
+    machine's Python standard library, about 12 MB; or the prefix of token files, PREFIX.bin and
+    PREFIX.idx, made by tools/preprocess_data.py or by Megatron-LM; or a JSONL file, with text,
+    prompt and completion, or messages in each line, whose tokens are kept beside it. The loss is on
+    completions and the assistant's messages alone."""
     split: str = "95,5"
-    """Shares of the documents for training, validation and, if there is a third, the test at the end."""
+    """Shares of the documents for training, validation and, if there is a third, the test at the
+    end."""
     tokenizer: optional(str, "NAME", "what is beside the model of --load, or byte") = None
-    """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer: see the README."""
+    """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer:
+    see the README."""
     separate_documents: bool = False
     """Documents packed into one sample don't see each other, and positions begin anew in each."""
     chat_template: str = CHATML
     """What a message of a conversation looks like, with {role} and {content}."""
     packing: bool = False
-    """Conversations, as many as fit, share a sample without seeing each other; else each is a row, padded to the
-    longest of its batch."""
+    """Conversations, as many as fit, share a sample without seeing each other; else each is a row,
+    padded to the longest of its batch."""
     mock_data: bool = False
     """Train on random tokens instead: for benchmarks. They need no tokenizer."""
     data_workers: int = 1
@@ -170,8 +188,8 @@ class CheckpointOptions:
     """What is kept. Checkpoints load in any layout."""
 
     save: File = None
-    """Directory for checkpoints; one is written at the end, and when SIGTERM or SIGUSR1 stops the run. A run that
-    torchrun starts again (--max-restarts) goes on from the last one."""
+    """Directory for checkpoints; one is written at the end, and when SIGTERM or SIGUSR1 stops the
+    run. A run that torchrun starts again (--max-restarts) goes on from the last one."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
     async_save: bool = False
@@ -179,10 +197,11 @@ class CheckpointOptions:
     keep_last: int = 0
     """Checkpoints that remain in the directory, the last written; 0: all."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What to do when a checkpoint can't be written (a full disk, say): end, or tell it and train on."""
+    """What to do when a checkpoint can't be written (a full disk, say): end, or tell it and train
+    on."""
     load: File = None
-    """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face directory, start with its
-    weights."""
+    """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face
+    directory, start with its weights."""
     load_weights_only: bool = False
     """Take only the weights of --load, and start a new run with them."""
 
@@ -206,7 +225,8 @@ class LoggingOptions:
     peak_tflops: optional(float, "FLOAT", "the device's in bf16, where known") = None
     """TFLOP/s of one rank's device: what mfu, the model FLOPs utilization, is a share of."""
     profile: File = None
-    """Directory that gets a trace of a few steps from each rank, to look at in Perfetto or chrome://tracing."""
+    """Directory that gets a trace of a few steps from each rank, to look at in Perfetto or
+    chrome://tracing."""
     profile_steps: tuple[int, int] = (3, 5)
     """The first and the last step of --profile, counted from where this run starts."""
 
@@ -224,7 +244,8 @@ class ConversionOptions(ImportOption):
     """What the tools that write a model take."""
 
     source: Argument = None
-    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging Face directory."""
+    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
+    Face directory."""
     output: Argument = None
     """Directory to write."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
@@ -256,7 +277,9 @@ class Options:
     training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = field(default_factory=OptimizerOptions)
     data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
-    checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(default_factory=CheckpointOptions)
+    checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(
+        default_factory=CheckpointOptions
+    )
     logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
     config: File = None
     """TOML file of settings: keys are the flags' names with underscores. The command line wins."""
@@ -268,7 +291,8 @@ def groups_of(options: Options) -> list:
 
 
 def settings_to_resume(options: Options) -> dict:
-    """What a checkpoint keeps, so that a run goes on as it was: everything but the layout and what is told or saved."""
+    """What a checkpoint keeps, so that a run goes on as it was: everything but the layout and what
+    is told or saved."""
     groups = (options.training, options.optimizer, options.data)
     settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
     return {name: value for name, value in settings.items() if value is not None}

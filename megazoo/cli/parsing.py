@@ -12,7 +12,8 @@ from megazoo.errors import UserError, nearest
 
 
 def parse_options(arguments: list[str], description: str, resumed: dict | None = None) -> Options:
-    """The options of a command line, over those of the TOML file that its --config names. See `parse_flags`.
+    """The options of a command line, over those of the TOML file that its --config names. See
+    `parse_flags`.
 
     resumed: `settings_to_resume` of the run that goes on, below both.
     """
@@ -20,7 +21,11 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
     settings = _toml_settings(file) if file else {}
     lower = {**(resumed or {}), **settings}
     for usual, other in (("steps", "epochs"), ("data", "mock_data")):
-        given = [name for name in (usual, other) if any(_is_flag(name, argument) for argument in arguments)]
+        given = [
+            name
+            for name in (usual, other)
+            if any(_is_flag(name, argument) for argument in arguments)
+        ]
         given = given or [name for name in (usual, other) if settings.get(name)]
         if len(given) > 1:
             raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
@@ -37,7 +42,8 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
 
 
 def each_once(arguments: list[str]) -> list[str]:
-    """A command line without the flags that a later one overrides: --steps=3 --load a --steps 6 is --load a --steps 6.
+    """A command line without the flags that a later one overrides: --steps=3 --load a --steps 6 is
+    --load a --steps 6.
 
     --no-X overrides --X, and the reverse.
     """
@@ -52,7 +58,8 @@ def each_once(arguments: list[str]) -> list[str]:
 
 
 def required(options: ImportOption, *names: str) -> list:
-    """The values of positional arguments, each of which must be given; runs the --import file first."""
+    """The values of positional arguments, each of which must be given; runs the --import file
+    first."""
     if options.import_:
         run_file(options.import_)
     for name in names:
@@ -99,7 +106,9 @@ def _toml_settings(file: str) -> dict:
     for key, value in settings.items():
         if key not in known:
             raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
-        if isinstance(value, dict) or (isinstance(value, list) and not isinstance(known[key], tuple)):
+        if isinstance(value, dict) or (
+            isinstance(value, list) and not isinstance(known[key], tuple)
+        ):
             raise UserError(f"{file}: {key} must be a single value")
     return settings
 

@@ -13,16 +13,22 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import splits_backward
 
 
-def settle_steps(options: Options, samples: int | None = None, first_step: int = 0, consumed: int = 0) -> None:
-    """Fill in what follows from the steps, and check it. samples: of an epoch; without, epochs are left for later.
+def settle_steps(
+    options: Options, samples: int | None = None, first_step: int = 0, consumed: int = 0
+) -> None:
+    """Fill in what follows from the steps, and check it. samples: of an epoch; without, epochs are
+    left for later.
 
-    consumed: samples until first_step, where the run goes on, of batches that may have had another size.
+    consumed: samples until first_step, where the run goes on, of batches that may have had another
+    size.
     """
     training, optimizer = options.training, options.optimizer
     if training.epochs:
         if samples is None:
             return
-        training.steps = first_step - (consumed - training.epochs * samples) // training.global_batch_size
+        training.steps = (
+            first_step - (consumed - training.epochs * samples) // training.global_batch_size
+        )
     if optimizer.lr_decay_steps is None:
         optimizer.lr_decay_steps = training.steps
     if optimizer.warmup_steps is None:
@@ -33,7 +39,8 @@ def settle_steps(options: Options, samples: int | None = None, first_step: int =
 
 
 def model_config(options: ModelOptions, source=None):
-    """The family's config that the options describe; with a source its own, which the options may not contradict.
+    """The family's config that the options describe; with a source its own, which the options may
+    not contradict.
 
     source: what `open_source` opened, or None. Only the dropout may differ from it.
     """
@@ -54,7 +61,9 @@ def model_config(options: ModelOptions, source=None):
     if unknown:
         raise UserError(f"{type(base).__name__} has no {min(unknown).replace('_', '-')}")
     rates = [f.name for f in fields(base) if f.name.endswith("dropout")]
-    config = replace(base, **sizes, **(dict.fromkeys(rates, dropout) if dropout is not None else {}))
+    config = replace(
+        base, **sizes, **(dict.fromkeys(rates, dropout) if dropout is not None else {})
+    )
     for f in fields(config) if saved else ():
         if f.name not in rates and getattr(config, f.name) != getattr(saved, f.name):
             ours, theirs = getattr(config, f.name), getattr(saved, f.name)
@@ -69,14 +78,21 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
     """
     training, parallel = options.training, options.parallel
     model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
-    splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)  # refuses what it can't have
-    how = {"virtual": parallel.virtual_pp, "stage_layers": parse_stage_layers(parallel.stage_layers)}
+    # refuses what it can't have
+    splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)
+    how = {
+        "virtual": parallel.virtual_pp,
+        "stage_layers": parse_stage_layers(parallel.stage_layers),
+    }
     model.all_stages(config, ParallelContext.virtual(parallel.tp, parallel.pp, **how))
     if training.train_only:
         model.on_meta(config, ParallelContext()).train_only(training.train_only)
     unit = training.micro_batch_size * dp
     if training.global_batch_size % unit:
-        below, above = training.global_batch_size // unit * unit, -(-training.global_batch_size // unit) * unit
+        below, above = (
+            training.global_batch_size // unit * unit,
+            -(-training.global_batch_size // unit) * unit,
+        )
         raise UserError(
             f"global-batch-size {training.global_batch_size} is not a multiple of micro-batch-size "
             f"{training.micro_batch_size} x dp {dp} = {unit}: use {f'{below} or ' if below else ''}{above}"
@@ -90,13 +106,20 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
         what = f"the {tokenizer.vocab_size} of the tokenizer {tokenizer.source}"
         raise UserError(f"vocab-size {config.vocab_size} is smaller than {what}")
     save, metrics, log = options.checkpoint.save, options.logging.metrics, options.logging
-    for flag, directory in {"--save": save, "--tensorboard": log.tensorboard, "--profile": log.profile}.items():
+    for flag, directory in {
+        "--save": save,
+        "--tensorboard": log.tensorboard,
+        "--profile": log.profile,
+    }.items():
         if directory:
             _check_writable(flag, directory)
     for package, wanted in {"tensorboard": log.tensorboard, "wandb": log.wandb}.items():
         found = importlib.util.find_spec(package) if wanted else None
-        if wanted and (found is None or found.origin is None):  # a directory of that name is no package
-            raise UserError(f"--{package} needs the package {package}: install it, or leave --{package} out")
+        # a directory of that name is no package
+        if wanted and (found is None or found.origin is None):
+            raise UserError(
+                f"--{package} needs the package {package}: install it, or leave --{package} out"
+            )
     if metrics:
         _check_writable("--metrics", metrics.parent)
         if metrics.is_dir():
@@ -116,7 +139,9 @@ def check_steps(options: Options, first_step: int) -> None:
     training = options.training
     if first_step >= training.steps:
         wanted = (
-            f"--epochs {training.epochs}, {training.steps} steps," if training.epochs else f"--steps {training.steps}"
+            f"--epochs {training.epochs}, {training.steps} steps,"
+            if training.epochs
+            else f"--steps {training.steps}"
         )
         raise UserError(
             f"--load {options.checkpoint.load} is at step {first_step} already: {wanted} leaves nothing to do"
@@ -148,7 +173,15 @@ def check_values(options: Options) -> None:
         "seq_length",
         "log_interval",
     )
-    positive += ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "max_positions")
+    positive += (
+        "hidden_size",
+        "layers",
+        "heads",
+        "kv_heads",
+        "ffn_size",
+        "vocab_size",
+        "max_positions",
+    )
     positive += ("recompute_interval", "initial_loss_scale", "loss_scale_window", "hysteresis")
     fractions = ("dropout", "beta1", "beta2")
     for group in groups_of(options):

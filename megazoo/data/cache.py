@@ -18,18 +18,24 @@ TEXT = ("text",)
 
 
 def cached_tokens(path: Path, tokenizer: str, chat_template: str) -> list[IndexedTokens]:
-    """The tokens of a JSONL file: of its texts, or of its conversations and the mask of what is learnt in them.
+    """The tokens of a JSONL file: of its texts, or of its conversations and the mask of what is
+    learnt in them.
 
-    Its first line says which. They are made at the first call, and kept in FILE.tokens under a name that all they
-    depend on goes into. However many processes call this at once, one of a machine makes them. Raises UserError for a
-    line without what the first one has, and if nothing can be written there.
+    Its first line says which. They are made at the first call, and kept in FILE.tokens under a name
+    that all they depend on goes into. However many processes call this at once, one of a machine
+    makes them. Raises UserError for a line without what the first one has, and if nothing can be
+    written there.
     """
     line, value = first_object(path)
     chats = "messages" in value or {"prompt", "completion"} <= value.keys()
     if not chats and "text" not in value:
-        raise UserError(f"{path}, line {line}: it has neither text, nor prompt and completion, nor messages")
+        raise UserError(
+            f"{path}, line {line}: it has neither text, nor prompt and completion, nor messages"
+        )
     keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
-    recipe = Recipe((str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template)
+    recipe = Recipe(
+        (str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template
+    )
     directory = Path(f"{path}.tokens")
     prefix = directory / _name(recipe)
     files = [Path(f"{prefix}_{key}_document") for key in keys]
@@ -42,7 +48,9 @@ def cached_tokens(path: Path, tokenizer: str, chat_template: str) -> list[Indexe
                         preprocess(recipe, prefix, workers=0, progress=bar.update)
     except OSError as error:
         what = f"the tokens of {path} can't be kept beside it, in {directory}: {error.strerror}"
-        raise UserError(f"{what}; tools/preprocess_data.py writes them elsewhere", exit_code=1) from error
+        raise UserError(
+            f"{what}; tools/preprocess_data.py writes them elsewhere", exit_code=1
+        ) from error
     return [IndexedTokens(file) for file in files]
 
 
@@ -51,7 +59,8 @@ def _whole(files: list[Path]) -> bool:
 
 
 def _name(recipe: Recipe) -> str:
-    """A name for what comes of a recipe: of the file's size and time, the tokenizer's files, and the settings."""
+    """A name for what comes of a recipe: of the file's size and time, the tokenizer's files, and
+    the settings."""
     status = os.stat(recipe.inputs[0])
     settings = {**asdict(recipe), "inputs": [status.st_size, status.st_mtime_ns], "tokenizer": ""}
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)

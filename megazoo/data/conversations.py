@@ -1,4 +1,5 @@
-"""Fine-tuning data as tokens: prompts with completions, and conversations, of which only the answers carry a loss."""
+"""Fine-tuning data as tokens: prompts with completions, and conversations, of which only the
+answers carry a loss."""
 
 from collections.abc import Iterator
 
@@ -9,18 +10,25 @@ CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 ANSWERS = "assistant"  # the role whose words are learnt
 
 
-def encode_conversation(tokenizer: Tokenizer, value: dict, template: str) -> tuple[list[int], list[int]]:
-    """The token ids of an object with `prompt` and `completion`, or with `messages`, and 1 for each that is learnt.
+def encode_conversation(
+    tokenizer: Tokenizer, value: dict, template: str
+) -> tuple[list[int], list[int]]:
+    """The token ids of an object with `prompt` and `completion`, or with `messages`, and 1 for each
+    that is learnt.
 
-    The ids are those of the whole text, so that an answer is cut as the tokenizer cuts it there; a token that prompt
-    and completion share is learnt. The tokenizer's bos goes before it if it has one, the end of a document after it.
-    template: what a message looks like, with {role} and {content}; what follows the content of an answer is learnt with
-    it. Special tokens are meant as such in the template alone. Raises ValueError for what can't be encoded.
+    The ids are those of the whole text, so that an answer is cut as the tokenizer cuts it there; a
+    token that prompt and completion share is learnt. The tokenizer's bos goes before it if it has
+    one, the end of a document after it.
+    template: what a message looks like, with {role} and {content}; what follows the content of an
+    answer is learnt with it. Special tokens are meant as such in the template alone. Raises
+    ValueError for what can't be encoded.
     """
     chat = "messages" in value
     pieces = list(_messages(tokenizer, value["messages"], template) if chat else _completion(value))
     text, learnt, last = "", [], 0
-    ids = tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False, parse_special=chat)
+    ids = tokenizer.encode(
+        "".join(piece for piece, _ in pieces), add_special_tokens=False, parse_special=chat
+    )
     for number, (piece, is_learnt) in enumerate(pieces, 1):
         text += piece
         if number == len(pieces):
@@ -30,8 +38,12 @@ def encode_conversation(tokenizer: Tokenizer, value: dict, template: str) -> tup
         learnt += [int(is_learnt)] * (end - last)
         last = max(last, end)
     if not any(learnt):
-        raise ValueError(f"nothing to learn: no words of the {ANSWERS}" if chat else "the completion is empty")
-    return [*tokenizer.before, *ids, tokenizer.eod], [0] * len(tokenizer.before) + learnt + [int(pieces[-1][1])]
+        raise ValueError(
+            f"nothing to learn: no words of the {ANSWERS}" if chat else "the completion is empty"
+        )
+    return [*tokenizer.before, *ids, tokenizer.eod], [0] * len(tokenizer.before) + learnt + [
+        int(pieces[-1][1])
+    ]
 
 
 def _completion(value: dict) -> Iterator[tuple[str, bool]]:
@@ -47,7 +59,9 @@ def _messages(tokenizer: Tokenizer, messages, template: str) -> Iterator[tuple[s
     if not isinstance(messages, list):
         raise ValueError("messages is no list")
     for message in messages:
-        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+        role, content = (
+            message.get(key) if isinstance(message, dict) else None for key in ("role", "content")
+        )
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError("a message has no role or no content")
         for text in (role, content):
@@ -59,4 +73,7 @@ def _messages(tokenizer: Tokenizer, messages, template: str) -> Iterator[tuple[s
 
 def _common(a: list[int], b: list[int]) -> int:
     """How many ids two lists have in common at their beginning."""
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+        min(len(a), len(b)),
+    )

@@ -1,4 +1,5 @@
-"""Opening what a run is trained on: sources with their weights, each split into training, validation and test."""
+"""Opening what a run is trained on: sources with their weights, each split into training,
+validation and test."""
 
 import math
 import os
@@ -53,11 +54,11 @@ def open_datasets(
 ) -> Parts:
     """The blends of a run.
 
-    A source is "stdlib"; "mock", random tokens; the prefix of token files; or a JSONL file of texts or of
-    conversations, whose tokens are kept beside it. The first documents are for training, the last for the test; of
-    stdlib some that are drawn once and for all. Only training is shuffled. vocab_size: the model's. The rest is as the
-    settings of those names say. say: is told what is cut. Raises UserError for what can't be opened, or leaves nothing
-    to train on.
+    A source is "stdlib"; "mock", random tokens; the prefix of token files; or a JSONL file of texts
+    or of conversations, whose tokens are kept beside it. The first documents are for training, the
+    last for the test; of stdlib some that are drawn once and for all. Only training is shuffled.
+    vocab_size: the model's. The rest is as the settings of those names say. say: is told what is
+    cut. Raises UserError for what can't be opened, or leaves nothing to train on.
     """
     check_template(chat_template)
     eod = tokenizer.eod if separate_documents else None
@@ -66,15 +67,29 @@ def open_datasets(
         for name in sources.names
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
-        cut, left_out = (sum(getattr(part, what, 0) for part in parts) for what in ("cut", "left_out"))
+        cut, left_out = (
+            sum(getattr(part, what, 0) for part in parts) for what in ("cut", "left_out")
+        )
         if cut:
-            rest = f"; {left_out:,} of them have nothing to learn then, and are left out" if left_out else ""
-            say(f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut{rest}")
+            rest = (
+                f"; {left_out:,} of them have nothing to learn then, and are left out"
+                if left_out
+                else ""
+            )
+            say(
+                f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut{rest}"
+            )
         for what, part, share in zip(PARTS, parts, sources.shares, strict=True):
             if share and not len(part):
                 shares = ",".join(f"{share:.4g}" for share in sources.shares)
-                hint = "" if what == "training" else ": give more documents, or --split without that part, as 100,0"
-                raise UserError(f"{name}: split {shares} leaves no {what} sample of {seq_length} tokens{hint}")
+                hint = (
+                    ""
+                    if what == "training"
+                    else ": give more documents, or --split without that part, as 100,0"
+                )
+                raise UserError(
+                    f"{name}: split {shares} leaves no {what} sample of {seq_length} tokens{hint}"
+                )
     return Parts(*(
         Blend(parts, sources.weights, None if number else seed) if share else None
         for number, (parts, share) in enumerate(zip(zip(*datasets, strict=True), sources.shares, strict=True))
@@ -93,15 +108,21 @@ def json_files(sources: Sources) -> list[str]:
 
 
 def check_data(data: Sequence[str], split: str) -> Sources:
-    """What `--data` and `--split` mean; UserError if there is no such source or split. Opens no file.
+    """What `--data` and `--split` mean; UserError if there is no such source or split. Opens no
+    file.
 
-    data: one source, or weights and sources in turn. split: two or three shares, such as 95,5 or 98,1,1.
+    data: one source, or weights and sources in turn. split: two or three shares, such as 95,5 or
+    98,1,1.
     """
     try:
         shares = [float(share) for share in split.split(",")]
     except ValueError:
         shares = []
-    if len(shares) not in (2, 3) or not all(0 <= share < math.inf for share in shares) or not shares[0]:
+    if (
+        len(shares) not in (2, 3)
+        or not all(0 <= share < math.inf for share in shares)
+        or not shares[0]
+    ):
         raise UserError(
             f"split {split!r} is not two or three shares such as 95,5 or 98,1,1: training, validation, test"
         )
@@ -119,16 +140,24 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             )
         shares_of(weights)
     for name in names:
-        if name not in ("stdlib", "mock") and not os.path.isfile(f"{name}.idx") and not _is_json_file(name):
+        if (
+            name not in ("stdlib", "mock")
+            and not os.path.isfile(f"{name}.idx")
+            and not _is_json_file(name)
+        ):
             what = "stdlib, the prefix of token files (PREFIX.bin and PREFIX.idx), and JSONL files"
-            raise UserError(f"unknown data {name!r}: there is {what}; tools/preprocess_data.py takes other text")
+            raise UserError(
+                f"unknown data {name!r}: there is {what}; tools/preprocess_data.py takes other text"
+            )
     return Sources(names, weights, tuple(share / sum(shares) for share in (*shares, 0.0)[:3]))
 
 
 def check_template(template: str) -> None:
     """Raise UserError unless a chat template has a place for the content."""
     if template.count(CONTENT) != 1:
-        raise UserError(f"chat-template {template!r} must have {CONTENT} once, and may have {{role}}")
+        raise UserError(
+            f"chat-template {template!r} must have {CONTENT} once, and may have {{role}}"
+        )
 
 
 def _is_json_file(name: str) -> bool:
@@ -151,7 +180,9 @@ def _open(
     if name == "stdlib":
         documents = standard_library()
         order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-        parts = (sorted(order[first:last]) for first, last in pairwise(_cuts(len(documents), shares)))
+        parts = (
+            sorted(order[first:last]) for first, last in pairwise(_cuts(len(documents), shares))
+        )
         streams = (_stream([documents[i] for i in part], tokenizer) for part in parts)
         return [PackedDataset(stream, seq_length, eod) for stream in streams]
     if _is_json_file(name):
@@ -171,11 +202,14 @@ def _open(
 
 
 def _check_ends(tokens: IndexedTokens, eod: int | None) -> None:
-    """Refuse token files whose first document has no end, if documents are to be told apart by it."""
+    """Refuse token files whose first document has no end, if documents are to be told apart by it.
+    """
     first = tokens.stream(0, min(1, len(tokens.documents) - 1))
     if eod is not None and len(first) and first[-1:].item() != eod:
         what = f"{tokens.bin}: its first document doesn't end with the tokenizer's {eod}"
-        raise UserError(f"{what}, by which separate-documents tells them apart: --append-eod writes it")
+        raise UserError(
+            f"{what}, by which separate-documents tells them apart: --append-eod writes it"
+        )
 
 
 def _cuts(documents: int, shares: tuple[float, ...]) -> list[int]:
@@ -187,5 +221,8 @@ def _stream(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = np.array([tokenizer.eod], dtype)
     # A special token's name in a document is text.
-    texts = (tokenizer.encode_to_numpy(text, parse_special=False).astype(dtype, copy=False) for text in documents)
+    texts = (
+        tokenizer.encode_to_numpy(text, parse_special=False).astype(dtype, copy=False)
+        for text in documents
+    )
     return np.concatenate([part for text in texts for part in (text, end)] or [end])

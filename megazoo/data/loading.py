@@ -16,7 +16,8 @@ AHEAD = 2  # batches a worker has ready
 
 
 def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which document of its sample each token is in, and its position there: int64, like tokens, [batch, sequence].
+    """Which document of its sample each token is in, and its position there: int64, like tokens,
+    [batch, sequence].
 
     A token `eod` ends a document and belongs to it.
     """
@@ -35,10 +36,12 @@ def _positions(documents: torch.Tensor) -> torch.Tensor:
 
 
 class Batches:
-    """This replica's part of the global batches, as the arguments of `train_batch` and `eval_batch`.
+    """This replica's part of the global batches, as the arguments of `train_batch` and
+    `eval_batch`.
 
-    Only the first and the last stage should be given a blend: without one there are no arguments, and the first stage
-    tells the others the batch's shape. Replica r takes the r-th of dp equal parts of every global batch.
+    Only the first and the last stage should be given a blend: without one there are no arguments,
+    and the first stage tells the others the batch's shape. Replica r takes the r-th of dp equal
+    parts of every global batch.
     """
 
     def __init__(self, blend: Blend | None, global_batch: int, ctx: ParallelContext):
@@ -47,10 +50,11 @@ class Batches:
         self.first = ctx.dp_rank * self.rows
 
     def __call__(self, consumed: int) -> dict[str, torch.Tensor]:
-        """The batch that comes after `consumed` samples: input_ids and targets, int64 [batch, longest sample].
+        """The batch that comes after `consumed` samples: input_ids and targets, int64 [batch,
+        longest sample].
 
-        Rows are padded on the right, where nothing sees the padding. document_ids and position_ids, if documents are
-        not to see each other.
+        Rows are padded on the right, where nothing sees the padding. document_ids and position_ids,
+        if documents are not to see each other.
         """
         if self.blend is None:
             return {}
@@ -61,11 +65,13 @@ class Batches:
         return batch
 
     def tokens(self, consumed: int) -> int:
-        """Tokens of the whole global batch after `consumed` samples, without padding; 0 without a blend."""
+        """Tokens of the whole global batch after `consumed` samples, without padding; 0 without a
+        blend."""
         return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
 
     def ahead(self, consumed: Sequence[int], workers: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The batches after so many samples each, on the device, made ahead by `workers` threads; 0: when asked for.
+        """The batches after so many samples each, on the device, made ahead by `workers` threads;
+        0: when asked for.
 
         Threads are enough: what a batch takes is copying from files mapped into memory.
         """
@@ -97,9 +103,14 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
         batch["document_ids"] = np.full(shape, -1)  # padding sees nothing else
     for row, sample in enumerate(samples):
         length = len(sample.input_ids)
-        batch["input_ids"][row, :length], batch["targets"][row, :length] = sample.input_ids, sample.targets
+        batch["input_ids"][row, :length], batch["targets"][row, :length] = (
+            sample.input_ids,
+            sample.targets,
+        )
         if separate:
-            batch["document_ids"][row, :length] = 0 if sample.documents is None else sample.documents
+            batch["document_ids"][row, :length] = (
+                0 if sample.documents is None else sample.documents
+            )
     batch = {name: torch.from_numpy(array) for name, array in batch.items()}
     if separate:
         batch["position_ids"] = _positions(batch["document_ids"])

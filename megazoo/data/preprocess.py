@@ -1,4 +1,5 @@
-"""From raw text to token files: documents are read in chunks, encoded by workers, and written in their order.
+"""From raw text to token files: documents are read in chunks, encoded by workers, and written in
+their order.
 
 Nothing here imports torch, so that a worker is small and starts at once.
 """
@@ -32,15 +33,24 @@ SAVED_EVERY = 64  # chunks
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
 COMPRESSED = (".gz", ".zst")
 CONVERSATION = ("tokens", "learnt")
-WRITTEN = ("_document.bin", "_document.idx", "_document.bin.partial", "_document.len.partial", "_document.idx.partial")
-WRITTEN += (".progress.json", ".progress.partial")  # what `preprocess` leaves: never a corpus of its own
+WRITTEN = (
+    "_document.bin",
+    "_document.idx",
+    "_document.bin.partial",
+    "_document.len.partial",
+    "_document.idx.partial",
+)
+# what `preprocess` leaves: never a corpus of its own
+WRITTEN += (".progress.json", ".progress.partial")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes the tokens of a corpus. inputs: files, in order. keys: of the JSON objects, each written apart.
+    """What makes the tokens of a corpus. inputs: files, in order. keys: of the JSON objects, each
+    written apart.
 
-    chat_template: the lines are conversations, and CONVERSATION are the keys: see `encode_conversation`.
+    chat_template: the lines are conversations, and CONVERSATION are the keys: see
+    `encode_conversation`.
     """
 
     inputs: tuple[str, ...]
@@ -53,7 +63,8 @@ class Recipe:
 
 @dataclass
 class Progress:
-    """How far a corpus is: where reading goes on, and how much is written. sizes, sequences: by key."""
+    """How far a corpus is: where reading goes on, and how much is written. sizes, sequences: by
+    key."""
 
     file: int = 0
     offset: int = 0
@@ -69,8 +80,9 @@ class Progress:
 
 
 class Chunk(NamedTuple):
-    """Whole lines of a JSONL file, or a whole other file. line: the number of the first; next_line, end: the line after
-    them, and where it is in the file, decompressed. read: bytes of the file itself that were read for it."""
+    """Whole lines of a JSONL file, or a whole other file. line: the number of the first; next_line,
+    end: the line after them, and where it is in the file, decompressed. read: bytes of the file
+    itself that were read for it."""
 
     file: int
     line: int
@@ -81,8 +93,8 @@ class Chunk(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Of a chunk: the tokens of its documents, end to end, and the length of each, by key. bad: the number of each line
-    that has no text, and why."""
+    """Of a chunk: the tokens of its documents, end to end, and the length of each, by key. bad: the
+    number of each line that has no text, and why."""
 
     documents: int
     tokens: dict[str, np.ndarray]
@@ -99,9 +111,13 @@ def input_files(paths: list[Path]) -> tuple[str, ...]:
     for path in paths:
         found = [path]
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.endswith(WRITTEN))
+            found = sorted(
+                p for p in path.rglob("*") if p.is_file() and not p.name.endswith(WRITTEN)
+            )
         if not found or not found[0].is_file():
-            raise UserError(f"{path}: no such file" if not path.is_dir() else f"{path} has no files")
+            raise UserError(
+                f"{path}: no such file" if not path.is_dir() else f"{path} has no files"
+            )
         files += [str(p) for p in found]
     return tuple(files)
 
@@ -116,8 +132,9 @@ def preprocess(
 ) -> Progress:
     """Write PREFIX_KEY_document.bin and .idx for each key, whole or not at all.
 
-    What was interrupted goes on where it stood, if the recipe and its files are the same. progress: told the bytes
-    read. say: told of bad lines; with `strict` the first one ends it by UserError. workers: processes; 0: this one.
+    What was interrupted goes on where it stood, if the recipe and its files are the same. progress:
+    told the bytes read. say: told of bad lines; with `strict` the first one ends it by UserError.
+    workers: processes; 0: this one.
     """
     tokenizer = open_tokenizer(recipe.tokenizer)
     dtype = dtype_for(tokenizer.vocab_size)
@@ -125,8 +142,14 @@ def preprocess(
         tokenizer.eod  # noqa: B018, raises UserError before any work if there is none
     prefix.parent.mkdir(parents=True, exist_ok=True)
     state = Path(f"{prefix}.progress.json")
-    identity = {**asdict(recipe), "files": [[os.path.getsize(f), os.stat(f).st_mtime_ns] for f in recipe.inputs]}
-    partial = {key: [Path(f"{prefix}_{key}_document.{kind}.partial") for kind in ("bin", "len")] for key in recipe.keys}
+    identity = {
+        **asdict(recipe),
+        "files": [[os.path.getsize(f), os.stat(f).st_mtime_ns] for f in recipe.inputs],
+    }
+    partial = {
+        key: [Path(f"{prefix}_{key}_document.{kind}.partial") for kind in ("bin", "len")]
+        for key in recipe.keys
+    }
     with ExitStack() as stack:
         files = {}
         for key, paths in partial.items():
@@ -149,7 +172,10 @@ def preprocess(
                 done.sizes[key] = done.sizes.get(key, 0) + encoded.tokens[key].nbytes
                 done.sequences[key] = done.sequences.get(key, 0) + len(encoded.lengths[key])
             done.file, done.offset, done.line = chunk.file, chunk.end, chunk.next_line
-            done.documents, done.bad = done.documents + encoded.documents, done.bad + len(encoded.bad)
+            done.documents, done.bad = (
+                done.documents + encoded.documents,
+                done.bad + len(encoded.bad),
+            )
             progress(chunk.read)
             if number % SAVED_EVERY == 0:
                 _save(state, identity, done, [file for pair in files.values() for file in pair])
@@ -166,7 +192,8 @@ def preprocess(
 
 
 def _alone(path: Path):
-    """A file to read and write, while no other process has it; UserError if one does, as both would spoil it."""
+    """A file to read and write, while no other process has it; UserError if one does, as both would
+    spoil it."""
     file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115, the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,13 +204,16 @@ def _alone(path: Path):
 
 
 def _resumed(state: Path, identity: dict, partial: dict[str, list[Path]]) -> Progress:
-    """Where an interrupted run of the same recipe stood, if all that it wrote is there; else the start."""
+    """Where an interrupted run of the same recipe stood, if all that it wrote is there; else the
+    start."""
     if state.is_file():
         saved = json_object(state, state.read_bytes())
         if saved.get("recipe") == identity:
             done = Progress(**saved["done"])
             written = (
-                (path, size) for key in partial for path, size in zip(partial[key], done.written(key), strict=True)
+                (path, size)
+                for key in partial
+                for path, size in zip(partial[key], done.written(key), strict=True)
             )
             if all(path.is_file() and path.stat().st_size >= size for path, size in written):
                 return done
@@ -217,7 +247,9 @@ def first_object(path: Path) -> tuple[int, dict]:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}", exit_code=1)
+    return UserError(
+        f"{path} can't be read: {getattr(error, 'strerror', None) or error}", exit_code=1
+    )
 
 
 def _chunks(inputs: tuple[str, ...], done: Progress) -> Iterator[Chunk]:
@@ -272,7 +304,8 @@ def _opened(path: Path):
 
 
 def _frames(raw, decompressor) -> Iterator[bytes]:
-    """What is in the frames of a .zst; EOFError if the last is cut short, which zstandard's own reader passes over."""
+    """What is in the frames of a .zst; EOFError if the last is cut short, which zstandard's own
+    reader passes over."""
     frame = None
     while data := raw.read(1 << 16):
         while data:
@@ -316,11 +349,13 @@ _worker: dict = {}  # what a worker process was started with
 
 @contextmanager
 def _workers(recipe: Recipe, dtype: str, count: int):
-    """A function that encodes chunks, in order, in so many processes; few chunks are under way at once."""
+    """A function that encodes chunks, in order, in so many processes; few chunks are under way at
+    once."""
     if not count:
         _start(recipe, dtype)
         yield lambda chunks: (
-            (chunk, _encode(chunk.data, chunk.line, is_loose_json(Path(recipe.inputs[chunk.file])))) for chunk in chunks
+            (chunk, _encode(chunk.data, chunk.line, is_loose_json(Path(recipe.inputs[chunk.file]))))
+            for chunk in chunks
         )
         return
     spawn = multiprocessing.get_context("spawn")
@@ -330,7 +365,12 @@ def _workers(recipe: Recipe, dtype: str, count: int):
             waiting: deque = deque()
             for chunk in chunks:
                 json_lines = is_loose_json(Path(recipe.inputs[chunk.file]))
-                waiting.append((chunk._replace(data=b""), pool.submit(_encode, chunk.data, chunk.line, json_lines)))
+                waiting.append(
+                    (
+                        chunk._replace(data=b""),
+                        pool.submit(_encode, chunk.data, chunk.line, json_lines),
+                    )
+                )
                 if len(waiting) > 2 * count:
                     chunk, future = waiting.popleft()
                     yield chunk, future.result()
@@ -341,7 +381,8 @@ def _workers(recipe: Recipe, dtype: str, count: int):
             yield encode
         except BrokenProcessPool as error:  # of a result, or where one is asked for
             raise UserError(
-                "a worker died (out of memory?): the same command goes on where it stood", exit_code=1
+                "a worker died (out of memory?): the same command goes on where it stood",
+                exit_code=1,
             ) from error
 
 
@@ -362,7 +403,9 @@ def _encode(data: bytes, line: int, json_lines: bool) -> Encoded:
                 pair = encode_conversation(tokenizer, _object(text), recipe.chat_template)
                 encoded = [np.array(part, dtype) for part in pair]
             else:
-                texts = _texts(text, recipe.keys) if json_lines else [text.decode()] * len(recipe.keys)
+                texts = (
+                    _texts(text, recipe.keys) if json_lines else [text.decode()] * len(recipe.keys)
+                )
                 # A special token's name in a document is text.
                 encoded = [tokenizer.encode_to_numpy(part, parse_special=False) for part in texts]
         except (ValueError, KeyError, RecursionError, UserError) as error:

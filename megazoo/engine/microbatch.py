@@ -9,10 +9,11 @@ from megazoo.errors import UserError
 
 @dataclass
 class Output:
-    """What a forward returns. loss: 0-dimensional fp32, or None. logits: [batch, sequence, vocabulary], or None.
+    """What a forward returns. loss: 0-dimensional fp32, or None. logits: [batch, sequence,
+    vocabulary], or None.
 
-    As an output of transformers it can be indexed and given on as keywords: output[0], output[:2], output["loss"],
-    f(**output). Only what is not None counts. Iterating over it raises UserError.
+    As an output of transformers it can be indexed and given on as keywords: output[0], output[:2],
+    output["loss"], f(**output). Only what is not None counts. Iterating over it raises UserError.
     """
 
     loss: torch.Tensor | None = None
@@ -56,17 +57,20 @@ class Output:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a stage may need to know of a micro-batch besides the activations. Tensors are int64 [batch, sequence].
+    """What a stage may need to know of a micro-batch besides the activations. Tensors are int64
+    [batch, sequence].
 
-    shape: (batch, sequence). input_ids and targets: None on stages that don't use them; targets[b, s] is the token
-    that position s is to predict, or -100. Of a classifier: targets are its labels, of any shape that begins with the
-    batch, and scored, [batch], the positions of which it judges. labels: what the user's own loss is given. length:
-    the sequence's, without the padding that sequence parallelism needs.
+    shape: (batch, sequence). input_ids and targets: None on stages that don't use them; targets[b,
+    s] is the token that position s is to predict, or -100. Of a classifier: targets are its labels,
+    of any shape that begins with the batch, and scored, [batch], the positions of which it judges.
+    labels: what the user's own loss is given. length: the sequence's, without the padding that
+    sequence parallelism needs.
     position_ids: None for 0, 1, 2 ... segments: tokens see those of the same
     number only; None where there is one. dropout_seed: what its dropout is drawn from.
 
-    While generating: cache, the KVCache of the tokens before, if they are kept (segments are then of these, too);
-    longest, the tokens of the whole batch's longest row; and only the last position's logits are wanted (last_only).
+    While generating: cache, the KVCache of the tokens before, if they are kept (segments are then
+    of these, too); longest, the tokens of the whole batch's longest row; and only the last
+    position's logits are wanted (last_only).
     """
 
     shape: tuple[int, int]

@@ -1,4 +1,5 @@
-"""Runs a schedule's table on this rank: forwards, backwards, and the point-to-point traffic between stages."""
+"""Runs a schedule's table on this rank: forwards, backwards, and the point-to-point traffic between
+stages."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +12,14 @@ from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.p2p import exchange_with_stages
-from megazoo.parallel.schedule import Action, Exchange, Transfer, backward_follows, forward_only, program
+from megazoo.parallel.schedule import (
+    Action,
+    Exchange,
+    Transfer,
+    backward_follows,
+    forward_only,
+    program,
+)
 from megazoo.parallel.timing import spent
 
 MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest one
@@ -19,8 +27,8 @@ MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest on
 
 @dataclass
 class Result:
-    """What came of a pass: the loss, 0-dimensional fp32, over how many labelled tokens, 0-dimensional fp64, and what
-    was collected, on the last stage."""
+    """What came of a pass: the loss, 0-dimensional fp32, over how many labelled tokens,
+    0-dimensional fp64, and what was collected, on the last stage."""
 
     loss: torch.Tensor
     labelled: torch.Tensor
@@ -38,19 +46,21 @@ def run_pipeline(
     loss_scale: float = 1.0,
     weight_queue: WeightQueue | None = None,
 ) -> Result:
-    """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of the global batch.
+    """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of
+    the global batch.
 
-    model: a `megazoo.models.base.Model`, or what has as much of it as is called here. schedule: of `SCHEDULES`, after
-    which each parameter's gradient holds this replica's part of the gradient of that mean, times loss_scale; None runs
-    the forwards only. weight_queue: where the linear layers leave their weights' gradients, for a schedule that has
-    times of its own for them. global_batch False: the mean is over this replica's batch. collect(outputs, batch): what
-    to keep of the last stage's outputs. loss_fn(logits, labels): a micro-batch's mean instead of loss_sum; the means
+    model: a `megazoo.models.base.Model`, or what has as much of it as is called here. schedule: of
+    `SCHEDULES`, after which each parameter's gradient holds this replica's part of the gradient of
+    that mean, times loss_scale; None runs the forwards only. weight_queue: where the linear layers
+    leave their weights' gradients, for a schedule that has times of its own for them. global_batch
+    False: the mean is over this replica's batch. collect(outputs, batch): what to keep of the last
+    stage's outputs. loss_fn(logits, labels): a micro-batch's mean instead of loss_sum; the means
     are weighed by label_count.
-    Every rank of the world (of the replica) calls this together and gets the same 0-dimensional fp32 loss (nan without
-    targets); the last stage also gets what was collected, along the batch.
+    Every rank of the world (of the replica) calls this together and gets the same 0-dimensional
+    fp32 loss (nan without targets); the last stage also gets what was collected, along the batch.
 
-    The mean is over labelled tokens, not over micro-batches' means: with labels spread unevenly the two differ, and
-    only the first is independent of the layout.
+    The mean is over labelled tokens, not over micro-batches' means: with labels spread unevenly the
+    two differ, and only the first is independent of the layout.
     """
     ctx, last = model.ctx, model.stages[-1].last
     replicas = ctx.dp_group if global_batch else None
@@ -58,9 +68,20 @@ def run_pipeline(
     if last:
         labelled += sum(model.label_count(batch) for batch in batches)
         all_reduce(labelled, replicas)
-    items = program(schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches))
+    items = program(
+        schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)
+    )
     at_once = backward_follows(items, ctx.stage_count - 1)
-    run = Run(model, batches, labelled.clamp(min=1).float(), collect, loss_fn, loss_scale, weight_queue, at_once)
+    run = Run(
+        model,
+        batches,
+        labelled.clamp(min=1).float(),
+        collect,
+        loss_fn,
+        loss_scale,
+        weight_queue,
+        at_once,
+    )
     for item in items:
         if isinstance(item, Exchange):
             run.exchange(item)
@@ -82,7 +103,8 @@ def run_pipeline(
 
 
 class Run:
-    """The state of one pass over a table: tensors that arrived, tensors that will leave, graphs awaiting backward."""
+    """The state of one pass over a table: tensors that arrived, tensors that will leave, graphs
+    awaiting backward."""
 
     def __init__(
         self,
@@ -97,15 +119,22 @@ class Run:
     ):
         """at_once: the last stage's backward of a micro-batch comes right after its forward."""
         self.at_once = at_once
-        self.collect, self.loss_fn, self.loss_scale, self.weight_queue = collect, loss_fn, loss_scale, weight_queue
+        self.collect, self.loss_fn, self.loss_scale, self.weight_queue = (
+            collect,
+            loss_fn,
+            loss_scale,
+            weight_queue,
+        )
         self.model, self.ctx, self.batches, self.labelled = model, model.ctx, batches, labelled
         self.stages = {stage.index: stage for stage in model.stages}
         self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
         self.leaving: dict[Action, torch.Tensor] = {}  # by what will consume it
         self.graphs: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> input, output
-        self.weights: dict[tuple[int, int], Callable[[], None]] = {}  # likewise -> computes the weights' gradients
+        # likewise -> computes the weights' gradients
+        self.weights: dict[tuple[int, int], Callable[[], None]] = {}
         self.open: deque = deque()
-        self.losses: list[torch.Tensor] = []  # of each micro-batch, its part of the mean; in double: they are summed
+        # of each micro-batch, its part of the mean; in double: they are summed
+        self.losses: list[torch.Tensor] = []
         self.collected: list[torch.Tensor] = []
 
     def forward(self, action: Action, train: bool) -> None:
@@ -116,9 +145,17 @@ class Run:
             output = self.model.forward_stage(x, batch, stage)
             if stage.last:
                 output = self._finished(output, batch)
-            elif (output.shape, output.dtype) != (shape := self.shape(action.microbatch), self.model.dtype):
-                sent, expected = f"{output.dtype} {list(output.shape)}", f"{self.model.dtype} {list(shape)}"
-                raise UserError(f"forward_stage of stage {stage.index} returns {sent}: stages send {expected}")
+            elif (output.shape, output.dtype) != (
+                shape := self.shape(action.microbatch),
+                self.model.dtype,
+            ):
+                sent, expected = (
+                    f"{output.dtype} {list(output.shape)}",
+                    f"{self.model.dtype} {list(shape)}",
+                )
+                raise UserError(
+                    f"forward_stage of stage {stage.index} returns {sent}: stages send {expected}"
+                )
             else:
                 self.leaving[action._replace(stage=stage.index + 1)] = output.detach()
         if train:
@@ -136,7 +173,9 @@ class Run:
         elif self.collect:
             loss = self.model.loss_sum(outputs, batch)
         else:
-            loss = self.model.loss_of(x, batch, self.loss_scale / self.labelled if self.at_once else None)
+            loss = self.model.loss_of(
+                x, batch, self.loss_scale / self.labelled if self.at_once else None
+            )
         loss = loss / self.labelled
         self.losses.append(loss.detach().double())
         return loss
@@ -150,7 +189,9 @@ class Run:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UserError("loss_fn must return one number, the mean of the micro-batch")
         if outputs.requires_grad and not loss.requires_grad:
-            raise UserError("loss_fn returns a number without a gradient: compute it from the logits, not detached")
+            raise UserError(
+                "loss_fn returns a number without a gradient: compute it from the logits, not detached"
+            )
         return loss.float().view(()) * count
 
     def backward(self, action: Action, factor: float = 1.0) -> None:
@@ -158,7 +199,8 @@ class Run:
         received, output = self.graphs.pop((action.stage, action.microbatch))
         gradient = self._take(action)
         if output.requires_grad:  # else all of a first stage is frozen
-            # The engine itself: torch.autograd.backward insists on an output that still has its memory.
+            # The engine itself: torch.autograd.backward insists on an output that still has its
+            # memory.
             torch.autograd.Variable._execution_engine.run_backward(
                 (output,), (torch.full_like(output, self.loss_scale * factor) if gradient is None else gradient,),
                 False, False, (), allow_unreachable=True, accumulate_grad=True,
@@ -170,13 +212,22 @@ class Run:
 
     @spent("communication", "exchange")
     def exchange(self, exchange: Exchange) -> None:
-        """Start an exchange's sends and receives in one go; waits only for others' part in those long past."""
+        """Start an exchange's sends and receives in one go; waits only for others' part in those
+        long past."""
         shapes = [self.shape(transfer.consumer.microbatch) for transfer in exchange.receives]
-        buffers = [torch.empty(shape, dtype=self.model.dtype, device=self.ctx.device) for shape in shapes]
+        buffers = [
+            torch.empty(shape, dtype=self.model.dtype, device=self.ctx.device) for shape in shapes
+        ]
         sent = [self.leaving.pop(transfer.consumer).contiguous() for transfer in exchange.sends]
         coming, going = exchange_with_stages(
-            [(buffer, transfer.source) for buffer, transfer in zip(buffers, exchange.receives, strict=True)],
-            [(tensor, transfer.target) for tensor, transfer in zip(sent, exchange.sends, strict=True)],
+            [
+                (buffer, transfer.source)
+                for buffer, transfer in zip(buffers, exchange.receives, strict=True)
+            ],
+            [
+                (tensor, transfer.target)
+                for tensor, transfer in zip(sent, exchange.sends, strict=True)
+            ],
             self.ctx,
         )
         for transfer, *arrival in zip(exchange.receives, buffers, coming, strict=True):
@@ -203,10 +254,15 @@ class Run:
     def shape(self, microbatch: int) -> tuple[int, int, int]:
         """Of a micro-batch's activations between stages, and of their gradients."""
         batch, sequence = self.batches[microbatch].shape
-        return batch, sequence // (self.ctx.tp_size if self.ctx.sequence_parallel else 1), self.model.hidden_size
+        return (
+            batch,
+            sequence // (self.ctx.tp_size if self.ctx.sequence_parallel else 1),
+            self.model.hidden_size,
+        )
 
     def _release(self, transfer: Transfer) -> None:
-        """Free an output's memory once it is on its way: backward needs its graph, not its values."""
+        """Free an output's memory once it is on its way: backward needs its graph, not its values.
+        """
         kind, stage, microbatch = transfer.consumer
         if kind == "F" and (graph := self.graphs.get((stage - 1, microbatch))):
             output = graph[1]

@@ -1,4 +1,5 @@
-"""A pipeline that a user's own loop drives: one micro-batch after the other, its backward when the loop asks for it."""
+"""A pipeline that a user's own loop drives: one micro-batch after the other, its backward when the
+loop asks for it."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,11 +15,12 @@ from megazoo.parallel.schedule import Action
 
 
 def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> Iterator[Output]:
-    """Yields, after each micro-batch's forward, its part of the mean loss over the global batch's labelled tokens.
+    """Yields, after each micro-batch's forward, its part of the mean loss over the global batch's
+    labelled tokens.
 
-    Every rank of the pipeline goes through this together and gets the same loss, 0-dimensional fp32; `loss.backward()`,
-    on all of them, is this micro-batch's backward through all stages. No stage works while another does: for training
-    at speed there is `run_pipeline`. model: as there.
+    Every rank of the pipeline goes through this together and gets the same loss, 0-dimensional
+    fp32; `loss.backward()`, on all of them, is this micro-batch's backward through all stages. No
+    stage works while another does: for training at speed there is `run_pipeline`. model: as there.
     """
     ctx, last = model.ctx, model.stages[-1].last
     labelled = torch.zeros((), dtype=torch.float64, device=ctx.device)
@@ -26,7 +28,8 @@ def run_stepwise(model, batches: list[MicroBatch], loss_scale: float = 1.0) -> I
         if last:
             labelled += sum(model.label_count(batch) for batch in batches)
             all_reduce(labelled, ctx.dp_group)
-    at_once = model.dtype != torch.float16 or model.loss_scale is not None  # else the scale comes with the gradient
+    # else the scale comes with the gradient
+    at_once = model.dtype != torch.float16 or model.loss_scale is not None
     run = Run(model, batches, labelled.clamp(min=1).float(), loss_scale=loss_scale, at_once=at_once)
     sent = []
 

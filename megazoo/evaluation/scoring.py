@@ -20,8 +20,9 @@ from megazoo.parallel.failure import together
 
 
 class Scores(NamedTuple):
-    """Of each row: log_likelihood, float64, the sum of its targets' log-probabilities, in nats; tokens, int64, how many
-    they are; greedy, bool, whether each is what greedy choice would have taken. All [batch], the same on every rank."""
+    """Of each row: log_likelihood, float64, the sum of its targets' log-probabilities, in nats;
+    tokens, int64, how many they are; greedy, bool, whether each is what greedy choice would have
+    taken. All [batch], the same on every rank."""
 
     log_likelihood: torch.Tensor
     tokens: torch.Tensor
@@ -33,9 +34,10 @@ class Scores(NamedTuple):
 def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     """How likely a language model finds the targets of each row.
 
-    input_ids, targets: int64 [batch, sequence], padded on the right; targets[b, s] is the token that position s is to
-    predict, or -100 where there is none. Call it with the same inputs on every rank: replicas share the rows, and each
-    stage works on one part of them while another travels. UserError as in `Model.forward`.
+    input_ids, targets: int64 [batch, sequence], padded on the right; targets[b, s] is the token
+    that position s is to predict, or -100 where there is none. Call it with the same inputs on
+    every rank: replicas share the rows, and each stage works on one part of them while another
+    travels. UserError as in `Model.forward`.
     """
     if model.num_labels:
         raise UserError("a classifier does not score tokens")
@@ -49,9 +51,12 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         losses, labelled = model.token_losses(outputs, batch), batch.targets != IGNORED
         best = model.whole_logits(outputs, batch).argmax(dim=-1)
-        best = F.pad(best, (0, labelled.shape[1] - best.shape[1]))  # the padding of sequence parallelism
+        # the padding of sequence parallelism
+        best = F.pad(best, (0, labelled.shape[1] - best.shape[1]))
         greedy = (~labelled | (batch.targets == best)).all(dim=1)
-        return torch.stack([-losses.double().sum(1), labelled.double().sum(1), greedy.double()], dim=1)
+        return torch.stack(
+            [-losses.double().sum(1), labelled.double().sum(1), greedy.double()], dim=1
+        )
 
     count = mine.stop - mine.start
     if count:
@@ -68,7 +73,8 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
 
 @dataclass
 class TextLoss:
-    """The loss of texts. documents, tokens (that were predicted) and bytes; nats: the sum of the tokens' losses."""
+    """The loss of texts. documents, tokens (that were predicted) and bytes; nats: the sum of the
+    tokens' losses."""
 
     documents: int = 0
     tokens: int = 0
@@ -90,13 +96,21 @@ class TextLoss:
 
 
 def evaluate_texts(
-    model, tokenizer, texts: Iterable[str | bytes], *, length: int, stride: int = 0, batch: int = 8, progress=None
+    model,
+    tokenizer,
+    texts: Iterable[str | bytes],
+    *,
+    length: int,
+    stride: int = 0,
+    batch: int = 8,
+    progress=None,
 ) -> TextLoss:
     """The loss of every token of every text, each predicted once.
 
-    A text longer than `length` tokens is read in windows of so many, `stride` apart (0: without overlap); what a window
-    shares with the one before is context only. The first token follows the one that begins texts: bos, or else the end
-    of the document before. batch: windows at once. progress(bytes): called as texts are done.
+    A text longer than `length` tokens is read in windows of so many, `stride` apart (0: without
+    overlap); what a window shares with the one before is context only. The first token follows the
+    one that begins texts: bos, or else the end of the document before. batch: windows at once.
+    progress(bytes): called as texts are done.
     """
     if not 0 <= stride <= length:
         raise UserError(f"stride {stride} must be from 1 to the window's {length}, or 0")
@@ -125,8 +139,9 @@ def evaluate_texts(
 
 
 def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Windows of at most length + 1 ids, the last of which is only predicted, and how many of each are context: every
-    id but the first is predicted once, with at least length - stride before it where there are so many."""
+    """Windows of at most length + 1 ids, the last of which is only predicted, and how many of each
+    are context: every id but the first is predicted once, with at least length - stride before it
+    where there are so many."""
     predicted = 1  # ids of which nothing remains to be predicted
     while predicted < len(ids):
         end = min(max(predicted - 1 + stride, length) + 1, len(ids))
@@ -138,31 +153,48 @@ def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int
 def score_choices(
     model, tokenizer, requests: list[tuple[str, str]], *, batch: int = 8
 ) -> list[tuple[float, int, bool]]:
-    """For each (context, continuation): the continuation's log-likelihood, its tokens, and whether it is the greedy
-    one.
+    """For each (context, continuation): the continuation's log-likelihood, its tokens, and whether
+    it is the greedy one.
 
-    The primitive of evaluation harnesses. Both are encoded together, so that the boundary is as in running text; spaces
-    at the end of the context, and tokens across the boundary, count to the continuation. An empty context is the token
-    that begins texts. A context that is too long for the model loses its beginning.
+    The primitive of evaluation harnesses. Both are encoded together, so that the boundary is as in
+    running text; spaces at the end of the context, and tokens across the boundary, count to the
+    continuation. An empty context is the token that begins texts. A context that is too long for
+    the model loses its beginning.
     """
     rows, longest = [], model.longest_sequence(model.config)
     for context, continuation in requests:
-        begin = list(tokenizer.before) or [tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+        begin = list(tokenizer.before) or [
+            tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        ]
         text = context.rstrip()  # the space before a word is the word's, in most vocabularies
-        before, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (text, context + continuation))
-        same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        before, whole = (
+            tokenizer.encode(part, add_special_tokens=False)
+            for part in (text, context + continuation)
+        )
+        same = next(
+            (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before)
+        )
         if same == 0 or tokenizer.before:
             whole, same = begin + whole, same + len(begin)
         scored = len(whole) - same
         if scored < 1 or scored > longest:
-            what = "has no token of its own" if scored < 1 else f"has {scored} tokens, the model takes {longest}"
+            what = (
+                "has no token of its own"
+                if scored < 1
+                else f"has {scored} tokens, the model takes {longest}"
+            )
             raise UserError(f"the choice {continuation!r} {what}")
         whole = whole[-longest - 1 :]
         rows.append((whole, len(whole) - scored))
     results: list = []
     for first in range(0, len(rows), batch):
         scores = score(model, *_padded(rows[first : first + batch]))
-        results += zip(scores.log_likelihood.tolist(), scores.tokens.tolist(), scores.greedy.tolist(), strict=True)
+        results += zip(
+            scores.log_likelihood.tolist(),
+            scores.tokens.tolist(),
+            scores.greedy.tolist(),
+            strict=True,
+        )
     return results
 
 
@@ -170,4 +202,6 @@ def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tens
     """input_ids and targets, int64 [rows, longest], of rows with so many ids of context each."""
     inputs = [torch.tensor(ids[:-1]) for ids, _ in rows]
     targets = [torch.tensor([IGNORED] * (context - 1) + ids[context:]) for ids, context in rows]
-    return pad_sequence(inputs, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+    return pad_sequence(inputs, batch_first=True), pad_sequence(
+        targets, batch_first=True, padding_value=IGNORED
+    )

@@ -1,4 +1,5 @@
-"""From logits to tokens: greedy choice, sampling and beam search, on the last stage, for one group of rows."""
+"""From logits to tokens: greedy choice, sampling and beam search, on the last stage, for one group
+of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +16,20 @@ NOTHING = -1e9  # the score of a beam that is not there
 class Settings:
     """How to generate: the names and meanings are transformers'.
 
-    max_new_tokens, min_new_tokens: of each row, without its prompt; 20 and 0 by default. max_length: instead of
-    max_new_tokens, and with the prompt and its padding. do_sample: draw tokens, instead of taking the likeliest; then
-    temperature, top_k (0 or None: all) and top_p apply, in this order. repetition_penalty: divides what is above 0, and
-    multiplies what is below, of the tokens that a row has, its padding left out. no_repeat_ngram_size: no row has the
-    same n tokens in succession twice, its prompt included and its padding left out; 0 for no such rule, which does not
-    hold where it would forbid all tokens. num_beams: above 1 for beam search, with length_penalty, and early_stopping
-    True, False or "never". num_return_sequences: of each prompt so many rows, one after the other: drawn independently,
-    or the best of num_beams. eos_token_id: one id or several, of which each ends a row. pad_token_id: what comes after;
-    the first of eos_token_id by default. stop: strings that end a row, once its new text, by the tokenizer, has one.
-    seed: of the draws: a row's depend on it, the prompt's number, and which of the prompt's rows it is.
+    max_new_tokens, min_new_tokens: of each row, without its prompt; 20 and 0 by default.
+    max_length: instead of max_new_tokens, and with the prompt and its padding. do_sample: draw
+    tokens, instead of taking the likeliest; then temperature, top_k (0 or None: all) and top_p
+    apply, in this order. repetition_penalty: divides what is above 0, and multiplies what is below,
+    of the tokens that a row has, its padding left out. no_repeat_ngram_size: no row has the same n
+    tokens in succession twice, its prompt included and its padding left out; 0 for no such rule,
+    which does not hold where it would forbid all tokens. num_beams: above 1 for beam search, with
+    length_penalty, and early_stopping True, False or "never". num_return_sequences: of each prompt
+    so many rows, one after the other: drawn independently, or the best of num_beams. eos_token_id:
+    one id or several, of which each ends a row. pad_token_id: what comes after; the first of
+    eos_token_id by default. stop: strings that end a row, once its new text, by the tokenizer, has
+    one.
+    seed: of the draws: a row's depend on it, the prompt's number, and which of the prompt's rows it
+    is.
     """
 
     max_new_tokens: int | None = None
@@ -53,24 +58,33 @@ class Settings:
         plain = {"eos_token_id": tuple(ids), "stop": tuple(stop for stop in stops if stop)}
         plain |= {"top_k": self.top_k or 0, "top_p": 1.0 if self.top_p is None else self.top_p}
         plain |= {"no_repeat_ngram_size": self.no_repeat_ngram_size or 0}
-        plain |= {"num_return_sequences": 1 if self.num_return_sequences is None else self.num_return_sequences}
+        plain |= {
+            "num_return_sequences": 1
+            if self.num_return_sequences is None
+            else self.num_return_sequences
+        }
         if self.max_new_tokens is not None and self.max_length is not None:
             raise UserError("max_new_tokens and max_length exclude each other: give one")
         if self.max_new_tokens is None and self.max_length is None:
             plain["max_new_tokens"] = 20
         for name, value in plain.items():
             object.__setattr__(self, name, value)
-        whole = "min_new_tokens num_beams num_return_sequences no_repeat_ngram_size top_k seed".split()
+        whole = (
+            "min_new_tokens num_beams num_return_sequences no_repeat_ngram_size top_k seed".split()
+        )
         for name in ("max_new_tokens" if self.max_length is None else "max_length", *whole):
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} {getattr(self, name)!r} is not a whole number")
 
     def after(self, prompt: int) -> "Settings":
-        """The settings with max_new_tokens in place of max_length, after a prompt of so many tokens."""
+        """The settings with max_new_tokens in place of max_length, after a prompt of so many
+        tokens."""
         if self.max_length is None:
             return self
         if self.max_length <= prompt:
-            raise UserError(f"max_length {self.max_length} leaves no new token after a prompt of {prompt}")
+            raise UserError(
+                f"max_length {self.max_length} leaves no new token after a prompt of {prompt}"
+            )
         return replace(self, max_new_tokens=self.max_length - prompt, max_length=None)
 
     def check(self, vocab_size: int) -> None:
@@ -92,7 +106,11 @@ class Settings:
                 raise UserError(f"{name} {getattr(self, name)!r} is out of range")
         if self.do_sample and self.num_beams > 1:
             raise UserError("do_sample and num_beams above 1 exclude each other")
-        at_most = self.num_beams if self.num_beams > 1 or not self.do_sample else self.num_return_sequences
+        at_most = (
+            self.num_beams
+            if self.num_beams > 1 or not self.do_sample
+            else self.num_return_sequences
+        )
         if self.num_return_sequences > at_most:
             what = f"num_return_sequences {self.num_return_sequences}"
             raise UserError(f"{what} needs do_sample, or num_beams of at least as many")
@@ -100,7 +118,9 @@ class Settings:
             raise UserError("stop needs the tokenizer, too")
         for token in (*self.eos_token_id, self.padding):
             if not 0 <= token < vocab_size:
-                raise UserError(f"token {token} that ends or pads a row is outside the vocabulary of {vocab_size}")
+                raise UserError(
+                    f"token {token} that ends or pads a row is outside the vocabulary of {vocab_size}"
+                )
 
     @property
     def padding(self) -> int:
@@ -115,14 +135,15 @@ class Settings:
 
     @property
     def candidates(self) -> int:
-        """For each beam: so many that, if all ends are among the best, as many beams as before still go on."""
+        """For each beam: so many that, if all ends are among the best, as many beams as before
+        still go on."""
         return max(2, 1 + len(self.eos_token_id))
 
 
 @dataclass
 class Choice:
-    """What a group goes on with, several rows of each prompt in succession if several go on from it. tokens: int64
-    [rows]. sources: the row that each continues, [rows], if they move."""
+    """What a group goes on with, several rows of each prompt in succession if several go on from
+    it. tokens: int64 [rows]. sources: the row that each continues, [rows], if they move."""
 
     tokens: torch.Tensor
     sources: torch.Tensor | None
@@ -142,28 +163,35 @@ class _Chooser:
         self.step = 0  # new tokens
         self.ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=prompt.device)
         self.seen: torch.Tensor | None = None  # bool [rows, vocabulary]
-        self.window = max((len(stop.encode()) for stop in settings.stop), default=0) + 4  # tokens that can hold one
+        # tokens that can hold one
+        self.window = max((len(stop.encode()) for stop in settings.stop), default=0) + 4
 
     def _of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """logits [rows, vocabulary]; at first they are of the prompts."""
-        return logits.repeat_interleave(self.settings.rows_of_prompt, 0) if self.step == 0 else logits
+        return (
+            logits.repeat_interleave(self.settings.rows_of_prompt, 0) if self.step == 0 else logits
+        )
 
     def _adjusted(self, scores: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """scores [rows, vocabulary] after the repetition penalty, without ends that come too early and without tokens
-        that would repeat an n-gram. new: int64 [rows, new tokens] so far."""
+        """scores [rows, vocabulary] after the repetition penalty, without ends that come too early
+        and without tokens that would repeat an n-gram. new: int64 [rows, new tokens] so far."""
         s = self.settings
         if s.repetition_penalty != 1.0:
             if self.seen is None:
                 padded = self._marked_prompt(scores.shape[-1])
                 seen = scores.new_zeros(len(padded), scores.shape[-1] + 1, dtype=torch.bool)
                 self.seen = seen.scatter_(1, padded, True)[:, :-1]
-            penalised = torch.where(scores < 0, scores * s.repetition_penalty, scores / s.repetition_penalty)
+            penalised = torch.where(
+                scores < 0, scores * s.repetition_penalty, scores / s.repetition_penalty
+            )
             scores = torch.where(self.seen, penalised, scores)
         if self.step < s.min_new_tokens and len(self.ends):
             scores = scores.index_fill(-1, self.ends, -torch.inf)
         if s.no_repeat_ngram_size:
             tokens = torch.cat([self._marked_prompt(scores.shape[-1]), new], dim=1)
-            left = scores.masked_fill(repeating(tokens, s.no_repeat_ngram_size, scores.shape[-1]), -torch.inf)
+            left = scores.masked_fill(
+                repeating(tokens, s.no_repeat_ngram_size, scores.shape[-1]), -torch.inf
+            )
             scores = torch.where(left.isinf().all(dim=-1, keepdim=True), scores, left)
         return scores
 
@@ -176,19 +204,25 @@ class _Chooser:
             self.seen.scatter_(1, tokens[:, None], True)
 
     def _ended(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Which rows end with their newest token. tokens [...]; rows [..., new tokens], these the last of them."""
+        """Which rows end with their newest token. tokens [...]; rows [..., new tokens], these the
+        last of them."""
         ended = (tokens[..., None] == self.ends).any(dim=-1)
         if self.settings.stop:
-            texts = map(self.settings.tokenizer.decode, rows[..., -self.window :].flatten(0, -2).tolist())
+            texts = map(
+                self.settings.tokenizer.decode, rows[..., -self.window :].flatten(0, -2).tolist()
+            )
             found = [any(stop in text for stop in self.settings.stop) for text in texts]
             ended = ended | torch.tensor(found, device=ended.device).view(ended.shape)
         return ended
 
 
 class Sampler(_Chooser):
-    """Greedy choice, or sampling. numbers: of the prompts in the whole batch, from which their rows' draws follow."""
+    """Greedy choice, or sampling. numbers: of the prompts in the whole batch, from which their
+    rows' draws follow."""
 
-    def __init__(self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None, numbers: range):
+    def __init__(
+        self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None, numbers: range
+    ):
         super().__init__(settings, prompt, real)
         s = settings
         self.tokens = prompt.new_full((len(self.prompt), s.max_new_tokens), s.padding)
@@ -196,14 +230,19 @@ class Sampler(_Chooser):
         self.some_ended = self.all_ended = False
         if s.do_sample:
             draws = [
-                torch.rand(s.max_new_tokens, generator=_generator(s.seed, number, copy), dtype=torch.float64)
+                torch.rand(
+                    s.max_new_tokens,
+                    generator=_generator(s.seed, number, copy),
+                    dtype=torch.float64,
+                )
                 for number in numbers
                 for copy in range(s.num_return_sequences)
             ]
             self.draws = torch.stack(draws).to(prompt.device)
 
     def advance(self, logits: torch.Tensor) -> Choice:
-        """The next token of every row. logits: fp32 [rows, vocabulary], or at first [prompts, vocabulary]."""
+        """The next token of every row. logits: fp32 [rows, vocabulary], or at first [prompts,
+        vocabulary]."""
         scores = self._adjusted(self._of_rows(logits), self.tokens[:, : self.step])
         if self.settings.do_sample:
             tokens = draw(keep_likely(scores, self.settings), self.draws[:, self.step])
@@ -227,7 +266,8 @@ class Sampler(_Chooser):
 
 
 def keep_likely(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Divide scores [rows, vocabulary] by the temperature and set those out of top_k or top_p to -inf."""
+    """Divide scores [rows, vocabulary] by the temperature and set those out of top_k or top_p to
+    -inf."""
     scores = scores / settings.temperature
     if 0 < settings.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(settings.top_k).values[:, -1:], -torch.inf)
@@ -240,7 +280,8 @@ def keep_likely(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token at `uniform` [rows], float64 in [0, 1), of the probabilities' running sum: int64 [rows].
+    """The token at `uniform` [rows], float64 in [0, 1), of the probabilities' running sum: int64
+    [rows].
 
     Not torch.multinomial, whose draws would depend on the device and on who else is in the batch.
     """
@@ -249,7 +290,8 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def repeating(tokens: torch.Tensor, size: int, vocabulary: int) -> torch.Tensor:
-    """Which tokens would make a row have some `size` tokens in succession twice: bool [rows, vocabulary].
+    """Which tokens would make a row have some `size` tokens in succession twice: bool [rows,
+    vocabulary].
 
     tokens: int64 [rows, tokens], of which `vocabulary` stands for padding.
     """
@@ -267,7 +309,8 @@ def _generator(seed: int, row: int, copy: int) -> torch.Generator:
 
 
 class BeamSearch(_Chooser):
-    """Beam search as transformers has it: of each prompt the best num_beams rows go on, and the best ended are kept."""
+    """Beam search as transformers has it: of each prompt the best num_beams rows go on, and the
+    best ended are kept."""
 
     def __init__(self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None):
         super().__init__(settings, prompt, real)
@@ -281,9 +324,12 @@ class BeamSearch(_Chooser):
         self.can_improve = torch.ones(rows, dtype=torch.bool, device=device)
 
     def advance(self, logits: torch.Tensor) -> Choice:
-        """The next token of every beam. logits: fp32 [rows x beams, vocabulary], or at first [rows, vocabulary]."""
+        """The next token of every beam. logits: fp32 [rows x beams, vocabulary], or at first [rows,
+        vocabulary]."""
         s, (rows, beams) = self.settings, self.scores.shape
-        scores = self._adjusted(self._of_rows(logits).log_softmax(dim=-1), self.tokens.flatten(0, 1))
+        scores = self._adjusted(
+            self._of_rows(logits).log_softmax(dim=-1), self.tokens.flatten(0, 1)
+        )
         vocabulary = scores.shape[-1]
         self.step += 1
         total = scores.view(rows, beams, vocabulary) + self.scores[:, :, None]
@@ -301,7 +347,9 @@ class BeamSearch(_Chooser):
             self.seen = self.seen[sources]
         self._see(self.tokens[:, :, -1].flatten())
 
-        longest = s.max_new_tokens if s.early_stopping == "never" and s.length_penalty > 0 else self.step
+        longest = (
+            s.max_new_tokens if s.early_stopping == "never" and s.length_penalty > 0 else self.step
+        )
         hope = self.scores[:, 0] / longest**s.length_penalty
         worst = torch.where(self._full(), self.kept_scores.amin(dim=1), NOTHING)
         self.can_improve &= hope > worst
@@ -309,7 +357,8 @@ class BeamSearch(_Chooser):
         return Choice(self.tokens[:, :, -1].flatten(), sources, bool(over.all() | ended.all()))
 
     def _keep(self, tokens: torch.Tensor, best: torch.Tensor, ended: torch.Tensor) -> None:
-        """Keep the rows that ended, if they are among the best num_beams and better than those kept before."""
+        """Keep the rows that ended, if they are among the best num_beams and better than those kept
+        before."""
         s, beams = self.settings, self.scores.shape[1]
         counts = ended & self.can_improve[:, None]
         counts[:, beams:] = False
@@ -321,7 +370,9 @@ class BeamSearch(_Chooser):
         padded = torch.nn.functional.pad(tokens, (0, s.max_new_tokens - self.step), value=s.padding)
         self.kept_scores, chosen = torch.cat([self.kept_scores, scores], 1).topk(beams)
         self.kept = _of_beams(torch.cat([self.kept, padded], 1), chosen)
-        lengths = torch.cat([self.kept_lengths, torch.full_like(best, self.step, dtype=torch.int64)], 1)
+        lengths = torch.cat(
+            [self.kept_lengths, torch.full_like(best, self.step, dtype=torch.int64)], 1
+        )
         self.kept_lengths = lengths.gather(1, chosen)
 
     def _full(self) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Generation in every layout: rows go through the stages in groups, and the last stage chooses their tokens."""
+"""Generation in every layout: rows go through the stages in groups, and the last stage chooses
+their tokens."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,14 +29,19 @@ def generate(
     if model.num_labels:
         raise UserError("a classifier does not generate")
     if input_ids.dim() != 2 or not input_ids.numel():
-        raise UserError(f"input_ids are of shape {list(input_ids.shape)}, not [batch, at least one token]")
+        raise UserError(
+            f"input_ids are of shape {list(input_ids.shape)}, not [batch, at least one token]"
+        )
     settings = settings.after(input_ids.shape[1])
     settings.check(model.config.vocab_size)
     _check(model, input_ids, attention_mask, settings)
     if streamer is not None and len(input_ids) * settings.rows_of_prompt > 1:
         raise UserError("a streamer takes one row, without beams or num_return_sequences")
-    mine = range(len(input_ids))[share_of(len(input_ids), ctx.dp_size, ctx.dp_rank)]  # of this replica
-    use_cache = use_cache and model.can_cache(model.config, input_ids.shape[1] + settings.max_new_tokens)
+    # of this replica
+    mine = range(len(input_ids))[share_of(len(input_ids), ctx.dp_size, ctx.dp_rank)]
+    use_cache = use_cache and model.can_cache(
+        model.config, input_ids.shape[1] + settings.max_new_tokens
+    )
     input_ids = input_ids.to(ctx.device)
     with _generating(model), torch.inference_mode():
         groups = _groups(model, input_ids, attention_mask, mine, settings, use_cache)
@@ -52,7 +58,9 @@ def generate(
 def _check(model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: Settings) -> None:
     """Refuse prompts that can't be gone on from."""
     if mask is not None and mask.shape != input_ids.shape:
-        raise UserError(f"attention_mask is of shape {list(mask.shape)}, input_ids of {list(input_ids.shape)}")
+        raise UserError(
+            f"attention_mask is of shape {list(mask.shape)}, input_ids of {list(input_ids.shape)}"
+        )
     if mask is not None and not bool(mask[:, -1].all()):
         row = int((mask[:, -1] == 0).nonzero()[0, 0])
         raise UserError(f"row {row} ends with padding: pad prompts on the left")
@@ -62,7 +70,9 @@ def _check(model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: 
         raise UserError(f"token id {token} is outside the vocabulary of {model.config.vocab_size}")
     prompt, longest = input_ids.shape[1], model.longest_sequence(model.config)
     if prompt + settings.max_new_tokens > longest:
-        left = f"at most {longest - prompt} new ones fit" if prompt < longest else "shorten the prompt"
+        left = (
+            f"at most {longest - prompt} new ones fit" if prompt < longest else "shorten the prompt"
+        )
         raise UserError(
             f"a prompt of {prompt} tokens and {settings.max_new_tokens} new ones exceed the model's "
             f"max-positions {longest}: {left}"
@@ -70,10 +80,24 @@ def _check(model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: 
 
 
 class _Group:
-    """Prompts, and the rows that go on from them, that go through the stages together, on this rank."""
+    """Prompts, and the rows that go on from them, that go through the stages together, on this
+    rank."""
 
-    def __init__(self, model, input_ids, real: torch.Tensor | None, numbers: range, longest: int, settings, use_cache):
-        self.numbers, self.copies, self.beams = numbers, settings.rows_of_prompt, settings.num_beams > 1
+    def __init__(
+        self,
+        model,
+        input_ids,
+        real: torch.Tensor | None,
+        numbers: range,
+        longest: int,
+        settings,
+        use_cache,
+    ):
+        self.numbers, self.copies, self.beams = (
+            numbers,
+            settings.rows_of_prompt,
+            settings.num_beams > 1,
+        )
         self.done, self.steps = False, 0
         self.input_ids, self.positions, self.segments = input_ids, None, None
         if real is not None:
@@ -81,7 +105,9 @@ class _Group:
             self.segments = real.long() - 1  # padding is a segment of its own, -1
         self.longest = longest
         self.cache = (
-            KVCache(len(model.layers), input_ids.shape[1] + settings.max_new_tokens - 1, self.copies)
+            KVCache(
+                len(model.layers), input_ids.shape[1] + settings.max_new_tokens - 1, self.copies
+            )
             if use_cache
             else None
         )
@@ -99,7 +125,9 @@ class _Group:
         shape = tuple(self.input_ids.shape)
         tokens = {"position_ids": self.positions, "segments": self.segments}
         longest = self.longest + self.steps
-        return MicroBatch(shape, self.input_ids, **tokens, longest=longest, cache=self.cache, last_only=True)
+        return MicroBatch(
+            shape, self.input_ids, **tokens, longest=longest, cache=self.cache, last_only=True
+        )
 
     def take(self, choice: Choice) -> None:
         """Go on with the chosen tokens."""
@@ -126,7 +154,9 @@ class _Group:
             self.positions = torch.cat([self.positions, self.positions[:, -1:] + 1], dim=1)
 
 
-def _groups(model, input_ids, mask, mine: range, settings: Settings, use_cache: bool) -> list[_Group]:
+def _groups(
+    model, input_ids, mask, mine: range, settings: Settings, use_cache: bool
+) -> list[_Group]:
     """This replica's rows, in as many groups as keep all stages busy."""
     count, groups = min(model.ctx.pp_size, len(mine)), []
     longest = input_ids.shape[1] if mask is None else int((mask != 0).sum(dim=1).max())
@@ -145,7 +175,8 @@ def share_of(count: int, parts: int, index: int) -> slice:
 
 
 def _run(model, groups: list[_Group], steps: int, streamer) -> None:
-    """Generate, until every group is done. Each stage takes the groups in turn: one computes while another travels."""
+    """Generate, until every group is done. Each stage takes the groups in turn: one computes while
+    another travels."""
     ctx = model.ctx
     last = ctx.pp_size - 1
     sent = []  # tensors on their way, with their works
@@ -176,7 +207,9 @@ def _run(model, groups: list[_Group], steps: int, streamer) -> None:
                     x = batch.input_ids
                 else:
                     before = (ctx.pp_rank - 1) % ctx.pp_size
-                    x = receive_from_stage((*batch.shape, model.hidden_size), model.dtype, before, ctx)
+                    x = receive_from_stage(
+                        (*batch.shape, model.hidden_size), model.dtype, before, ctx
+                    )
                 x = model.forward_stage(x, batch, stage)
                 if group.cache is not None and stage is model.stages[-1]:
                     group.cache.advance(batch.shape[1])
@@ -198,13 +231,18 @@ def _received(group: _Group, last: int, ctx) -> Choice:
     """The last stage's choice."""
     rows = group.rows
     message = receive_from_stage((1 + rows * (1 + group.beams),), torch.int64, last, ctx)
-    return Choice(message[1 : 1 + rows], message[1 + rows :] if group.beams else None, bool(message[0]))
+    return Choice(
+        message[1 : 1 + rows], message[1 + rows :] if group.beams else None, bool(message[0])
+    )
 
 
-def _new_tokens(model, groups: list[_Group], input_ids: torch.Tensor, settings: Settings) -> torch.Tensor:
+def _new_tokens(
+    model, groups: list[_Group], input_ids: torch.Tensor, settings: Settings
+) -> torch.Tensor:
     """What was generated, of all replicas, on every rank: int64 [batch, new]."""
     ctx, each = model.ctx, settings.num_return_sequences
-    new = input_ids.new_zeros(len(input_ids) * each, 1 + settings.max_new_tokens)  # and how many there are, first
+    # and how many there are, first
+    new = input_ids.new_zeros(len(input_ids) * each, 1 + settings.max_new_tokens)
     for group in groups if model.stages[-1].last else ():
         result = group.chooser.result()
         rows = new[group.numbers.start * each : group.numbers.stop * each]
@@ -218,7 +256,8 @@ def _new_tokens(model, groups: list[_Group], input_ids: torch.Tensor, settings: 
 
 @contextmanager
 def _generating(model):
-    """Within this block there is no dropout, and no sequence parallelism: one token can't be cut."""
+    """Within this block there is no dropout, and no sequence parallelism: one token can't be cut.
+    """
     cut = [m for m in model.modules() if hasattr(m, "ctx") and m.ctx.sequence_parallel]
     contexts, whole = [module.ctx for module in cut], replace(model.ctx, sequence_parallel=False)
     for module in cut:

@@ -1,6 +1,7 @@
 """Layers that any model can be built from, in any module of your own.
 
-Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it is in a plain process.
+Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it is in a plain
+process.
 """
 
 from megazoo.layers.alibi import alibi_bias, alibi_slopes

@@ -27,10 +27,11 @@ class QKVParallelLinear(ColumnParallelLinear):
         head_size: features of one head; hidden_size / heads by default.
         bias, std, ctx: as in ColumnParallelLinear.
 
-    Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k and v likewise.
-    The weight is [q; k; v] along its rows, the heads of each in order; every rank holds its heads of all three, KV
-    heads together with the queries that use them. Where tp doesn't divide the KV heads, the first ranks hold one more;
-    where tp is a multiple of them, each is replicated over tp / kv_heads ranks, over which its gradient is summed.
+    Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k
+    and v likewise. The weight is [q; k; v] along its rows, the heads of each in order; every rank
+    holds its heads of all three, KV heads together with the queries that use them. Where tp doesn't
+    divide the KV heads, the first ranks hold one more; where tp is a multiple of them, each is
+    replicated over tp / kv_heads ranks, over which its gradient is summed.
     Errors: UserError if neither holds, or the heads don't divide hidden_size.
 
     score_features: the features of all query heads, over all ranks, for `flops_per_token` to count.
@@ -53,12 +54,19 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.head_size = head_size or hidden_size // heads
         size, tp = self.head_size, (ctx or current_context()).tp_size
         if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
-            raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
+            raise UserError(
+                f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}"
+            )
         queries = heads // kv_heads if tp <= kv_heads else 1  # that stay with their KV head
         self.score_features = heads * size
-        parts, self.units = tuple(n * size for n in (heads, kv_heads, kv_heads)), (queries * size, size, size)
+        parts, self.units = (
+            tuple(n * size for n in (heads, kv_heads, kv_heads)),
+            (queries * size, size, size),
+        )
         super().__init__(hidden_size, parts, bias, units=self.units, std=std, ctx=ctx)
-        self.local_parts = self.specs["weight"].shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
+        self.local_parts = self.specs["weight"].shard.local_sizes(
+            self.ctx.tp_size, self.ctx.tp_rank
+        )
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """q, k and v, one after the other: [batch, sequence, this rank's features of all three]."""
@@ -75,7 +83,8 @@ def split_heads(
     head_size: int,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take [batch, sequence, parts' sum] apart into q, k and v, each [batch, its heads, sequence, head_size].
+    """Take [batch, sequence, parts' sum] apart into q, k and v, each [batch, its heads, sequence,
+    head_size].
 
     rotary: cos and sin of Rotary, which turn the queries and keys.
     """
@@ -86,10 +95,11 @@ def split_heads(
 
 
 def segment_mask(segments: torch.Tensor | None, queries: int | None = None) -> torch.Tensor | None:
-    """Where a query may look: at itself and backwards, within its segment. bool [batch, 1, queries, sequence].
+    """Where a query may look: at itself and backwards, within its segment. bool [batch, 1, queries,
+    sequence].
 
-    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives None. queries: how
-    many of the last tokens look, the others being in a KVCache; all by default.
+    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives
+    None. queries: how many of the last tokens look, the others being in a KVCache; all by default.
     """
     if segments is None:
         return None
@@ -106,17 +116,20 @@ class CausalSelfAttention(nn.Module):
         dropout: probability on the attention weights.
         scale: what the scores are multiplied by; head_size ** -0.5 by default.
         clip_qkv: bound on the absolute values of queries, keys and values, if any.
-        qk_norm_epsilon: normalise queries and keys, each over all heads together, with this epsilon, if given.
+        qk_norm_epsilon: normalise queries and keys, each over all heads together, with this
+            epsilon, if given.
         bias: biases on both projections.
         std, output_std: standard deviations of the initial weights of the two projections.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in Dropout. rotary: cos
-    and sin of Rotary, which turn the queries and keys. mask: of a shape that expands to [batch, this rank's heads,
-    sequence, sequence]; boolean, where a query may look (see segment_mask), or added to the scores, -inf where it may
-    not (see alibi_bias). Without, a query looks at itself and backwards. cache: of the tokens before x, which x's are
-    appended to; x is then the whole prompt or, later, one token.
-    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et al. 2019.
+    Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in
+    Dropout. rotary: cos and sin of Rotary, which turn the queries and keys. mask: of a shape that
+    expands to [batch, this rank's heads, sequence, sequence]; boolean, where a query may look (see
+    segment_mask), or added to the scores, -inf where it may not (see alibi_bias). Without, a query
+    looks at itself and backwards. cache: of the tokens before x, which x's are appended to; x is
+    then the whole prompt or, later, one token.
+    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et
+    al. 2019.
     """
 
     def __init__(
@@ -136,16 +149,25 @@ class CausalSelfAttention(nn.Module):
         ctx: ParallelContext | None = None,
     ):
         super().__init__()
-        self.qkv = QKVParallelLinear(hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx)
+        self.qkv = QKVParallelLinear(
+            hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx
+        )
         self.scale, self.clip_qkv, self.normalises = scale, clip_qkv, qk_norm_epsilon is not None
         if self.normalises:
             sizes = self.qkv.specs["weight"].shard.parts
-            self.q_norm = HeadwiseLayerNorm(sizes[0], self.qkv.units[0], qk_norm_epsilon, bias=bias, ctx=ctx)
-            self.k_norm = HeadwiseLayerNorm(sizes[1], self.qkv.units[1], qk_norm_epsilon, bias=bias, ctx=ctx)
+            self.q_norm = HeadwiseLayerNorm(
+                sizes[0], self.qkv.units[0], qk_norm_epsilon, bias=bias, ctx=ctx
+            )
+            self.k_norm = HeadwiseLayerNorm(
+                sizes[1], self.qkv.units[1], qk_norm_epsilon, bias=bias, ctx=ctx
+            )
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
-        self.recompute = False  # keep queries, keys and values, and nothing else until the output projection
+        # keep queries, keys and values, and nothing else until the output projection
+        self.recompute = False
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
-        self.output = RowParallelLinear(inputs, hidden_size, bias, unit=unit, std=output_std, ctx=ctx)
+        self.output = RowParallelLinear(
+            inputs, hidden_size, bias, unit=unit, std=output_std, ctx=ctx
+        )
 
     def forward(
         self,
@@ -162,14 +184,23 @@ class CausalSelfAttention(nn.Module):
             q, k, v = qkv.split(self.qkv.local_parts, dim=-1)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-1)
         attend = partial(self._attend, rotary=rotary, mask=mask, seed=seed, cache=cache)
-        return self.output.of_recomputed(attend, qkv) if self.recompute else self.output(attend(qkv))
+        return (
+            self.output.of_recomputed(attend, qkv) if self.recompute else self.output(attend(qkv))
+        )
 
-    def _attend(self, qkv: torch.Tensor, rotary, mask, seed: int | None, cache: KVCache | None) -> torch.Tensor:
-        """[batch, sequence, this rank's features of q, k and v] -> [batch, sequence, its features]."""
+    def _attend(
+        self, qkv: torch.Tensor, rotary, mask, seed: int | None, cache: KVCache | None
+    ) -> torch.Tensor:
+        """[batch, sequence, this rank's features of q, k and v] -> [batch, sequence, its features].
+        """
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)
-        y = self._core_with_dropout(q, k, v, mask, seed) if self.dropout.active else self._core(q, k, v, mask)
+        y = (
+            self._core_with_dropout(q, k, v, mask, seed)
+            if self.dropout.active
+            else self._core(q, k, v, mask)
+        )
         return y.transpose(1, 2).flatten(2)
 
     def _core(self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0) -> torch.Tensor:
@@ -178,14 +209,17 @@ class CausalSelfAttention(nn.Module):
             k,
             v,
             attn_mask=mask,
-            is_causal=mask is None and q.shape[2] == k.shape[2],  # one query may look at all in the cache
+            # one query may look at all in the cache
+            is_causal=mask is None and q.shape[2] == k.shape[2],
             dropout_p=dropout,
             scale=self.scale,
             enable_gqa=k.shape[1] < q.shape[1],
         )
 
     @untraced
-    def _core_with_dropout(self, q, k, v, mask: torch.Tensor | None, seed: int | None) -> torch.Tensor:
+    def _core_with_dropout(
+        self, q, k, v, mask: torch.Tensor | None, seed: int | None
+    ) -> torch.Tensor:
         with self.dropout.draw(seed, q.device):
             return self._core(q, k, v, mask, self.dropout.probability)
 

@@ -14,7 +14,8 @@ PROBLEMS = ("regression", "single_label_classification", "multi_label_classifica
 
 
 def last_tokens(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tensor:
-    """The position of each row's rightmost token that is not padding, by the ids; 0 if all is. int64 [batch]."""
+    """The position of each row's rightmost token that is not padding, by the ids; 0 if all is.
+    int64 [batch]."""
     batch, sequence = input_ids.shape
     if pad_token_id is None:  # for one row only
         return torch.full((batch,), sequence - 1, device=input_ids.device)
@@ -25,7 +26,10 @@ def last_tokens(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tens
 def check_labels(labels: torch.Tensor, batch: int, num_labels: int, problem: str | None) -> None:
     """Raise UserError for labels that the problem can't have."""
     kind = problem_of(labels, num_labels, problem)
-    shapes = {"single_label_classification": [(batch,)], "multi_label_classification": [(batch, num_labels)]}
+    shapes = {
+        "single_label_classification": [(batch,)],
+        "multi_label_classification": [(batch, num_labels)],
+    }
     shapes["regression"] = [(batch, num_labels)] + ([(batch,)] if num_labels == 1 else [])
     if tuple(labels.shape) not in shapes[kind]:
         wanted = " or ".join(str(list(shape)) for shape in shapes[kind])
@@ -42,7 +46,11 @@ def problem_of(labels: torch.Tensor, num_labels: int, problem: str | None) -> st
         return problem
     if num_labels == 1:
         return "regression"
-    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    return (
+        "multi_label_classification"
+        if labels.is_floating_point()
+        else "single_label_classification"
+    )
 
 
 def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> torch.Tensor:
@@ -59,11 +67,18 @@ class ClassificationHead(ShardedModule):
     """Scores of each label from one position of each sequence; no bias; the same on every tp rank.
 
     Args: hidden_size; num_labels; std: of the initial weights; ctx: parallel context.
-    Shapes: x [batch, sequence, hidden] (under sequence parallelism this rank's part of it), positions int64 [batch] ->
-    [batch, num_labels].
+    Shapes: x [batch, sequence, hidden] (under sequence parallelism this rank's part of it),
+    positions int64 [batch] -> [batch, num_labels].
     """
 
-    def __init__(self, hidden_size: int, num_labels: int, *, std: float = 0.02, ctx: ParallelContext | None = None):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_labels: int,
+        *,
+        std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
         super().__init__(ctx)
         self.add_parameter("weight", ParameterSpec((num_labels, hidden_size), std=std))
 
@@ -71,7 +86,8 @@ class ClassificationHead(ShardedModule):
         rows = torch.arange(len(x), device=x.device)
         if not self.ctx.sequence_parallel:
             return F.linear(x[rows, positions], self.whole("weight"))
-        local = positions - self.ctx.tp_rank * x.shape[1]  # one rank has the position, the others add zeros
+        # one rank has the position, the others add zeros
+        local = positions - self.ctx.tp_rank * x.shape[1]
         here = (local >= 0) & (local < x.shape[1])
         pooled = x[rows, local.masked_fill(~here, 0)].masked_fill(~here[:, None], 0)
         return reduce_from_tensor_parallel(F.linear(pooled, self.whole("weight")), self.ctx)

@@ -12,24 +12,28 @@ from megazoo.parallel.cpu.products import product_dtype
 
 IGNORED = -100  # a target that carries no loss
 
-# Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is worth a launch.
+# Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is
+# worth a launch.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24, "meta": 1 << 24}
 
-# Logits that linear_cross_entropy makes at once: few enough to save memory, and so many that adding up the weight's
-# gradient takes little beside the products.
+# Logits that linear_cross_entropy makes at once: few enough to save memory, and so many that adding
+# up the weight's gradient takes little beside the products.
 PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27, "meta": 1 << 27}
 PIECE_ROWS = 256  # at least
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Forward: loss = log(sum(exp(logits))) - logits[target]. Backward: softmax(logits) - one_hot(target)."""
+    """Forward: loss = log(sum(exp(logits))) - logits[target]. Backward: softmax(logits) -
+    one_hot(target)."""
 
     @staticmethod
     def forward(ctx, logits, targets, start, group, ignore_index):
         def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
             sums = torch.empty_like(peak)
             for part, scratch in _chunks(logits):
-                sums[part] = torch.sub(logits[part], peak[part, None], out=scratch).exp_().sum(dim=-1)
+                sums[part] = (
+                    torch.sub(logits[part], peak[part, None], out=scratch).exp_().sum(dim=-1)
+                )
             return sums
 
         local, here = _targets_here(targets, start, logits.shape[-1], ignore_index)
@@ -50,14 +54,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The logits of each piece become their own gradient at once. Neither they nor x are kept: what is kept are the
-    gradients of x and of the weight."""
+    """The logits of each piece become their own gradient at once. Neither they nor x are kept: what
+    is kept are the gradients of x and of the weight."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, start, group, ignore_index, rows, factor):
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         wanted = [factor is not None and needs for needs in ctx.needs_input_grad[:2]]
-        x_grad, weight_grad, dtype = torch.empty_like(x) if wanted[0] else None, None, product_dtype(x)
+        x_grad, weight_grad, dtype = (
+            torch.empty_like(x) if wanted[0] else None,
+            None,
+            product_dtype(x),
+        )
         wide = weight.to(dtype)
 
         def take(part: slice) -> None:  # and leave nothing of it
@@ -73,7 +81,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not any(wanted):
                 return
             weights = factor * (targets[part] != ignore_index)
-            logits.mul_((weights / total)[:, None]).scatter_add_(-1, local[:, None], -(weights * here)[:, None])
+            logits.mul_((weights / total)[:, None]).scatter_add_(
+                -1, local[:, None], -(weights * here)[:, None]
+            )
             logits = logits.to(x.dtype).to(dtype)  # are their gradient now
             if wanted[0]:
                 x_grad[part] = logits @ wide
@@ -89,7 +99,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output):
         gradients, ctx.gradients = ctx.gradients, None  # so that autograd can take them as they are
         ratio = grad_output / ctx.factor
-        return *(None if gradient is None else gradient.mul_(ratio) for gradient in gradients), *[None] * 6
+        return *(None if gradient is None else gradient.mul_(ratio) for gradient in gradients), *[
+            None
+        ] * 6
 
 
 def vocab_parallel_cross_entropy(
@@ -104,12 +116,14 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: [tokens, this rank's part of the vocabulary], any floating dtype.
-        targets: int64 [tokens], global token ids, the same on every tp rank; ignore_index carries no loss.
+        targets: int64 [tokens], global token ids, the same on every tp rank; ignore_index carries
+            no loss.
         vocab_start: the token id of this rank's first column.
         ctx: parallel context; the ambient one by default.
 
-    Returns fp32 [tokens], the same on every rank, 0 where ignored. Computed in fp32, in chunks of tokens: a copy of all
-    the logits in fp32 never exists. Two small all-reduces forward, none backward.
+    Returns fp32 [tokens], the same on every rank, 0 where ignored. Computed in fp32, in chunks of
+    tokens: a copy of all the logits in fp32 never exists. Two small all-reduces forward, none
+    backward.
     Source: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
     group = (ctx or current_context()).tp_group
@@ -127,31 +141,40 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     ctx: ParallelContext | None = None,
 ) -> torch.Tensor:
-    """The sum of vocab_parallel_cross_entropy(x weight^T, targets), of logits that never exist together.
+    """The sum of vocab_parallel_cross_entropy(x weight^T, targets), of logits that never exist
+    together.
 
     Args:
-        x: [tokens, hidden], the same on every tp rank; its gradient is this rank's part of a sum over them.
+        x: [tokens, hidden], the same on every tp rank; its gradient is this rank's part of a sum
+            over them.
         weight: [this rank's part of the vocabulary, hidden].
         targets, vocab_start, ignore_index, ctx: as there.
         rows: the tokens whose logits are made at once, the same on every tp rank.
-        factor: what the sum's gradient will be, 0-dimensional fp32: x's and the weight's are computed with it while the
-            logits are there. (If it is another one, they are scaled; 0 can't be.) None: no gradients.
+        factor: what the sum's gradient will be, 0-dimensional fp32: x's and the weight's are
+            computed with it while the logits are there. (If it is another one, they are scaled; 0
+            can't be.) None: no gradients.
 
-    Returns fp32, 0-dimensional, the same on every rank. With a factor the gradients' memory is taken until backward,
-    which may come once.
+    Returns fp32, 0-dimensional, the same on every rank. With a factor the gradients' memory is
+    taken until backward, which may come once.
     Source: Hsu et al. 2024 (Liger Kernel), over tensor-parallel ranks.
     """
     group = (ctx or current_context()).tp_group
-    return _LinearCrossEntropy.apply(x, weight, targets, vocab_start, group, ignore_index, rows, factor)
+    return _LinearCrossEntropy.apply(
+        x, weight, targets, vocab_start, group, ignore_index, rows, factor
+    )
 
 
 def piece_rows(device: torch.device, vocab_rows: int) -> int:
-    """Tokens whose logits, of so much of the vocabulary, linear_cross_entropy should make at once."""
+    """Tokens whose logits, of so much of the vocabulary, linear_cross_entropy should make at once.
+    """
     return max(PIECE_ROWS, PIECE_ELEMENTS[device.type] // vocab_rows)
 
 
-def _targets_here(targets: torch.Tensor, start: int, rows: int, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The targets as columns of this rank's logits, 0 where they are not, and where they are: both [tokens]."""
+def _targets_here(
+    targets: torch.Tensor, start: int, rows: int, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The targets as columns of this rank's logits, 0 where they are not, and where they are: both
+    [tokens]."""
     local = targets - start
     here = (local >= 0) & (local < rows) & (targets != ignore_index)
     return local.masked_fill(~here, 0), here
@@ -164,7 +187,8 @@ def _losses(
     group,
     sum_exponentials: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses, greatest logits, and sums of exp(logits - greatest) over all ranks: fp32 [tokens] each.
+    """Losses, greatest logits, and sums of exp(logits - greatest) over all ranks: fp32 [tokens]
+    each.
 
     sum_exponentials(greatest): this rank's sums, last of all that is done with the logits.
     """

@@ -19,7 +19,8 @@ def linear(
     of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     queue: WeightQueue | None = None,
 ) -> torch.Tensor:
-    """of(x) W^T + b, keeping x and not of(x) for backward. queue: where the weight's gradient is to wait."""
+    """of(x) W^T + b, keeping x and not of(x) for backward. queue: where the weight's gradient is to
+    wait."""
     if of is None and queue is None and product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
     return _linear(of, queue, x, weight, bias)
@@ -33,7 +34,8 @@ def _linear(of, queue, x, weight, bias) -> torch.Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, of, queue, x, weight, bias):
-        ctx.of, ctx.queue, ctx.weight = of, queue, weight  # the Parameter itself: its gradient is added to later
+        # the Parameter itself: its gradient is added to later
+        ctx.of, ctx.queue, ctx.weight = of, queue, weight
         ctx.generator = torch.get_rng_state() if of else None
         ctx.save_for_backward(x)
         dtype = product_dtype(x)
@@ -66,7 +68,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Gradients go into one tensor, where autograd would make three and join them; what is turned is kept once."""
+    """Gradients go into one tensor, where autograd would make three and join them; what is turned
+    is kept once."""
 
     @staticmethod
     def forward(ctx, qkv, parts, head_size, cos, sin):
@@ -91,7 +94,9 @@ class _SplitHeads(torch.autograd.Function):
         """Write q, k and v into qkv, q and k turned."""
         if cos is not None and cos.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]
-        for name, part, out in zip("qkv", heads, _heads(qkv, ctx.parts, ctx.head_size), strict=True):
+        for name, part, out in zip(
+            "qkv", heads, _heads(qkv, ctx.parts, ctx.head_size), strict=True
+        ):
             if cos is None or name == "v":
                 out.copy_(part)
             else:
@@ -99,7 +104,9 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _heads(qkv: torch.Tensor, parts: Sequence[int], head_size: int) -> tuple[torch.Tensor, ...]:
-    return tuple(part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.split(parts, dim=-1))
+    return tuple(
+        part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.split(parts, dim=-1)
+    )
 
 
 class _Rotate(torch.autograd.Function):
@@ -117,7 +124,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x, turned by cos and sin, to `out`. They expand to its shape, and each has two equal halves."""
+    """Write x, turned by cos and sin, to `out`. They expand to its shape, and each has two equal
+    halves."""
     half = x.shape[-1] // 2
     first, second = x.split(half, dim=-1)
     torch.mul(x, cos, out=out)
@@ -127,7 +135,8 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tenso
 
 
 class _Gated(torch.autograd.Function):
-    """activation(gate) * up. Keeps what gate and up are views of, and nothing else, and fills its gradient at once."""
+    """activation(gate) * up. Keeps what gate and up are views of, and nothing else, and fills its
+    gradient at once."""
 
     @staticmethod
     def forward(ctx, activation, inner):

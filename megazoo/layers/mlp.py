@@ -40,8 +40,8 @@ class MLP(nn.Module):
     """down(activation(up(x))).
 
     Args:
-        hidden_size: size of x; ffn_size: inner features over all tp ranks, at least one for each; tp need not divide
-            them (see `megazoo.parallel.shard.units_for`).
+        hidden_size: size of x; ffn_size: inner features over all tp ranks, at least one for each;
+            tp need not divide them (see `megazoo.parallel.shard.units_for`).
         activation: elementwise function.
         bias: biases on both layers; std, output_std: of the initial weights; ctx: parallel context.
 
@@ -73,9 +73,11 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) with gate and up in one fused projection (Shazeer 2020; SwiGLU with silu).
+    """down(activation(gate(x)) * up(x)) with gate and up in one fused projection (Shazeer 2020;
+    SwiGLU with silu).
 
-    Args and shapes as in MLP. The fused weight is [gate; up] along its rows; every rank holds its share of both.
+    Args and shapes as in MLP. The fused weight is [gate; up] along its rows; every rank holds its
+    share of both.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class GatedMLP(nn.Module):
         ctx: ParallelContext | None = None,
     ):
         super().__init__()
-        self.gate_up = ColumnParallelLinear(hidden_size, (ffn_size, ffn_size), bias, std=std, ctx=ctx)
+        self.gate_up = ColumnParallelLinear(
+            hidden_size, (ffn_size, ffn_size), bias, std=std, ctx=ctx
+        )
         self.activation = activation
         self.recompute = False  # keep what goes into the activation, not what comes out
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)

@@ -1,5 +1,5 @@
-"""What the stages of every model share: building, ties, the loss, and the calls that users make. Never a forward of a
-model: that stands, whole, in the model's own file."""
+"""What the stages of every model share: building, ties, the loss, and the calls that users make.
+Never a forward of a model: that stands, whole, in the model's own file."""
 
 import fnmatch
 import re
@@ -41,16 +41,18 @@ from megazoo.parallel.stages import Stage, cut_into_stages
 
 
 class Model(nn.Module):
-    """This rank's stages of a language model. A family adds its Config, its layers, and `forward_stage`.
+    """This rank's stages of a language model. A family adds its Config, its layers, and
+    `forward_stage`.
 
-    config: the family's dataclass. ctx: the parallel context. seed: of the dropout; `from_config` also draws the
-    initial weights from it. Parameter names are global: `layers.17.mlp.up.weight` is layer 17 of the whole model.
+    config: the family's dataclass. ctx: the parallel context. seed: of the dropout; `from_config`
+    also draws the initial weights from it. Parameter names are global: `layers.17.mlp.up.weight` is
+    layer 17 of the whole model.
     """
 
     Config: type
     presets: dict
-    # For Hugging Face directories: our modules to theirs, what a backbone's files leave out of the names, and a regular
-    # expression of tensors that may be there besides.
+    # For Hugging Face directories: our modules to theirs, what a backbone's files leave out of the
+    # names, and a regular expression of tensors that may be there besides.
     HUGGING_FACE_NAMES: ClassVar[dict[str, Theirs]] = {}
     HUGGING_FACE_PREFIX = ""
     HUGGING_FACE_LEGACY = "$^"
@@ -60,20 +62,24 @@ class Model(nn.Module):
         self.check(config, ctx.tp_size, ctx.pp_size, ctx.virtual_size)
         self.config, self.ctx, self.seed = config, ctx, seed
         self.stages: list[Stage] = self.all_stages(config, ctx)[ctx.pp_rank :: ctx.pp_size]
-        self.tied: dict[str, tuple[int, ...]] = {}  # global name -> the pipeline ranks that share the parameter
+        # global name -> the pipeline ranks that share the parameter
+        self.tied: dict[str, tuple[int, ...]] = {}
         self._recompute, self._interval = "none", 1
         self.loss_scale: LossScale | None = None  # of float16; its optimizer makes it
-        self.companions: dict[str, bytes] = {}  # tokenizer files and the like that came with the weights, on rank 0
+        # tokenizer files and the like that came with the weights, on rank 0
+        self.companions: dict[str, bytes] = {}
         self.generation: dict = {}  # what its generation_config.json says
         self._calls = 0
         self._buckets: GradientBuckets | None = None
-        self._frozen_ties: set[str] | None = None  # names of tied parameters that are frozen, once ranks agreed
+        # names of tied parameters that are frozen, once ranks agreed
+        self._frozen_ties: set[str] | None = None
 
     # What a family defines.
 
     @classmethod
     def stage_costs(cls, config) -> tuple[float, float, float]:
-        """Multiply-adds a token of one layer, of what comes before the layers, and of what comes after."""
+        """Multiply-adds a token of one layer, of what comes before the layers, and of what comes
+        after."""
         raise NotImplementedError
 
     @classmethod
@@ -83,29 +89,34 @@ class Model(nn.Module):
 
     @classmethod
     def can_cache(cls, config, length: int) -> bool:
-        """Whether the keys and values of a sequence's tokens stay as they are while it grows to `length` tokens."""
+        """Whether the keys and values of a sequence's tokens stay as they are while it grows to
+        `length` tokens."""
         return True
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        """One stage: token ids (first stage) or activations in; activations out, of the last stage those that `outputs`
-        takes: [batch, sequence, hidden]."""
+        """One stage: token ids (first stage) or activations in; activations out, of the last stage
+        those that `outputs` takes: [batch, sequence, hidden]."""
         raise NotImplementedError
 
     # Build.
 
     @classmethod
     def check(cls, config, tp: int, pp: int, virtual: int = 1) -> None:
-        """Raise UserError, naming what would do, if the model can't be cut into tp x pp, with so many stages a rank."""
+        """Raise UserError, naming what would do, if the model can't be cut into tp x pp, with so
+        many stages a rank."""
         check_sizes(config, tp, pp, virtual)
 
     @classmethod
     def all_stages(cls, config, ctx: ParallelContext) -> list[Stage]:
         """The stages of all ranks, in the order of the forward."""
-        return cut_into_stages(config.layers, ctx.stage_count, ctx.stage_layers, cls.stage_costs(config))
+        return cut_into_stages(
+            config.layers, ctx.stage_count, ctx.stage_layers, cls.stage_costs(config)
+        )
 
     @classmethod
     def build(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
-        """This rank's stages with initial weights: planned on meta, then filled parameter by parameter."""
+        """This rank's stages with initial weights: planned on meta, then filled parameter by
+        parameter."""
         model = cls.empty(config, ctx, dtype=dtype, seed=seed)
         for entry in model.entries():
             initialize(entry.parameter, entry.spec, ctx, derive_seed(seed, entry.name))
@@ -113,13 +124,16 @@ class Model(nn.Module):
 
     @classmethod
     def empty(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
-        """This rank's stages on its device, to be filled. Warns, on rank 0, of stages without layers."""
+        """This rank's stages on its device, to be filled. Warns, on rank 0, of stages without
+        layers."""
         model = cls.on_meta(config, ctx, seed=seed)
         if ctx.rank == 0 and ctx.device.type != "meta":
             cls._warn_of_empty_stages(config, ctx)
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=ctx.device))
+                parameter = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=dtype, device=ctx.device)
+                )
                 accumulate_in_fp32(parameter)
                 setattr(module, name, parameter)
         if ctx.mesh is not None and ctx.dp_size > 1:
@@ -148,11 +162,14 @@ class Model(nn.Module):
         return model
 
     def tie(self, name: str, *stages: int) -> None:
-        """Say that the parameter `name` (a global name) is one, though several stages build it: -1 is the last stage.
+        """Say that the parameter `name` (a global name) is one, though several stages build it: -1
+        is the last stage.
 
         Its gradients are summed, it counts once in the norm, and a checkpoint has it once.
         """
-        ranks = tuple(dict.fromkeys(stage % self.ctx.stage_count % self.ctx.pp_size for stage in stages))
+        ranks = tuple(
+            dict.fromkeys(stage % self.ctx.stage_count % self.ctx.pp_size for stage in stages)
+        )
         if len(ranks) > 1:
             self.tied[name] = ranks
 
@@ -166,19 +183,26 @@ class Model(nn.Module):
                     yield Entry(full, getattr(module, name), spec, stages)
 
     def trained_entries(self) -> list[Entry]:
-        """List this rank's parameters that are not frozen (`requires_grad_(False)`): those that have gradients."""
+        """List this rank's parameters that are not frozen (`requires_grad_(False)`): those that
+        have gradients."""
         return [entry for entry in self.entries() if entry.parameter.requires_grad]
 
     @property
     def gradient_buckets(self) -> GradientBuckets:
-        """What sums the gradients over the replicas, made for the parameters that are not frozen; see `fit_buckets`."""
+        """What sums the gradients over the replicas, made for the parameters that are not frozen;
+        see `fit_buckets`."""
         return self._buckets or self.fit_buckets()
 
     def fit_buckets(self) -> GradientBuckets:
-        """Make the gradient buckets anew if parameters were frozen or unfrozen since they were made; returns them."""
+        """Make the gradient buckets anew if parameters were frozen or unfrozen since they were
+        made; returns them."""
         entries = self.trained_entries()
         if self._buckets is None or not self._buckets.are_of(entry.parameter for entry in entries):
-            late = {e.parameter for e in entries if len(e.stages) > 1 or e.spec.has_partial_gradient(self.ctx)}
+            late = {
+                e.parameter
+                for e in entries
+                if len(e.stages) > 1 or e.spec.has_partial_gradient(self.ctx)
+            }
             buckets = GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
             if self._buckets:
                 self._buckets.give_way_to(buckets)
@@ -186,10 +210,12 @@ class Model(nn.Module):
         return self._buckets
 
     def agree_on_frozen(self) -> None:
-        """Freeze on every rank what any rank has frozen its part or copy of; all ranks call it together.
+        """Freeze on every rank what any rank has frozen its part or copy of; all ranks call it
+        together.
 
-        A tied parameter of which one stage's copy learned and the other's did not would be two. AdamW calls it, and
-        the first batch that is trained on. UserError if nothing is left to train.
+        A tied parameter of which one stage's copy learned and the other's did not would be two.
+        AdamW calls it, and the first batch that is trained on. UserError if nothing is left to
+        train.
         """
         entries = list(self.entries())
         frozen = {entry.name for entry in entries if not entry.parameter.requires_grad}
@@ -202,14 +228,17 @@ class Model(nn.Module):
         for entry in entries:
             if entry.name in frozen:
                 entry.parameter.requires_grad_(False)
-        self._frozen_ties = {entry.name for entry in entries if len(entry.stages) > 1 and entry.name in frozen}
+        self._frozen_ties = {
+            entry.name for entry in entries if len(entry.stages) > 1 and entry.name in frozen
+        }
 
     def train_only(self, pattern: str) -> "Model":
         """Freeze every parameter whose global name does not match the pattern; returns self.
 
-        pattern: a regular expression that is searched for in the names, such as "head|norm" or "layers[.](10|11)[.]";
-        or, where it is none, a glob of whole names, such as "*norm*". Call it before the optimizer is made. UserError,
-        with the names there are, if it matches nothing in the whole model.
+        pattern: a regular expression that is searched for in the names, such as "head|norm" or
+        "layers[.](10|11)[.]"; or, where it is none, a glob of whole names, such as "*norm*". Call
+        it before the optimizer is made. UserError, with the names there are, if it matches nothing
+        in the whole model.
         """
         trained = self._names_matching(pattern)
         for entry in self.entries():
@@ -217,7 +246,8 @@ class Model(nn.Module):
         return self
 
     def freeze(self, pattern: str) -> "Model":
-        """Freeze the parameters whose global name matches the pattern, as in `train_only`; returns self."""
+        """Freeze the parameters whose global name matches the pattern, as in `train_only`; returns
+        self."""
         frozen = self._names_matching(pattern)
         for entry in self.entries():
             if entry.name in frozen:
@@ -226,7 +256,9 @@ class Model(nn.Module):
 
     def _names_matching(self, pattern: str) -> set[str]:
         """Find the parameters of the whole model, in whatever stage, whose names match."""
-        return names_matching(pattern, [e.name for e in self.on_meta(self.config, ParallelContext()).entries()])
+        return names_matching(
+            pattern, [e.name for e in self.on_meta(self.config, ParallelContext()).entries()]
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free all gradients, or zero them in place."""
@@ -237,9 +269,10 @@ class Model(nn.Module):
     # Layers.
 
     def recompute(self, mode: str = "full", interval: int = 1) -> "Model":
-        """Trade memory for time; returns self. "none" keeps all that backward needs. "selective" keeps neither what
-        attention saves nor what the MLPs' activations return. "full" keeps one input for `interval` layers and runs
-        them again. What selective means to a module it says itself: those that have a boolean `recompute` are told.
+        """Trade memory for time; returns self. "none" keeps all that backward needs. "selective"
+        keeps neither what attention saves nor what the MLPs' activations return. "full" keeps one
+        input for `interval` layers and runs them again. What selective means to a module it says
+        itself: those that have a boolean `recompute` are told.
         """
         if mode not in MODES:
             raise UserError(f"unknown recompute {mode!r}: there are {', '.join(MODES)}")
@@ -250,7 +283,8 @@ class Model(nn.Module):
         return self
 
     def compile(self, **options) -> "Model":
-        """Put every layer under torch.compile, with its options; returns self. UserError without a compiler.
+        """Put every layer under torch.compile, with its options; returns self. UserError without a
+        compiler.
 
         One layer is compiled for all, with graphs between the collectives.
         """
@@ -272,7 +306,9 @@ class Model(nn.Module):
         for first in stage.layers[:: self._interval]:
             layers = range(first, min(first + self._interval, stage.layers.stop))
             if not x.requires_grad:  # nothing before these layers learns
-                if not any(p.requires_grad for i in layers for p in self.layers[str(i)].parameters()):
+                if not any(
+                    p.requires_grad for i in layers for p in self.layers[str(i)].parameters()
+                ):
                     x = run(x, layers)
                     continue
                 x = x.detach().requires_grad_()
@@ -291,7 +327,8 @@ class Model(nn.Module):
 
     @property
     def output_head(self):
-        """The vocabulary-parallel matrix that makes the logits: the head, or the embedding if they are tied."""
+        """The vocabulary-parallel matrix that makes the logits: the head, or the embedding if they
+        are tied."""
         return self.head if hasattr(self, "head") else self.embedding
 
     @property
@@ -302,8 +339,9 @@ class Model(nn.Module):
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """What the model says, from what the last stage returns.
 
-        This rank's logits [batch, sequence, part of the vocabulary] (while generating, those of the last position), by
-        the head, or by the embedding if they are tied; of a classifier [batch, labels].
+        This rank's logits [batch, sequence, part of the vocabulary] (while generating, those of the
+        last position), by the head, or by the embedding if they are tied; of a classifier [batch,
+        labels].
         """
         if self.num_labels:
             return self.score(x, batch.scored)
@@ -311,12 +349,18 @@ class Model(nn.Module):
 
     def whole_logits(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """The last stage's outputs with the whole vocabulary, the same on every tp rank."""
-        return outputs if self.num_labels else self.output_head.gather_logits(outputs)[:, : batch.length]
+        return (
+            outputs
+            if self.num_labels
+            else self.output_head.gather_logits(outputs)[:, : batch.length]
+        )
 
     def token_losses(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """The loss of every token, in nats, 0 where it has no target: fp32 [batch, sequence]."""
         start, shape = self.output_head.start, batch.targets.shape
-        losses = vocab_parallel_cross_entropy(outputs.flatten(0, 1), batch.targets.flatten(), start, ctx=self.ctx)
+        losses = vocab_parallel_cross_entropy(
+            outputs.flatten(0, 1), batch.targets.flatten(), start, ctx=self.ctx
+        )
         return losses.view(shape)
 
     def loss_sum(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -325,10 +369,14 @@ class Model(nn.Module):
             return classification.loss_sum(outputs, batch.targets, self.config.problem_type)
         return self.token_losses(outputs, batch).sum()
 
-    def loss_of(self, x: torch.Tensor, batch: MicroBatch, factor: torch.Tensor | None = None) -> torch.Tensor:
-        """loss_sum(outputs(x, batch), batch), of a long micro-batch without the logits of all its tokens at once.
+    def loss_of(
+        self, x: torch.Tensor, batch: MicroBatch, factor: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """loss_sum(outputs(x, batch), batch), of a long micro-batch without the logits of all its
+        tokens at once.
 
-        factor: what the gradient of it will be, if its backward comes next. Without, gradients need all logits.
+        factor: what the gradient of it will be, if its backward comes next. Without, gradients need
+        all logits.
         """
         differentiated, tokens = torch.is_grad_enabled(), batch.shape[0] * batch.shape[1]
         needs_all = (differentiated and factor is None) or not self._loss_is_ours
@@ -343,7 +391,9 @@ class Model(nn.Module):
             return False
         made_of = [(self, Model, name) for name in ("outputs", "token_losses", "loss_sum")]
         made_of.append((self.output_head, VocabParallelHead, "logits"))
-        return all(getattr(getattr(it, f), "__func__", None) is getattr(ours, f) for it, ours, f in made_of)
+        return all(
+            getattr(getattr(it, f), "__func__", None) is getattr(ours, f) for it, ours, f in made_of
+        )
 
     def label_count(self, batch: MicroBatch) -> torch.Tensor | int:
         """How many labels the loss is the mean over."""
@@ -359,7 +409,8 @@ class Model(nn.Module):
         save_parallelized(self, directory, **options)
 
     def from_parallelized(self, directory=None, *, load_directory=None) -> "Model":
-        """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns self.
+        """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns
+        self.
 
         load_directory: OSLO's name for directory. UserError if they are of another model.
         """
@@ -380,10 +431,11 @@ class Model(nn.Module):
     ) -> Output:
         """Run one batch; call it with the same inputs on every rank of a (pp, tp) group.
 
-        Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every rank. Without, or
-        with return_logits, or where the loss needs them whole anyway (pp and tp are 1, or a classifier): logits [batch,
-        sequence, vocabulary] ([batch, labels] of a classifier) on every rank of the last stage. They live as long as
-        the output: where memory is short keep its loss only. The loss can be differentiated when pp is 1, with
+        Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every
+        rank. Without, or with return_logits, or where the loss needs them whole anyway (pp and tp
+        are 1, or a classifier): logits [batch, sequence, vocabulary] ([batch, labels] of a
+        classifier) on every rank of the last stage. They live as long as the output: where memory
+        is short keep its loss only. The loss can be differentiated when pp is 1, with
         `sync_gradients` after backward; `train_batch` and `microbatches` train in every layout.
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
@@ -419,19 +471,24 @@ class Model(nn.Module):
         step: int | None = None,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of this replica's batch; returns the mean loss over the global batch's labelled tokens.
+        """Forward and backward of this replica's batch; returns the mean loss over the global
+        batch's labelled tokens.
 
-        Inputs: see `Batch`; stages between the first and the last need none. num_microbatches must divide the batch.
-        step: numbers the draw of the dropout masks; by default it counts the calls. loss_fn(logits fp32 [rows,
-        sequence, vocabulary], labels as given): a loss of your own, on the last stage: the mean of a micro-batch. What
-        is returned, and differentiated, is the mean over the global batch: micro-batches weigh as many labelled tokens
-        as they have (rows, if the labels are not of tokens). A module's own parameters are yours to step.
-        Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
+        Inputs: see `Batch`; stages between the first and the last need none. num_microbatches must
+        divide the batch.
+        step: numbers the draw of the dropout masks; by default it counts the calls. loss_fn(logits
+        fp32 [rows, sequence, vocabulary], labels as given): a loss of your own, on the last stage:
+        the mean of a micro-batch. What is returned, and differentiated, is the mean over the global
+        batch: micro-batches weigh as many labelled tokens as they have (rows, if the labels are not
+        of tokens). A module's own parameters are yours to step. Gradients start from zero;
+        afterwards p.grad holds the gradient of the returned mean, the same on all replicas.
         """
         splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
         buckets = self._buckets_to_train()
         batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
-        batches = self._with_targets(self.micro_batches(batch, num_microbatches, step, loss_fn is not None))
+        batches = self._with_targets(
+            self.micro_batches(batch, num_microbatches, step, loss_fn is not None)
+        )
         queue = WeightQueue(buckets.received) if splits else None
         buckets.start(num_microbatches, queue.weights if queue else ())
         try:
@@ -454,10 +511,11 @@ class Model(nn.Module):
     ) -> Iterator[Output]:
         """For a loop of your own: `for out in model.microbatches(**batch): out.loss.backward()`.
 
-        Yields after each micro-batch's forward. Every rank of the pipeline must go through it to its end, and call
-        backward where one does; then p.grad is what `train_batch` leaves there. out.loss: the micro-batch's part of the
-        mean that train_batch returns, the same on every rank: they add up to it. inputs: as there. One micro-batch is
-        under way at a time; train_batch keeps all stages busy.
+        Yields after each micro-batch's forward. Every rank of the pipeline must go through it to
+        its end, and call backward where one does; then p.grad is what `train_batch` leaves there.
+        out.loss: the micro-batch's part of the mean that train_batch returns, the same on every
+        rank: they add up to it. inputs: as there. One micro-batch is under way at a time;
+        train_batch keeps all stages busy.
         """
         with failing_together(self.ctx):
             buckets = self._buckets_to_train()
@@ -480,12 +538,13 @@ class Model(nn.Module):
     @together
     @torch.no_grad()
     def sync_gradients(self) -> None:
-        """Make gradients whole after a backward of your own, `model(ids, labels=ids).loss.backward()`, before the step.
+        """Make gradients whole after a backward of your own, `model(ids,
+        labels=ids).loss.backward()`, before the step.
 
-        They become the mean over the replicas of each one's gradient, as torch's DistributedDataParallel has it; those
-        of a parameter that is tied between stages, the sum of its copies'. (Copies over tp are summed in backward.)
-        Every rank calls it, once a step. After `train_batch` and `microbatches`, which sum by themselves, it does
-        nothing.
+        They become the mean over the replicas of each one's gradient, as torch's
+        DistributedDataParallel has it; those of a parameter that is tied between stages, the sum of
+        its copies'. (Copies over tp are summed in backward.) Every rank calls it, once a step.
+        After `train_batch` and `microbatches`, which sum by themselves, it does nothing.
         """
         made, buckets = self._buckets is None, self.fit_buckets()
         if made and any(parameter.grad is not None for parameter in buckets.place):
@@ -514,13 +573,17 @@ class Model(nn.Module):
         num_microbatches: int = 1,
         return_count: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in train_batch.
+        """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in
+        train_batch.
 
-        return_count: also their number, 0-dimensional fp64: what the batch weighs in a mean over several.
+        return_count: also their number, 0-dimensional fp64: what the batch weighs in a mean over
+        several.
         """
         batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
         with self.without_dropout():
-            result = run_pipeline(self, self._with_targets(self.micro_batches(batch, num_microbatches)))
+            result = run_pipeline(
+                self, self._with_targets(self.micro_batches(batch, num_microbatches))
+            )
         return (result.loss, result.labelled) if return_count else result.loss
 
     @together
@@ -535,21 +598,30 @@ class Model(nn.Module):
     ) -> torch.Tensor:
         """Go on from prompts; returns int64 [batch, prompt + new tokens], the same on every rank.
 
-        input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Call it with the same inputs on
-        every rank: replicas share the rows, and stages work on groups of them in turn. settings: those of
-        `megazoo.decoding.Settings`, such as max_new_tokens or max_length, do_sample, num_beams, num_return_sequences,
-        no_repeat_ngram_size, stop, seed; eos_token_id and pad_token_id are the checkpoint's by default. With
-        num_return_sequences n there are n rows for each prompt. Rows that ended are padded. use_cache False runs all
-        tokens again for each new one. streamer: for one row; its put(token ids) is called with each new token, its
+        input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Call it with
+        the same inputs on every rank: replicas share the rows, and stages work on groups of them in
+        turn. settings: those of `megazoo.decoding.Settings`, such as max_new_tokens or max_length,
+        do_sample, num_beams, num_return_sequences, no_repeat_ngram_size, stop, seed; eos_token_id
+        and pad_token_id are the checkpoint's by default. With num_return_sequences n there are n
+        rows for each prompt. Rows that ended are padded. use_cache False runs all tokens again for
+        each new one. streamer: for one row; its put(token ids) is called with each new token, its
         end() at the end. UserError for a prompt or a setting that can't be.
         """
         names = [f.name for f in fields(Settings)]
         for name in settings:
             if name not in names:
-                raise UserError(f"generate has no {name}{nearest(name, names)}; there are {', '.join(names)}")
-        ids = {name: self.generation[name] for name in ("eos_token_id", "pad_token_id") if name in self.generation}
+                raise UserError(
+                    f"generate has no {name}{nearest(name, names)}; there are {', '.join(names)}"
+                )
+        ids = {
+            name: self.generation[name]
+            for name in ("eos_token_id", "pad_token_id")
+            if name in self.generation
+        }
         settings = Settings(**{**ids, **settings})
-        return generate(self, input_ids, attention_mask, settings, use_cache=use_cache, streamer=streamer)
+        return generate(
+            self, input_ids, attention_mask, settings, use_cache=use_cache, streamer=streamer
+        )
 
     def micro_batches(
         self, batch: Batch, count: int, step: int | None = None, keep_labels: bool = False
@@ -574,7 +646,8 @@ class Model(nn.Module):
 
     @contextmanager
     def _gradients_later(self, queue: WeightQueue | None):
-        """Within this block gradients of copies over tp stay partial: they are summed once for all micro-batches.
+        """Within this block gradients of copies over tp stay partial: they are summed once for all
+        micro-batches.
 
         queue: where the gradients of linear weights wait.
         """
@@ -591,17 +664,24 @@ class Model(nn.Module):
         """Fit the gradient buckets, once all ranks agree on what is frozen."""
         if self._frozen_ties is None:
             self.agree_on_frozen()
-        frozen = {e.name for e in self.entries() if len(e.stages) > 1 and not e.parameter.requires_grad}
+        frozen = {
+            e.name for e in self.entries() if len(e.stages) > 1 and not e.parameter.requires_grad
+        }
         if frozen != self._frozen_ties:
             what = "a tied parameter was frozen or unfrozen after training began"
-            raise UserError(f"{what}: make a new megazoo.optim.AdamW, or call model.agree_on_frozen() on every rank")
+            raise UserError(
+                f"{what}: make a new megazoo.optim.AdamW, or call model.agree_on_frozen() on every rank"
+            )
         return self.fit_buckets()
 
     def _finish_gradients(self, buckets: GradientBuckets, loss_scale: float) -> None:
-        """After the last backward: sum what is partial over tp, tied between stages, and over the replicas."""
+        """After the last backward: sum what is partial over tp, tied between stages, and over the
+        replicas."""
         entries = self.trained_entries()
         buckets.complete()
-        partial = [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)]
+        partial = [
+            (e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(self.ctx)
+        ]
         sum_over_copies(partial, self.ctx)
         self._sum_tied(entries)
         buckets.finish(loss_scale)
@@ -618,7 +698,8 @@ class Model(nn.Module):
 
 
 def names_matching(pattern: str, names: list[str]) -> set[str]:
-    """The names that have a regular expression in them, or that a glob fits whole; UserError if there are none.
+    """The names that have a regular expression in them, or that a glob fits whole; UserError if
+    there are none.
 
     What is not a regular expression, as "*norm*", is a glob.
     """
@@ -630,7 +711,9 @@ def names_matching(pattern: str, names: list[str]) -> set[str]:
         wrong = f", and is no regular expression ({error})"
     if not found:
         kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names)
-        raise UserError(f"the pattern {pattern!r} matches no parameter{wrong}; there are {', '.join(kinds)}")
+        raise UserError(
+            f"the pattern {pattern!r} matches no parameter{wrong}; there are {', '.join(kinds)}"
+        )
     return found
 
 

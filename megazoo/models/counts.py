@@ -8,7 +8,8 @@ from megazoo.parallel.module import ShardedModule
 
 
 def parameter_count(config, train_only: str | None = None) -> int:
-    """The number of parameters of the whole model; a tied head counts once. train_only: as in `Model.train_only`."""
+    """The number of parameters of the whole model; a tied head counts once. train_only: as in
+    `Model.train_only`."""
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
     if train_only:
         model.train_only(train_only)
@@ -16,12 +17,14 @@ def parameter_count(config, train_only: str | None = None) -> int:
 
 
 def flops_per_token(config, seq_length: int) -> int:
-    """Count the FLOPs of a training step: those of all matrix products, forward and backward, nothing twice;
-    attention's not halved for its mask. What MFU counts (Chowdhery et al. 2022, appendix B).
+    """Count the FLOPs of a training step: those of all matrix products, forward and backward,
+    nothing twice; attention's not halved for its mask. What MFU counts (Chowdhery et al. 2022,
+    appendix B).
 
-    Matrices are those that a ShardedModule names in `multiplied`, and the output head. Attention is what a module says
-    in `score_features`: the features over which its queries and keys are multiplied, over all tp ranks. Of modules
-    inside one that says so none is asked: its QKVParallelLinear says the same.
+    Matrices are those that a ShardedModule names in `multiplied`, and the output head. Attention is
+    what a module says in `score_features`: the features over which its queries and keys are
+    multiplied, over all tp ranks. Of modules inside one that says so none is asked: its
+    QKVParallelLinear says the same.
     """
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
     sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]

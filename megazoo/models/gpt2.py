@@ -1,17 +1,18 @@
-"""GPT-2 (Radford et al. 2019) and GPT-3's shape: learned positions, pre-norm blocks, GELU, tied embeddings.
+"""GPT-2 (Radford et al. 2019) and GPT-3's shape: learned positions, pre-norm blocks, GELU, tied
+embeddings.
 
     x = dropout(embedding(ids) + position_embedding(positions))    first stage
     x = x + dropout(attention(attention_norm(x)))                  each layer, the norms before, not after
     x = x + dropout(down(activation(up(mlp_norm(x)))))
     logits = norm(x) @ embedding.weight^T                          last stage; head.weight^T if it is not tied
 
-Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
-Weights [outputs, inputs] and where tensor parallelism cuts them:
+Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
+each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
     embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
     mlp.up            rows: inner features            attention.output   columns: whole heads
     mlp.down          columns: inner features         norms, position_embedding, biases of output and down: not cut
-Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter where one stage has
-both, else two copies, on the first stage and the last, that stay equal.
+Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter
+where one stage has both, else two copies, on the first stage and the last, that stay equal.
 """
 
 import math
@@ -60,7 +61,8 @@ class GPT2Config:
     scale_by_inverse_layer: bool = False  # divide them by the layer's number, from 1, too
     layer_norm_epsilon: float = 1e-5
     tie_embeddings: bool = True
-    num_labels: int = 0  # above 0: a classifier of sequences; with the next two as transformers has them
+    # above 0: a classifier of sequences; with the next two as transformers has them
+    num_labels: int = 0
     problem_type: str | None = None
     pad_token_id: int | None = None
 
@@ -87,7 +89,8 @@ class GPT2Config:
 
 
 class Block(nn.Module):
-    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth, as GPT-2's do."""
+    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth, as
+    GPT-2's do."""
 
     def __init__(self, config: GPT2Config, index: int):
         super().__init__()
@@ -97,16 +100,26 @@ class Block(nn.Module):
             scale /= index + 1  # index: of the layer in the whole model
         self.attention_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.attention = CausalSelfAttention(
-            c.hidden_size, c.heads, dropout=c.attention_dropout, scale=scale, output_std=residual_std
+            c.hidden_size,
+            c.heads,
+            dropout=c.attention_dropout,
+            scale=scale,
+            output_std=residual_std,
         )
         self.attention_dropout = Dropout(c.residual_dropout)
         self.mlp_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.mlp = MLP(c.hidden_size, c.ffn_size, activation_named(c.activation), output_std=residual_std)
+        self.mlp = MLP(
+            c.hidden_size, c.ffn_size, activation_named(c.activation), output_std=residual_std
+        )
         self.mlp_dropout = Dropout(c.residual_dropout)
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         seed = batch.dropout_seed
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache), seed)
+        x = x + self.attention_dropout(
+            self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache), seed
+        )
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
@@ -127,7 +140,8 @@ class GPT2(Model):
     }  # fmt: skip
 
     HUGGING_FACE_PREFIX = "transformer."
-    HUGGING_FACE_LEGACY = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"  # buffers in older files
+    # buffers in older files
+    HUGGING_FACE_LEGACY = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
     HUGGING_FACE_NAMES: ClassVar = {
         "embedding": Theirs("transformer.wte"),
         "position_embedding": Theirs("transformer.wpe"),
@@ -151,7 +165,9 @@ class GPT2(Model):
         if first:
             self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
             self.embedding_dropout = Dropout(c.embedding_dropout)
-        self.layers = nn.ModuleDict({str(i): Block(c, i) for stage in self.stages for i in stage.layers})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(c, i) for stage in self.stages for i in stage.layers}
+        )
         if last:
             self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
             if c.num_labels:
@@ -172,5 +188,7 @@ class GPT2(Model):
     @classmethod
     def stage_costs(cls, config: GPT2Config) -> tuple[float, float, float]:
         c = config
-        layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size + c.max_positions * c.hidden_size
+        layer = (
+            4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size + c.max_positions * c.hidden_size
+        )
         return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

@@ -1,18 +1,20 @@
-"""LLaMA 1, 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""LLaMA 1, 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): RMSNorm, rotary positions,
+grouped queries, SwiGLU.
 
     x = embedding(ids)                                              first stage
     x = x + attention(attention_norm(x))                            each layer, the norms before, not after; rotary
     x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))   positions turn queries and keys
     logits = norm(x) @ head.weight^T                                last stage; embedding.weight^T if it is tied
 
-Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
-Weights [outputs, inputs] and where tensor parallelism cuts them:
+Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
+each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
     embedding, head   rows: the vocabulary                    attention.qkv      rows: whole heads of each of q, k, v
     mlp.gate_up       rows: inner features of each of both    attention.output   columns: whole heads
     mlp.down          columns: inner features                 norms, biases of output and down: not cut
-KV heads go with their queries; where tp exceeds their number, several ranks hold the same one. Biases of qkv and
-gate_up, if any, are cut like their rows. Embedding and head are apart by default; if tied: one parameter where one
-stage has both, else two copies, on the first stage and the last, that stay equal.
+KV heads go with their queries; where tp exceeds their number, several ranks hold the same one.
+Biases of qkv and gate_up, if any, are cut like their rows. Embedding and head are apart by default;
+if tied: one parameter where one stage has both, else two copies, on the first stage and the last,
+that stay equal.
 """
 
 import math
@@ -62,7 +64,8 @@ class LlamaConfig:
     mlp_bias: bool = False  # on gate_up and down
     attention_dropout: float = 0.0  # of the attention probabilities
     tie_embeddings: bool = False
-    num_labels: int = 0  # above 0: a classifier of sequences; with the next two as transformers has them
+    # above 0: a classifier of sequences; with the next two as transformers has them
+    num_labels: int = 0
     problem_type: str | None = None
     pad_token_id: int | None = None
 
@@ -112,7 +115,9 @@ LLAMA3_SCALING = {
 
 
 def _rotary(c: LlamaConfig) -> Rotary:
-    return Rotary(c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling)
+    return Rotary(
+        c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling
+    )
 
 
 class Block(nn.Module):
@@ -133,7 +138,11 @@ class Block(nn.Module):
         )
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
         self.mlp = GatedMLP(
-            c.hidden_size, c.ffn_size, activation_named(c.activation), bias=c.mlp_bias, output_std=residual_std
+            c.hidden_size,
+            c.ffn_size,
+            activation_named(c.activation),
+            bias=c.mlp_bias,
+            output_std=residual_std,
         )
 
     def forward(
@@ -143,7 +152,9 @@ class Block(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), batch.dropout_seed, rotary, mask, batch.cache)
+        x = x + self.attention(
+            self.attention_norm(x), batch.dropout_seed, rotary, mask, batch.cache
+        )
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -175,16 +186,21 @@ class Llama(Model):
     }  # fmt: skip
 
     HUGGING_FACE_PREFIX = "model."
-    HUGGING_FACE_LEGACY = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # a buffer in older files
+    # a buffer in older files
+    HUGGING_FACE_LEGACY = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     HUGGING_FACE_NAMES: ClassVar = {
         "embedding": Theirs("model.embed_tokens"),
         "layers.{}.attention_norm": Theirs("model.layers.{}.input_layernorm"),
         "layers.{}.attention.qkv": Theirs(
-            "model.layers.{}.self_attn.q_proj", "model.layers.{}.self_attn.k_proj", "model.layers.{}.self_attn.v_proj"
+            "model.layers.{}.self_attn.q_proj",
+            "model.layers.{}.self_attn.k_proj",
+            "model.layers.{}.self_attn.v_proj",
         ),
         "layers.{}.attention.output": Theirs("model.layers.{}.self_attn.o_proj"),
         "layers.{}.mlp_norm": Theirs("model.layers.{}.post_attention_layernorm"),
-        "layers.{}.mlp.gate_up": Theirs("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
+        "layers.{}.mlp.gate_up": Theirs(
+            "model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"
+        ),
         "layers.{}.mlp.down": Theirs("model.layers.{}.mlp.down_proj"),
         "norm": Theirs("model.norm"),
         "head": Theirs("lm_head"),
@@ -198,7 +214,9 @@ class Llama(Model):
         self.rotary = _rotary(c)
         if first or (last and tied):  # the last stage's copy is its head
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(c) for stage in self.stages for i in stage.layers}
+        )
         if last:
             self.norm = RMSNorm(c.hidden_size, c.norm_epsilon)
             if c.num_labels:
@@ -218,19 +236,22 @@ class Llama(Model):
 
     @classmethod
     def longest_sequence(cls, config: LlamaConfig) -> int:
-        """Tokens of the longest sequence that the model takes: max_positions, or more with a rotary scaling that
-        stretches them (see `Rotary.longest`)."""
+        """Tokens of the longest sequence that the model takes: max_positions, or more with a rotary
+        scaling that stretches them (see `Rotary.longest`)."""
         return _rotary(config).longest
 
     @classmethod
     def can_cache(cls, config: LlamaConfig, length: int) -> bool:
         # Past the model's context dynamic scaling turns all keys anew with every token.
-        return (config.rope_scaling or {}).get("rope_type") != "dynamic" or length <= config.max_positions
+        return (config.rope_scaling or {}).get(
+            "rope_type"
+        ) != "dynamic" or length <= config.max_positions
 
     @classmethod
     def stage_costs(cls, config: LlamaConfig) -> tuple[float, float, float]:
         c, head_size = config, config.head_size or config.hidden_size // config.heads
         projections = 2 * c.hidden_size * head_size * (c.heads + c.kv_heads)
-        scores = min(c.max_positions, 4096) * c.heads * head_size  # at a usual training length, not the longest
+        # at a usual training length, not the longest
+        scores = min(c.max_positions, 4096) * c.heads * head_size
         layer = projections + scores + 3 * c.hidden_size * c.ffn_size
         return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

@@ -1,22 +1,25 @@
-"""MPT (MosaicML 2023) as llm-foundry means it: ALiBi or learned positions, pre-norm blocks, exact GELU.
+"""MPT (MosaicML 2023) as llm-foundry means it: ALiBi or learned positions, pre-norm blocks, exact
+GELU.
 
     x = dropout(embedding(ids) [+ position_embedding(positions)])   first stage; learned positions only without ALiBi
     x = x + dropout(attention(attention_norm(x)))                   each layer, the norms before, not after; ALiBi is
     x = x + dropout(down(gelu(up(mlp_norm(x)))))                    added to the attention scores
     logits = norm(x) @ embedding.weight^T [* logit_scale]           last stage; head.weight^T if it is not tied
 
-Queries, keys and values can be clipped (clip_qkv), and then queries and keys normalised, each over all heads (qk_norm),
-with an epsilon of 1e-5 whatever norm_epsilon is: llm-foundry does not hand its norm_eps on to q_ln and k_ln.
+Queries, keys and values can be clipped (clip_qkv), and then queries and keys normalised, each over
+all heads (qk_norm), with an epsilon of 1e-5 whatever norm_epsilon is: llm-foundry does not hand its
+norm_eps on to q_ln and k_ln.
 
-Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
-Weights [outputs, inputs] and where tensor parallelism cuts them:
+Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
+each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
     embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
     mlp.up            rows: inner features            attention.output   columns: whole heads
     mlp.down          columns: inner features         attention.q_norm, k_norm: whole heads
     position_embedding, the other norms, biases of output and down: not cut
-A rank adds the ALiBi slopes of its own heads. KV heads go with their queries; where tp exceeds their number, several
-ranks hold the same one. Biases of qkv and up, if any, are cut like their rows. Embedding and head are tied by default:
-one parameter where one stage has both, else two copies, on the first stage and the last, that stay equal.
+A rank adds the ALiBi slopes of its own heads. KV heads go with their queries; where tp exceeds
+their number, several ranks hold the same one. Biases of qkv and up, if any, are cut like their
+rows. Embedding and head are tied by default: one parameter where one stage has both, else two
+copies, on the first stage and the last, that stay equal.
 """
 
 import math
@@ -76,7 +79,8 @@ class MPTConfig:
     attention_dropout: float = 0.0  # of the attention probabilities
     residual_dropout: float = 0.0  # of what attention and MLP add
     tie_embeddings: bool = True
-    num_labels: int = 0  # above 0: a classifier of sequences; with the next two as transformers has them
+    # above 0: a classifier of sequences; with the next two as transformers has them
+    num_labels: int = 0
     problem_type: str | None = None
     pad_token_id: int | None = None
 
@@ -94,7 +98,8 @@ class MPTConfig:
 
     @classmethod
     def from_hugging_face(cls, fields: Fields) -> "MPTConfig":
-        """What llm-foundry means by a config: Hugging Face's port ignores alibi, qk_ln, no_bias and more."""
+        """What llm-foundry means by a config: Hugging Face's port ignores alibi, qk_ln, no_bias and
+        more."""
         for name in ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads"):
             if name not in fields.values:
                 raise UserError(f"the config has no {name}")
@@ -111,7 +116,9 @@ class MPTConfig:
         epsilon = fields.take("norm_eps", fields.take("layer_norm_epsilon", cls.norm_epsilon))
         logit_scale = fields.take("logit_scale")
         if isinstance(logit_scale, str) and logit_scale != "inv_sqrt_d_model":
-            raise UserError(f"logit_scale {logit_scale!r} is not supported: it must be a number or 'inv_sqrt_d_model'")
+            raise UserError(
+                f"logit_scale {logit_scale!r} is not supported: it must be a number or 'inv_sqrt_d_model'"
+            )
         ffn = fields.nested("ffn_config")
         ffn.only("ffn_type", "mptmlp")
         ffn.only("ffn_act_fn", None, {"name": "gelu"}, {"name": "gelu", "approximate": "none"})
@@ -134,9 +141,13 @@ class MPTConfig:
         tuning.finish()
         kind = attention.take("attn_type", "multihead_attention")
         kv_heads = {"multihead_attention": heads, "multiquery_attention": 1}
-        kv_heads = kv_heads.get(kind) or (attention.take("kv_n_heads") if kind == "grouped_query_attention" else None)
+        kv_heads = kv_heads.get(kind) or (
+            attention.take("kv_n_heads") if kind == "grouped_query_attention" else None
+        )
         if not kv_heads or attention.take("kv_n_heads", kv_heads) != kv_heads:
-            raise UserError(f"attn_config.attn_type {kind!r} is not supported with these kv_n_heads")
+            raise UserError(
+                f"attn_config.attn_type {kind!r} is not supported with these kv_n_heads"
+            )
         values |= {
             "kv_heads": kv_heads,
             "ffn_size": int(hidden * fields.take("expansion_ratio", 4.0)),
@@ -150,7 +161,8 @@ class MPTConfig:
             "softmax_scale": attention.take("softmax_scale"),
             "attention_dropout": float(attention.take("attn_pdrop", 0.0)),
         }
-        for name in ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config"):  # of a rope that is off
+        # of a rope that is off
+        for name in ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config"):
             attention.take(name)
         attention.finish()
         return cls(**values, **fields.head())
@@ -167,8 +179,16 @@ class MPTConfig:
                 raise UserError(f"can't be a Hugging Face model with {what}")
         values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
         scale = None if self.softmax_scale is None else float(self.softmax_scale)
-        attention = {"alibi": True, "clip_qkv": self.clip_qkv and float(self.clip_qkv), "softmax_scale": scale}
-        values |= {"layer_norm_epsilon": float(self.norm_epsilon), "expansion_ratio": 4, "no_bias": True}
+        attention = {
+            "alibi": True,
+            "clip_qkv": self.clip_qkv and float(self.clip_qkv),
+            "softmax_scale": scale,
+        }
+        values |= {
+            "layer_norm_epsilon": float(self.norm_epsilon),
+            "expansion_ratio": 4,
+            "no_bias": True,
+        }
         head = head_to_hugging_face(self, "MptForCausalLM")
         return {**head, "model_type": "mpt", **values, "attn_config": attention}
 
@@ -196,7 +216,9 @@ class Block(nn.Module):
         self.mlp = MLP(c.hidden_size, c.ffn_size, F.gelu, bias=c.bias, output_std=residual_std)
         self.mlp_dropout = Dropout(c.residual_dropout)
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         seed = batch.dropout_seed
         attended = self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache)
         x = x + self.attention_dropout(attended, seed)
@@ -207,7 +229,9 @@ class Block(nn.Module):
 class MPT(Model):
     Config = MPTConfig
     presets = {
-        "mpt-tiny": MPTConfig(vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4),
+        "mpt-tiny": MPTConfig(
+            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4
+        ),
         "mpt-1b": MPTConfig(vocab_size=50368, hidden_size=2048, layers=24, heads=16),
         "mpt-7b": MPTConfig(),
         "mpt-30b": MPTConfig(max_positions=8192, hidden_size=7168, layers=48, heads=64),
@@ -241,7 +265,9 @@ class MPT(Model):
             if c.learned_positions and not c.alibi:
                 self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
             self.embedding_dropout = Dropout(c.embedding_dropout)
-        self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(c) for stage in self.stages for i in stage.layers}
+        )
         if last:
             self.norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
             if c.num_labels:
@@ -271,11 +297,14 @@ class MPT(Model):
         """The bias of this rank's heads, one for all layers: [(batch,) heads, sequence, keys]."""
         heads = next(iter(self.layers.values())).attention.heads
         slopes = alibi_slopes(self.config.heads, self.config.alibi_bias_max)
-        return alibi_bias(slopes[heads.start : heads.stop], batch.shape[1], batch.keys, x.dtype, x.device, mask)
+        return alibi_bias(
+            slopes[heads.start : heads.stop], batch.shape[1], batch.keys, x.dtype, x.device, mask
+        )
 
     @classmethod
     def stage_costs(cls, config: MPTConfig) -> tuple[float, float, float]:
         c, kv_size = config, config.hidden_size // config.heads * config.kv_heads
         layer = 2 * c.hidden_size * (c.hidden_size + kv_size) + 2 * c.hidden_size * c.ffn_size
-        scores = min(c.max_positions, 4096) * c.hidden_size  # at a usual training length, not the longest
+        # at a usual training length, not the longest
+        scores = min(c.max_positions, 4096) * c.hidden_size
         return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

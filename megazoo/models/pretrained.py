@@ -5,7 +5,13 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import MANIFEST, NoCheckpoint, find_checkpoint, remove, taking_the_place
+from megazoo.checkpoint.format import (
+    MANIFEST,
+    NoCheckpoint,
+    find_checkpoint,
+    remove,
+    taking_the_place,
+)
 from megazoo.checkpoint.save import files_of_rank, saving, write_manifest, write_rank
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.directory import CONFIG, HuggingFaceDirectory
@@ -18,14 +24,17 @@ from megazoo.parallel.random import derive_seed
 
 
 def open_source(path: str | Path) -> ModelSource:
-    """A checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError if it is neither."""
+    """A checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError if it
+    is neither."""
     path = Path(path)
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         return HuggingFaceDirectory(path)
     try:
         return SavedModel(find_checkpoint(path))
     except NoCheckpoint as error:
-        raise UserError(f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory") from None
+        raise UserError(
+            f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
+        ) from None
 
 
 HEAD = "score.weight"  # of a classifier
@@ -40,19 +49,23 @@ def from_pretrained(
     num_labels: int | None = None,
     pad_token_id: int | None = None,
 ) -> "Model":  # noqa: F821
-    """This rank's part of a model that is on disk; each rank reads only what it owns, straight into its parameters.
+    """This rank's part of a model that is on disk; each rank reads only what it owns, straight into
+    its parameters.
 
-    path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by default. dtype: as it
-    is stored, by default. seed: of the dropout. num_labels: make a classifier of sequences of it; the head of a
-    language model gives way to one that is drawn from the seed. pad_token_id: of such a classifier, if the files don't
-    say it. Raises UserError, with what is wrong, if it can't be read or cut; a name is never downloaded.
+    path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by
+    default. dtype: as it is stored, by default. seed: of the dropout. num_labels: make a classifier
+    of sequences of it; the head of a language model gives way to one that is drawn from the seed.
+    pad_token_id: of such a classifier, if the files don't say it. Raises UserError, with what is
+    wrong, if it can't be read or cut; a name is never downloaded.
     """
     source = open_directory(path)
     dtype = dtype or source.dtype_of(next(iter(source.specs)))
     config = source.config
     if num_labels is not None and num_labels != config.num_labels:
         if config.num_labels:
-            raise UserError(f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}")
+            raise UserError(
+                f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}"
+            )
         pad = source.pad_token_id if pad_token_id is None else pad_token_id
         config = replace(config, num_labels=num_labels, pad_token_id=pad)
     model = source.model.empty(config, ctx or current_context(), dtype=dtype, seed=seed)
@@ -67,20 +80,26 @@ def from_parallelized(
     load_directory: str | Path | None = None,
     **options,
 ) -> "Model":  # noqa: F821
-    """Build this rank's part of a model that is on disk: `from_pretrained`, which reads checkpoints of any layout, too.
+    """Build this rank's part of a model that is on disk: `from_pretrained`, which reads checkpoints
+    of any layout, too.
 
     load_directory: OSLO's name for path. options: as in `from_pretrained`.
     """
-    return from_pretrained(one_of("from_parallelized", path, "load_directory", load_directory), ctx, **options)
+    return from_pretrained(
+        one_of("from_parallelized", path, "load_directory", load_directory), ctx, **options
+    )
 
 
 def open_directory(path: str | Path) -> ModelSource:
-    """Open a directory that a user has named for its weights; UserError says what to do if there is none."""
+    """Open a directory that a user has named for its weights; UserError says what to do if there is
+    none."""
     if isinstance(path, torch.nn.Module):
         raise UserError(GIVE_A_DIRECTORY)
     if not isinstance(path, str | Path):
         what = type(path).__name__
-        raise UserError(f"weights are read from a directory, not from {what}: for random ones, megazoo.from_config")
+        raise UserError(
+            f"weights are read from a directory, not from {what}: for random ones, megazoo.from_config"
+        )
     if not Path(path).exists():
         what = f"{path} is not a directory: there is no {Path(path).absolute()}"
         remedy = "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
@@ -91,17 +110,22 @@ def open_directory(path: str | Path) -> ModelSource:
 
 
 def one_of(function: str, directory, name: str, named):
-    """Return the directory that a function was given, by position or by OSLO's name for it; UserError for both."""
+    """Return the directory that a function was given, by position or by OSLO's name for it;
+    UserError for both."""
     if (directory is None) == (named is None):
         what = "gets its directory twice" if named is not None else "needs a directory"
-        raise UserError(f"{function} {what}: give {function}(DIRECTORY) or {function}({name}=DIRECTORY)")
+        raise UserError(
+            f"{function} {what}: give {function}(DIRECTORY) or {function}({name}=DIRECTORY)"
+        )
     return named if directory is None else directory
 
 
 def load_weights(source: ModelSource, model) -> None:
-    """Fill this rank's parameters from an open source; its companions travel on. UserError for another model's.
+    """Fill this rank's parameters from an open source; its companions travel on. UserError for
+    another model's.
 
-    A classifier takes a language model's weights, too; its head is then drawn from the model's seed.
+    A classifier takes a language model's weights, too; its head is then drawn from the model's
+    seed.
     """
     entries = list(model.entries())
     if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
@@ -109,7 +133,11 @@ def load_weights(source: ModelSource, model) -> None:
         if new:
             initialize(new.parameter, new.spec, model.ctx, derive_seed(model.seed, new.name))
             entries.remove(new)
-    other = [entry.name for entry in entries if source.specs.get(entry.name, entry.spec).shape != entry.spec.shape]
+    other = [
+        entry.name
+        for entry in entries
+        if source.specs.get(entry.name, entry.spec).shape != entry.spec.shape
+    ]
     other += [entry.name for entry in entries if entry.name not in source.specs]
     if type(model) is not source.model or other:
         what = f"its {other[0]} is another" if other else f"it is a {source.model.__name__}"
@@ -131,9 +159,10 @@ def save_parallelized(
 ) -> None:
     """Write a model from all ranks together, in place of what megazoo wrote there before.
 
-    save_directory: OSLO's name for directory. The files: shards, one for each (tp, pp) rank; or with merge_checkpoints
-    a Hugging Face directory, in files of max_shard_size at most (bytes, or as "5GB"), without its config.json if not
-    save_config. Raises UserError on every rank if one fails.
+    save_directory: OSLO's name for directory. The files: shards, one for each (tp, pp) rank; or
+    with merge_checkpoints a Hugging Face directory, in files of max_shard_size at most (bytes, or
+    as "5GB"), without its config.json if not save_config. Raises UserError on every rank if one
+    fails.
     """
     directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
     ctx = model.ctx

@@ -19,24 +19,39 @@ FAMILIES: dict[str, type] = {}  # those of the zoo enter themselves, as others m
 
 
 def register(name: str):
-    """Class decorator: make a model of your own known as `name`, to --model, presets and checkpoints.
+    """Class decorator: make a model of your own known as `name`, to --model, presets and
+    checkpoints.
 
-    The class is a `Model` with a frozen dataclass Config and `presets`, of which one is called `name-tiny`.
-    Raises UserError if the name, a preset's name or the Config is another family's, or a preset is of another Config: a
-    config alone says which model is built of it.
+    The class is a `Model` with a frozen dataclass Config and `presets`, of which one is called
+    `name-tiny`.
+    Raises UserError if the name, a preset's name or the Config is another family's, or a preset is
+    of another Config: a config alone says which model is built of it.
     """
 
     def add(model: type) -> type:
-        taken = {preset for family, other in FAMILIES.items() if family != name for preset in (family, *other.presets)}
+        taken = {
+            preset
+            for family, other in FAMILIES.items()
+            if family != name
+            for preset in (family, *other.presets)
+        }
         clash = taken & {name, *model.presets}
         if clash:
-            raise UserError(f"{min(clash)!r} is taken: choose another name for the model or its preset")
+            raise UserError(
+                f"{min(clash)!r} is taken: choose another name for the model or its preset"
+            )
         if f"{name}-tiny" not in model.presets:
             raise UserError(f"the model {name} needs a preset {name}-tiny")
-        others = [family for family, other in FAMILIES.items() if family != name and other.Config is model.Config]
+        others = [
+            family
+            for family, other in FAMILIES.items()
+            if family != name and other.Config is model.Config
+        ]
         if others:
             what = f"{model.Config.__name__} is the Config of {others[0]}"
-            raise UserError(f"{what}: give {name} a Config of its own, a frozen dataclass that may inherit from it")
+            raise UserError(
+                f"{what}: give {name} a Config of its own, a frozen dataclass that may inherit from it"
+            )
         for preset, config in model.presets.items():
             if type(config) is not model.Config:
                 what = f"the preset {preset} is a {type(config).__name__}"
@@ -54,13 +69,17 @@ def family_of(config) -> str:
 
 
 def presets() -> dict:
-    """The config of every preset, by its name, and of every family's tiny preset, by the family's."""
-    named = {preset: config for model in FAMILIES.values() for preset, config in model.presets.items()}
+    """The config of every preset, by its name, and of every family's tiny preset, by the family's.
+    """
+    named = {
+        preset: config for model in FAMILIES.values() for preset, config in model.presets.items()
+    }
     return named | {family: model.presets[f"{family}-tiny"] for family, model in FAMILIES.items()}
 
 
 def find_config(what):
-    """The config that a name, a file or an object says: see `from_config`. UserError names the nearest name."""
+    """The config that a name, a file or an object says: see `from_config`. UserError names the
+    nearest name."""
     if isinstance(what, torch.nn.Module):
         raise UserError(GIVE_A_DIRECTORY)
     if isinstance(what, str | Path):
@@ -68,19 +87,26 @@ def find_config(what):
         if name.endswith((".json", ".toml")):
             return config_from_file(Path(name))
         if name not in known:
-            raise UserError(f"unknown model or preset {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+            raise UserError(
+                f"unknown model or preset {name!r}{nearest(name, known)}; there are {', '.join(known)}"
+            )
         return known[name]
-    if hasattr(what, "model_type") and hasattr(what, "to_dict") and not isinstance(what, type):  # of transformers
+    # of transformers
+    if hasattr(what, "model_type") and hasattr(what, "to_dict") and not isinstance(what, type):
         return config_from_hugging_face(what.to_dict())
     if not any(type(what) is model.Config for model in FAMILIES.values()):
-        raise UserError(f"{type(what).__name__} is no config: give a preset's name, a config object, or a config file")
+        raise UserError(
+            f"{type(what).__name__} is no config: give a preset's name, a config object, or a config file"
+        )
     return what
 
 
 def config_from_dict(family: str, values: dict):
     """A family's config from the dictionary that `dataclasses.asdict` made of it."""
     if family not in FAMILIES:
-        raise UserError(f"unknown model family {family!r}{nearest(family, FAMILIES)}; there are {', '.join(FAMILIES)}")
+        raise UserError(
+            f"unknown model family {family!r}{nearest(family, FAMILIES)}; there are {', '.join(FAMILIES)}"
+        )
     cls = FAMILIES[family].Config
     unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
@@ -89,12 +115,15 @@ def config_from_dict(family: str, values: dict):
 
 
 def config_from_file(path: Path):
-    """A config from Hugging Face's config.json, or from JSON or TOML with our names: model = "llama", layers = 2 ..."""
+    """A config from Hugging Face's config.json, or from JSON or TOML with our names: model =
+    "llama", layers = 2 ..."""
     data = read_bytes(path)
     try:
         values = tomllib.loads(data.decode()) if path.suffix == ".toml" else json_object(path, data)
     except ValueError as error:
-        raise UserError(str(error) if isinstance(error, UserError) else f"{path} can't be read: {error}") from error
+        raise UserError(
+            str(error) if isinstance(error, UserError) else f"{path} can't be read: {error}"
+        ) from error
     if not {"model", "model_type"} & values.keys():
         raise UserError(f"{path} says neither model_type (Hugging Face's name) nor model (ours)")
     try:
@@ -115,7 +144,9 @@ def config_from_hugging_face(values: dict):
     family = values["model_type"]
     known = {name for name, model in FAMILIES.items() if hasattr(model.Config, "from_hugging_face")}
     if family not in known:
-        raise UserError(f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}")
+        raise UserError(
+            f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}"
+        )
     fields = Fields(values)
     config = FAMILIES[family].Config.from_hugging_face(fields)
     fields.finish()
@@ -127,12 +158,16 @@ def config_from_hugging_face(values: dict):
 def from_config(
     config, ctx: ParallelContext | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> "Model":  # noqa: F821
-    """Build this rank's part of a model with initial weights that depend on the seed alone, not on the layout.
+    """Build this rank's part of a model with initial weights that depend on the seed alone, not on
+    the layout.
 
-    config: a preset's name, a family's name (its tiny preset), a family's config object, one of transformers, or the
-        path of a config file: Hugging Face's config.json, or JSON or TOML with our names.
+    config: a preset's name, a family's name (its tiny preset), a family's config object, one of
+        transformers, or the path of a config file: Hugging Face's config.json, or JSON or TOML with
+        our names.
     ctx: the parallel context; the ambient one by default. Returns an nn.Module on ctx.device.
     Errors: UserError for an unknown name, or a model that the layout can't cut.
     """
     config = find_config(config)
-    return FAMILIES[family_of(config)].build(config, ctx or current_context(), dtype=dtype, seed=seed)
+    return FAMILIES[family_of(config)].build(
+        config, ctx or current_context(), dtype=dtype, seed=seed
+    )

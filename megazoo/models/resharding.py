@@ -24,7 +24,8 @@ def write_shards(
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> None:
-    """Write all that `source` holds, optimizer state too, as shards for tp x pp. dtype: of the weights; as stored."""
+    """Write all that `source` holds, optimizer state too, as shards for tp x pp. dtype: of the
+    weights; as stored."""
     config, family = source.config, source.model
     family.check(config, tp, pp)
     check_replaceable(directory, overwrite)
@@ -47,12 +48,19 @@ def write_shards(
 
         def states(entry: Entry, _writer: int) -> dict[str, Lazy]:
             names = {state: f"{entry.name}.{state}" for state in source.states_of(entry.name)}
-            return {state: lazy(name, entry.spec, ctx, source.dtype_of(name)) for state, name in names.items()}
+            return {
+                state: lazy(name, entry.spec, ctx, source.dtype_of(name))
+                for state, name in names.items()
+            }
 
-        files = files_of_rank(family.on_meta(config, ctx), weight, states if source.has_states else None)
+        files = files_of_rank(
+            family.on_meta(config, ctx), weight, states if source.has_states else None
+        )
         return write_rank(staging, files, ctx)
 
     with replaced_directory(directory) as staging:
         written = in_threads(write, range(tp * pp))
         layout = ParallelContext.virtual(tp, pp)
-        write_manifest(staging, family.family, config, layout, written, source.trainer, source.companions)
+        write_manifest(
+            staging, family.family, config, layout, written, source.trainer, source.companions
+        )

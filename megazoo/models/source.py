@@ -14,8 +14,8 @@ from megazoo.parallel.shard import ParameterSpec
 class ModelSource(Source):
     """Tensors on disk of which a config says what they are.
 
-    config: the family's. What is opened is consistent: every tensor is there in the shape that the config says, in
-    files that are large enough for it.
+    config: the family's. What is opened is consistent: every tensor is there in the shape that the
+    config says, in files that are large enough for it.
     """
 
     config: object
@@ -28,7 +28,10 @@ class ModelSource(Source):
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
         """The shape and cut of every weight, by its global name."""
-        return {entry.name: entry.spec for entry in self.model.on_meta(self.config, ParallelContext()).entries()}
+        return {
+            entry.name: entry.spec
+            for entry in self.model.on_meta(self.config, ParallelContext()).entries()
+        }
 
     @property
     def pad_token_id(self) -> int | None:
@@ -38,11 +41,14 @@ class ModelSource(Source):
 
 
 class SavedModel(ModelSource, Checkpoint):
-    """A checkpoint whose config is one of a known family. UserError if its tensors are not what the config says."""
+    """A checkpoint whose config is one of a known family. UserError if its tensors are not what the
+    config says."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
         self.config = config_from_dict(self.family, self.values)
         if self.config.layers > len(self.tensors):
-            raise UserError(f"{self.path} has {len(self.tensors)} tensors for {self.config.layers} layers")
+            raise UserError(
+                f"{self.path} has {len(self.tensors)} tensors for {self.config.layers} layers"
+            )
         self.check_tensors()

@@ -1,4 +1,5 @@
-"""AdamW over this rank's part of a model, clipping by the global gradient norm, and learning-rate schedules."""
+"""AdamW over this rank's part of a model, clipping by the global gradient norm, and learning-rate
+schedules."""
 
 import torch
 
@@ -14,28 +15,33 @@ MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused, on the device of the parameters.
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused, on the device of the
+    parameters.
 
     Every rank makes it, together with the others.
 
     Args:
-        model: its parameters are trained, but for those that are frozen (`requires_grad_(False)`) by now.
+        model: its parameters are trained, but for those that are frozen (`requires_grad_(False)`)
+            by now.
         lr: step size; assign to `opt.lr` to change it. betas, eps: as in Adam.
         weight_decay: on parameters of two and more dimensions; biases and norms have none.
         clip_grad: largest global gradient norm; 0 turns clipping off.
-        zero: 1 shares the state and the update among the replicas (ZeRO-1): each has 1 / dp of them. `train_batch` then
-            leaves in .grad the sum over the replicas for this one's share only.
+        zero: 1 shares the state and the update among the replicas (ZeRO-1): each has 1 / dp of
+            them. `train_batch` then leaves in .grad the sum over the replicas for this one's share
+            only.
         offload: keep the state on the CPU, and make the update there.
 
-    For a float16 model it makes a loss scale, which `train_batch` applies and takes out again; a step whose gradients
-    overflowed on any rank is skipped on all: `skipped` says so, and step returns inf. loss_scale: one to use instead.
+    For a float16 model it makes a loss scale, which `train_batch` applies and takes out again; a
+    step whose gradients overflowed on any rank is skipped on all: `skipped` says so, and step
+    returns inf. loss_scale: one to use instead.
 
-    The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]` of this rank's part of
-    it, flattened; for one of lower precision, or that is offloaded, also `master`, the fp32 weights that are updated
-    and then rounded into it: most steps are smaller than its precision. A frozen parameter has none.
+    The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]` of
+    this rank's part of it, flattened; for one of lower precision, or that is offloaded, also
+    `master`, the fp32 weights that are updated and then rounded into it: most steps are smaller
+    than its precision. A frozen parameter has none.
 
-    To torch's learning-rate schedulers it is an optimizer with two `param_groups`, with decay and without; what a group
-    says of lr, betas, eps and weight_decay holds.
+    To torch's learning-rate schedulers it is an optimizer with two `param_groups`, with decay and
+    without; what a group says of lr, betas, eps and weight_decay holds.
     """
 
     # torch's own constructor is not called: it would import torch._dynamo (70 MB).
@@ -69,7 +75,9 @@ class AdamW(torch.optim.Optimizer):
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.param_groups = []
         for decay in (weight_decay, 0.0):
-            entries = [e for e in self.entries if (e.parameter.dim() > 1) == (not self.param_groups)]
+            entries = [
+                e for e in self.entries if (e.parameter.dim() > 1) == (not self.param_groups)
+            ]
             group = {"params": [e.parameter for e in entries], "names": [e.name for e in entries]}
             self.param_groups.append({**group, **self.defaults, "weight_decay": decay})
         self.state: dict[str, dict[str, torch.Tensor]] = {}
@@ -77,7 +85,8 @@ class AdamW(torch.optim.Optimizer):
             mine = self._mine(entry.parameter.detach(), entry)
             pinned = {"pin_memory": offload and self.ctx.device.type == "cuda"}
             state = {
-                name: torch.zeros(mine.shape, dtype=torch.float32, device=self.device, **pinned) for name in MOMENTS
+                name: torch.zeros(mine.shape, dtype=torch.float32, device=self.device, **pinned)
+                for name in MOMENTS
             }
             if offload or mine.dtype != torch.float32:
                 state[MASTER] = torch.empty_like(state[MOMENTS[0]]).copy_(mine)
@@ -97,18 +106,24 @@ class AdamW(torch.optim.Optimizer):
     @together
     @torch.no_grad()
     def step(self, closure: None = None) -> torch.Tensor:
-        """Clip, then update every parameter from its .grad; returns the global norm before clipping, fp32.
+        """Clip, then update every parameter from its .grad; returns the global norm before
+        clipping, fp32.
 
-        closure: None, as torch's callers give it. UserError if the gradients are not whole yet; or if, since this
-        optimizer was made, parameters were frozen or unfrozen, or another one was made with another `zero`.
+        closure: None, as torch's callers give it. UserError if the gradients are not whole yet; or
+        if, since this optimizer was made, parameters were frozen or unfrozen, or another one was
+        made with another `zero`.
         """
         if closure is not None:
             raise UserError("AdamW takes no closure: run backward before the step")
         self.buckets = self.model.fit_buckets()
         if not self.buckets.are_of(entry.parameter for entry in self.entries):
-            raise UserError("parameters were frozen or unfrozen after AdamW was made: make a new one")
+            raise UserError(
+                "parameters were frozen or unfrozen after AdamW was made: make a new one"
+            )
         if self.buckets.sharded != self.sharded:
-            raise UserError("another AdamW was made for this model, with another zero: step that one")
+            raise UserError(
+                "another AdamW was made for this model, with another zero: step that one"
+            )
         self.buckets.check()
         if self.loss_scale:
             self.skipped = self._overflowed()
@@ -117,7 +132,8 @@ class AdamW(torch.optim.Optimizer):
                 return torch.tensor(torch.inf)
         norm = global_norm(self.entries, self.buckets)
         self.steps += 1
-        # The fused kernel divides gradients by grad_scale, so that clipping needs no pass of its own.
+        # The fused kernel divides gradients by grad_scale, so that clipping needs no pass of its
+        # own.
         clips = self.clip_grad > 0 and norm > self.clip_grad
         scale = ((norm + 1e-6) / self.clip_grad).to(self.device) if clips else None
         by_name = {entry.name: entry for entry in self.entries}
@@ -140,7 +156,9 @@ class AdamW(torch.optim.Optimizer):
         self.buckets.forget()
 
     def __reduce_ex__(self, protocol):
-        raise UserError("AdamW can't be copied or pickled: it belongs to its model; state_dict() gives its state")
+        raise UserError(
+            "AdamW can't be copied or pickled: it belongs to its model; state_dict() gives its state"
+        )
 
     def _no_hooks(self, *_, **__) -> None:
         """Refuse torch's hooks, which nothing here would call."""
@@ -155,41 +173,56 @@ class AdamW(torch.optim.Optimizer):
         raise UserError("AdamW has all of a model's parameters from the start: none can be added")
 
     def state_dict(self) -> dict:
-        """Return this rank's state and settings, for a checkpoint of your own that is loaded in the same layout.
+        """Return this rank's state and settings, for a checkpoint of your own that is loaded in the
+        same layout.
 
-        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": names}], "steps": ...}; tensors are
-        not copied, as in torch. `megazoo.checkpoint.save` writes what loads in any layout.
+        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": names}], "steps":
+        ...}; tensors are not copied, as in torch. `megazoo.checkpoint.save` writes what loads in
+        any layout.
         """
         groups = [{**group, "params": group["names"]} for group in self.param_groups]
         state = {"state": self.state, "param_groups": groups, "steps": int(self.steps.item())}
         return {**state, "loss_scale": self.loss_scale.state()} if self.loss_scale else state
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take what `state_dict` gave, of an optimizer of the same model and layout; UserError if it is of another."""
+        """Take what `state_dict` gave, of an optimizer of the same model and layout; UserError if
+        it is of another."""
         if not {"state", "param_groups", "steps"} <= state_dict.keys():
             raise UserError("it is no state of AdamW: give what state_dict() returned")
         state = state_dict["state"]
-        of = {name: {key: tensor.shape for key, tensor in tensors.items()} for name, tensors in state.items()}
-        ours = {name: {key: tensor.shape for key, tensor in tensors.items()} for name, tensors in self.state.items()}
+        of = {
+            name: {key: tensor.shape for key, tensor in tensors.items()}
+            for name, tensors in state.items()
+        }
+        ours = {
+            name: {key: tensor.shape for key, tensor in tensors.items()}
+            for name, tensors in self.state.items()
+        }
         if of != ours:
-            name = min((of.keys() ^ ours.keys()) or (name for name in ours if of[name] != ours[name]))
+            name = min(
+                (of.keys() ^ ours.keys()) or (name for name in ours if of[name] != ours[name])
+            )
             what = f"the optimizer's state is of another model or layout: {name} differs"
             raise UserError(f"{what}; a checkpoint of megazoo.checkpoint.save loads in any layout")
         for name, tensors in state.items():
             for key, tensor in tensors.items():
                 self.state[name][key].copy_(tensor)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", "names")})
+            group.update(
+                {key: value for key, value in saved.items() if key not in ("params", "names")}
+            )
         self.steps.fill_(state_dict["steps"])
         if self.loss_scale and "loss_scale" in state_dict:
             self.loss_scale.load(state_dict["loss_scale"])
 
     def range_of(self, entry: Entry, dp_rank: int) -> tuple[int, int]:
-        """Return the elements of a parameter, flattened, first and last + 1, of which a replica has the state."""
+        """Return the elements of a parameter, flattened, first and last + 1, of which a replica has
+        the state."""
         return element_range(entry, self.buckets, dp_rank)
 
     def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
-        """Return a parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others must call it, too.
+        """Return a parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others
+        must call it, too.
 
         A frozen parameter has none: the dictionary is then empty.
         """
@@ -223,7 +256,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:
         mine = [self._mine(e.parameter, e) for e in entries]
-        # The kernel behind torch.optim.AdamW(fused=True), whose constructor would import torch._dynamo.
+        # The kernel behind torch.optim.AdamW(fused=True), whose constructor would import
+        # torch._dynamo.
         torch._fused_adamw_(
             [self.state[e.name].get(MASTER, part) for e, part in zip(entries, mine, strict=True)],
             [self._mine(e.parameter.grad, e).to(self.device, torch.float32) for e in entries],

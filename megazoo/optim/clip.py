@@ -12,11 +12,13 @@ from megazoo.parallel.module import Entry
 
 @torch.no_grad()
 def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
-    """Scale the gradients so that the norm of the whole model's is at most max_norm; returns the norm before, fp32.
+    """Scale the gradients so that the norm of the whole model's is at most max_norm; returns the
+    norm before, fp32.
 
-    For an optimizer of your own: `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's part alone. Every
-    rank calls it, after `train_batch`, or after `sync_gradients` where the backward was yours; megazoo's AdamW clips by
-    itself. UserError if the gradients are not whole yet.
+    For an optimizer of your own: `torch.nn.utils.clip_grad_norm_` would take the norm of this
+    rank's part alone. Every rank calls it, after `train_batch`, or after `sync_gradients` where the
+    backward was yours; megazoo's AdamW clips by itself. UserError if the gradients are not whole
+    yet.
     """
     check_model(model, "clip_grad_norm(model, max_norm)")
     with failing_together(model.ctx):
@@ -32,7 +34,8 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
 
 @torch.no_grad()
 def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
-    """Compute the 2-norm of the whole model's gradient, fp32: copies over tp or between tied stages count once.
+    """Compute the 2-norm of the whole model's gradient, fp32: copies over tp or between tied stages
+    count once.
 
     entries: those of this rank that are not frozen. Every rank calls it.
     """
@@ -47,8 +50,13 @@ def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
 
 
 def element_range(entry: Entry, buckets: GradientBuckets, dp_rank: int) -> tuple[int, int]:
-    """Return the elements of a parameter, flattened, first and last + 1, of which a replica has the summed gradient."""
-    return buckets.range_of(entry.parameter, dp_rank) if buckets.sharded else (0, entry.parameter.numel())
+    """Return the elements of a parameter, flattened, first and last + 1, of which a replica has the
+    summed gradient."""
+    return (
+        buckets.range_of(entry.parameter, dp_rank)
+        if buckets.sharded
+        else (0, entry.parameter.numel())
+    )
 
 
 def _square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
@@ -67,14 +75,24 @@ def _square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of squares in float64: fp32 sums over 10 million elements are off by 4e-4.
 
-    On the CPU in pieces of which each is one thread's: a pool's barriers cost more than they gain, on busy cores much.
+    On the CPU in pieces of which each is one thread's: a pool's barriers cost more than they gain,
+    on busy cores much.
     """
     pieces = (tensor,) if tensor.is_cuda else tensor.reshape(-1).split(1 << 15)
-    return torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
+    return (
+        torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces])
+        .square()
+        .sum()
+    )
 
 
 def check_model(model, call: str) -> None:
-    """Raise UserError, with the right call, if what should be a model is not one: its parameters, say."""
+    """Raise UserError, with the right call, if what should be a model is not one: its parameters,
+    say."""
     if not isinstance(model, nn.Module) or not hasattr(model, "trained_entries"):
-        what = "not its parameters" if not isinstance(model, nn.Module) else f"not a {type(model).__name__}"
+        what = (
+            "not its parameters"
+            if not isinstance(model, nn.Module)
+            else f"not a {type(model).__name__}"
+        )
         raise UserError(f"give a megazoo model, {what}: {call}")

@@ -8,12 +8,21 @@ LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
 def learning_rate(
-    step: int, *, schedule: str, lr: float, min_lr: float, warmup_steps: int, steps: int, decay_fraction: float = 0.2
+    step: int,
+    *,
+    schedule: str,
+    lr: float,
+    min_lr: float,
+    warmup_steps: int,
+    steps: int,
+    decay_fraction: float = 0.2,
 ) -> float:
-    """The learning rate of step 1, 2, ...: a function of the step alone, so that a resumed run goes on.
+    """The learning rate of step 1, 2, ...: a function of the step alone, so that a resumed run goes
+    on.
 
-    It rises linearly over warmup_steps, then follows `schedule`: "cosine" and "linear" fall to min_lr at step `steps`,
-    and stay there; "constant" stays at lr; "wsd" (warm-up, stable, decay) falls linearly over the last decay_fraction.
+    It rises linearly over warmup_steps, then follows `schedule`: "cosine" and "linear" fall to
+    min_lr at step `steps`, and stay there; "constant" stays at lr; "wsd" (warm-up, stable, decay)
+    falls linearly over the last decay_fraction.
     """
     if schedule not in LR_SCHEDULES:
         raise UserError(f"unknown lr-schedule {schedule!r}; there are {', '.join(LR_SCHEDULES)}")

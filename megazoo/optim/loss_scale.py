@@ -1,4 +1,5 @@
-"""The loss scale of float16: gradients below 6e-8 would become 0, so the loss is multiplied before backward."""
+"""The loss scale of float16: gradients below 6e-8 would become 0, so the loss is multiplied before
+backward."""
 
 from dataclasses import dataclass
 
@@ -7,11 +8,13 @@ STATE = ("value", "good_steps", "patience")
 
 @dataclass
 class LossScale:
-    """A dynamic loss scale, as in Megatron-LM: it grows after many good steps, and backs off when overflows repeat.
+    """A dynamic loss scale, as in Megatron-LM: it grows after many good steps, and backs off when
+    overflows repeat.
 
-    value: what the loss is multiplied by, a power of two, at least 1. growth_interval: good steps in a row after which
-    it doubles. hysteresis: overflows since the last growth after which each one halves it.
-    good_steps and patience (overflows until it backs off) count them; they are saved with a checkpoint.
+    value: what the loss is multiplied by, a power of two, at least 1. growth_interval: good steps
+    in a row after which it doubles. hysteresis: overflows since the last growth after which each
+    one halves it. good_steps and patience (overflows until it backs off) count them; they are saved
+    with a checkpoint.
     """
 
     value: float = 2.0**16

@@ -1,4 +1,5 @@
-"""Contexts, collectives, shards, schedules and the pipeline: what the layers and models stand on."""
+"""Contexts, collectives, shards, schedules and the pipeline: what the layers and models stand on.
+"""
 
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.module import ShardedModule

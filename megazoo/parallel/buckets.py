@@ -1,4 +1,5 @@
-"""Gradients in contiguous fp32 buckets, summed over the data-parallel replicas while backward still runs."""
+"""Gradients in contiguous fp32 buckets, summed over the data-parallel replicas while backward still
+runs."""
 
 import weakref
 from collections.abc import Container, Iterable
@@ -25,23 +26,27 @@ MIXED = (
     "your own backward has added to what train_batch shared out among the replicas (ZeRO-1): call model.zero_grad() "
     "before it"
 )
-ALIGNMENT = 64  # elements: shards begin where a kernel's vectors do, so that it computes them as it would the whole
+# elements: shards begin where a kernel's vectors do, so that it computes them as it would the whole
+ALIGNMENT = 64
 
 
 class GradientBuckets:
     """Sums the gradients over the replicas, in buckets of which every parameter's becomes a view.
 
-    Buckets are filled in the reverse of the parameters' order, roughly the order of backward. With `start(n)` a bucket
-    is made and leaves as soon as each of its parameters has received the gradients of n backwards; `finish` waits for
-    all. No memory is taken before: gradients come while activations go. One replica alone needs no buckets.
-    The sum needs no division: the loss is already a part of the global batch's mean. late: parameters whose gradients
-    are not whole after the last backward: their buckets leave in `finish`.
+    Buckets are filled in the reverse of the parameters' order, roughly the order of backward. With
+    `start(n)` a bucket is made and leaves as soon as each of its parameters has received the
+    gradients of n backwards; `finish` waits for all. No memory is taken before: gradients come
+    while activations go. One replica alone needs no buckets.
+    The sum needs no division: the loss is already a part of the global batch's mean. late:
+    parameters whose gradients are not whole after the last backward: their buckets leave in
+    `finish`.
 
-    With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1, Rajbhandari et al. 2020):
-    the elements `range_of(parameter)` of each parameter. It updates these, and `gather` gives them to all.
+    With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1,
+    Rajbhandari et al. 2020): the elements `range_of(parameter)` of each parameter. It updates
+    these, and `gather` gives them to all.
 
-    A backward outside of start and finish is a user's own. Its gradients are this rank's alone until `average`.
-    `check` tells whether a step may take the gradients that are there.
+    A backward outside of start and finish is a user's own. Its gradients are this rank's alone
+    until `average`. `check` tells whether a step may take the gradients that are there.
     """
 
     def __init__(
@@ -57,9 +62,11 @@ class GradientBuckets:
         self.shared_out = False  # the last batch left each replica its own part of the sums
         self._hooks: list = []
         self.sizes: list[int] = []  # elements of each bucket
-        self.members: list[list[tuple[nn.Parameter, int]]] = []  # of each bucket, with where they begin in it
+        # of each bucket, with where they begin in it
+        self.members: list[list[tuple[nn.Parameter, int]]] = []
         self.place: dict[nn.Parameter, tuple[int, int]] = {}  # the bucket, and where in it
-        myself = weakref.ref(self)  # what a hook holds, no garbage collector sees: the model would live on
+        # what a hook holds, no garbage collector sees: the model would live on
+        myself = weakref.ref(self)
 
         def received(parameter: nn.Parameter) -> None:
             buckets = myself()
@@ -81,7 +88,8 @@ class GradientBuckets:
             self.sizes.append(_aligned(end, ALIGNMENT * ctx.dp_size))
             self.members.append(list(zip(members, starts, strict=True)))
         self.early = len(early)  # buckets that may leave before the end
-        self.missing: list[int] = []  # backwards that each of them still waits for; empty when not counting
+        # backwards that each of them still waits for; empty when not counting
+        self.missing: list[int] = []
         self.elsewhere: Container[nn.Parameter] = ()
         self.launched = 0
         self.works: list = []
@@ -92,10 +100,13 @@ class GradientBuckets:
 
     def are_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether these are the parameters that it was made for."""
-        return {id(parameter) for parameter in self.place} == {id(parameter) for parameter in parameters}
+        return {id(parameter) for parameter in self.place} == {
+            id(parameter) for parameter in parameters
+        }
 
     def give_way_to(self, others: "GradientBuckets") -> None:
-        """End, because other parameters are trained now; what is known of the gradients goes over."""
+        """End, because other parameters are trained now; what is known of the gradients goes over.
+        """
         for hook in self._hooks:
             hook.remove()
         for parameter in self.place.keys() - others.place.keys():
@@ -104,9 +115,11 @@ class GradientBuckets:
         _alive.discard(self)
 
     def start(self, backwards: int, elsewhere: Container[nn.Parameter] = ()) -> None:
-        """Free the gradients and expect `backwards` contributions to each before it is summed over the replicas.
+        """Free the gradients and expect `backwards` contributions to each before it is summed over
+        the replicas.
 
-        elsewhere: parameters of which not autograd but a call of `received` tells that they have had one.
+        elsewhere: parameters of which not autograd but a call of `received` tells that they have
+        had one.
         """
         for parameter in self.place:
             parameter.grad = None
@@ -126,18 +139,23 @@ class GradientBuckets:
     @property
     def nbytes(self) -> int:
         """Bytes of all gradients after a step."""
-        sizes = self.sizes if self.ctx.dp_size > 1 else [parameter.numel() for parameter in self.place]
+        sizes = (
+            self.sizes if self.ctx.dp_size > 1 else [parameter.numel() for parameter in self.place]
+        )
         return sum(sizes) * torch.float32.itemsize
 
     def complete(self) -> None:
-        """Give a gradient of zeros to parameters that have received none: after the last backward, before `finish`."""
+        """Give a gradient of zeros to parameters that have received none: after the last backward,
+        before `finish`."""
         for parameter in self.place:
             if parameter.grad is None:
-                parameter.grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+                parameter.grad = torch.zeros(
+                    parameter.shape, dtype=torch.float32, device=parameter.device
+                )
 
     def finish(self, loss_scale: float = 1.0) -> None:
-        """Sum what has not left yet (parameters without a gradient hold their bucket back), wait for all sums, and
-        divide by the loss scale."""
+        """Sum what has not left yet (parameters without a gradient hold their bucket back), wait
+        for all sums, and divide by the loss scale."""
         self._launch(len(self.members))
         self.stop()
         self.fault, self.shared_out = None, self.sharded
@@ -157,10 +175,13 @@ class GradientBuckets:
         if self.missing and index < self.early:
             self.missing[index] -= 1
             if not self.missing[index]:
-                self._launch(next((i for i, missing in enumerate(self.missing) if missing), self.early))
+                self._launch(
+                    next((i for i, missing in enumerate(self.missing) if missing), self.early)
+                )
 
     def average(self) -> None:
-        """Replace every gradient by its mean over the replicas; parameters that have none count as zero."""
+        """Replace every gradient by its mean over the replicas; parameters that have none count as
+        zero."""
         self.complete()
         for index in range(len(self.members) if self.ctx.dp_size > 1 else 0):
             bucket = self._filled(index)
@@ -174,7 +195,8 @@ class GradientBuckets:
             raise UserError(self.fault)
 
     def range_of(self, parameter: nn.Parameter, dp_rank: int) -> tuple[int, int]:
-        """The elements of a parameter, first and last + 1, that lie in a replica's part of its bucket."""
+        """The elements of a parameter, first and last + 1, that lie in a replica's part of its
+        bucket."""
         index, start = self.place[parameter]
         shard = self.sizes[index] // self.ctx.dp_size
         edges = shard * dp_rank - start, shard * (dp_rank + 1) - start
@@ -194,7 +216,8 @@ class GradientBuckets:
                 parameter.view(-1).copy_(flat[start : start + parameter.numel()])
 
     def _launch(self, stop: int) -> None:
-        """Start the sums of the buckets before `stop`: always in order, so that all replicas agree on it."""
+        """Start the sums of the buckets before `stop`: always in order, so that all replicas agree
+        on it."""
         reduce = reduce_scatter_shards if self.sharded else all_reduce
         for index in range(self.launched, stop if self.ctx.dp_size > 1 else 0):
             work = reduce(self._filled(index), self.ctx.dp_group, async_op=True)
@@ -214,7 +237,13 @@ class GradientBuckets:
 
 _alive: "weakref.WeakSet[GradientBuckets]" = weakref.WeakSet()
 # Their steps mix parameters and gradients in a way that needs one dtype.
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+_ADAMS = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
@@ -240,7 +269,8 @@ register_optimizer_step_pre_hook(_before_step)
 
 
 def accumulate_in_fp32(parameter: nn.Parameter) -> None:
-    """Let autograd add up the parameter's gradient in fp32, the buckets' precision, whatever its own."""
+    """Let autograd add up the parameter's gradient in fp32, the buckets' precision, whatever its
+    own."""
     if parameter.dtype != torch.float32:
         gradient, parameter.grad = parameter.grad, None
         parameter.grad_dtype = torch.float32

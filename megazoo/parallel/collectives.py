@@ -17,11 +17,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _run(collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options):
+def _run(
+    collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options
+):
     """collective(*tensors, group=group, **options), which is of torch.distributed.
 
-    whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the bytes of it that a
-    rank sends are counted instead: each rank's part goes round a ring, in an all-reduce twice (NCCL's algorithm).
+    whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the
+    bytes of it that a rank sends are counted instead: each rank's part goes round a ring, in an
+    all-reduce twice (NCCL's algorithm).
     """
     if not isinstance(group, VirtualGroup):
         with spent("communication", collective.__name__):
@@ -34,7 +37,8 @@ def _run(collective: Callable, *tensors: torch.Tensor | list, group, whole: torc
 
 
 def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool = False):
-    """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if async_op."""
+    """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if
+    async_op."""
     if group is None or group.size() == 1:
         return None
     if not async_op and (reducer := _reducer_for(tensor, group)):
@@ -57,8 +61,8 @@ def summed(tensor: torch.Tensor, group) -> torch.Tensor:
 
 
 def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
-    """What moves this tensor between CPU ranks of one host; None where torch.distributed has to. All ranks of a group
-    have a tensor of the same dtype and device, so that they agree."""
+    """What moves this tensor between CPU ranks of one host; None where torch.distributed has to.
+    All ranks of a group have a tensor of the same dtype and device, so that they agree."""
     if isinstance(group, VirtualGroup) or group.size() == 1:
         return None
     if tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
@@ -67,10 +71,13 @@ def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
 
 
 def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
-    """Sum `flat` [n] over `group`, each rank its own part of n / size only, in place. Returns the work if async_op."""
+    """Sum `flat` [n] over `group`, each rank its own part of n / size only, in place. Returns the
+    work if async_op."""
     if group is None or group.size() == 1:
         return None
-    return _run(_reduce_scatter, _own_shard(flat, group), flat, group=group, whole=flat, async_op=async_op)
+    return _run(
+        _reduce_scatter, _own_shard(flat, group), flat, group=group, whole=flat, async_op=async_op
+    )
 
 
 def all_gather_shards(flat: torch.Tensor, group) -> None:
@@ -84,14 +91,20 @@ def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:
 
 
 def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group) -> None:
-    """Give rank `target` of `group` every rank's elements of `flat` [n], from ranges[rank], in place; all call it."""
+    """Give rank `target` of `group` every rank's elements of `flat` [n], from ranges[rank], in
+    place; all call it."""
     sources = [rank for rank, (first, last) in enumerate(ranges) if rank != target and first < last]
     if group.rank() == target:
         ops = [(dist.irecv, rank) for rank in sources]
     else:
         ops = [(dist.isend, target)] if group.rank() in sources else []
     peers = [
-        dist.P2POp(op, flat[slice(*ranges[peer if op is dist.irecv else group.rank()])], group=group, group_peer=peer)
+        dist.P2POp(
+            op,
+            flat[slice(*ranges[peer if op is dist.irecv else group.rank()])],
+            group=group,
+            group_peer=peer,
+        )
         for op, peer in ops
     ]
     for work in dist.batch_isend_irecv(peers) if peers else ():
@@ -99,21 +112,27 @@ def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int
 
 
 def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
-    """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it."""
-    padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()  # ranks must send equal shapes
+    """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it.
+    """
+    # ranks must send equal shapes
+    padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
     parts = _gather(padded, group)
     return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
 def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
-    """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [..., sequence, size]."""
+    """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [...,
+    sequence, size]."""
     parts = _gather(tensor.contiguous(), group)
     return rearrange(parts, "ranks ... part size -> ... (ranks part) size")
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
-    """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [..., part, size]."""
-    parts = rearrange(tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()).contiguous()
+    """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [...,
+    part, size]."""
+    parts = rearrange(
+        tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()
+    ).contiguous()
     mine = torch.empty_like(parts[0])
     if reducer := _reducer_for(parts, group):
         with spent("communication", "reduce_scatter"):
@@ -143,7 +162,8 @@ def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContex
 
 
 def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
-    """Every rank's small Python value, in the order of the world's ranks. group: of all ranks; the world's."""
+    """Every rank's small Python value, in the order of the world's ranks. group: of all ranks; the
+    world's."""
     values = [value] * ctx.world_size
     if ctx.world_size > 1:
         dist.all_gather_object(values, value, group=group)

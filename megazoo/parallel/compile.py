@@ -1,4 +1,5 @@
-"""What torch.compile must not look into: collectives and seeded draws. They run between its graphs."""
+"""What torch.compile must not look into: collectives and seeded draws. They run between its graphs.
+"""
 
 import importlib.util
 import os
@@ -14,9 +15,11 @@ _untraced: list[Callable] = []
 
 
 def untraced(function: Callable) -> Callable:
-    """Decorator: torch.compile calls the function as it is, if that is called through its module or its class.
+    """Decorator: torch.compile calls the function as it is, if that is called through its module or
+    its class.
 
-    (torch.compiler.disable would import torch._dynamo, 0.7 s, at once; here that waits for `prepare_to_compile`.)
+    (torch.compiler.disable would import torch._dynamo, 0.7 s, at once; here that waits for
+    `prepare_to_compile`.)
     """
     _untraced.append(function)
     return function
@@ -25,7 +28,8 @@ def untraced(function: Callable) -> Callable:
 def prepare_to_compile(device: torch.device) -> None:
     """Call before torch.compile. UserError if the machine lacks what it needs for `device`."""
     check_compiler(device.type)
-    # A layer is compiled anew for training, evaluation, masks, and each scale that depends on its index.
+    # A layer is compiled anew for training, evaluation, masks, and each scale that depends on its
+    # index.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
     while _untraced:
         function = _untraced.pop()
@@ -36,7 +40,8 @@ def prepare_to_compile(device: torch.device) -> None:
 
 
 def check_compiler(device: str) -> None:
-    """Raise UserError if torch.compile can't work: it needs a C++ compiler for the CPU and Triton for CUDA."""
+    """Raise UserError if torch.compile can't work: it needs a C++ compiler for the CPU and Triton
+    for CUDA."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError("--compile needs Triton for CUDA: install triton, or leave --compile out")
     compiler = os.environ.get("CXX", "g++")

@@ -1,4 +1,5 @@
-"""Where a rank stands: the (pp, dp, tp) mesh of ranks, its process groups, and the stages of the pipeline."""
+"""Where a rank stands: the (pp, dp, tp) mesh of ranks, its process groups, and the stages of the
+pipeline."""
 
 import os
 import uuid
@@ -22,8 +23,9 @@ NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not
 
 
 class VirtualGroup:
-    """Stands for a process group of which only this rank is there. On the meta device, where there are shapes and no
-    values, collectives over it do nothing but add up `sent`, the bytes that a rank sends (see collectives.py)."""
+    """Stands for a process group of which only this rank is there. On the meta device, where there
+    are shapes and no values, collectives over it do nothing but add up `sent`, the bytes that a
+    rank sends (see collectives.py)."""
 
     def __init__(self, size: int, rank: int):
         self._size, self._rank, self.sent = size, rank, 0.0
@@ -39,9 +41,10 @@ class VirtualGroup:
 class ParallelContext:
     """One rank's place in a world of pp x dp x tp ranks, and the groups through which it talks.
 
-    A context is an explicit value: layers take the ambient one when they are built (`with ctx:`) and keep it.
-    The default is a world of one, which needs no process group. A virtual context has sizes and ranks but only
-    VirtualGroups: enough to build any rank of any world, and to run it on the meta device, without values.
+    A context is an explicit value: layers take the ambient one when they are built (`with ctx:`)
+    and keep it. The default is a world of one, which needs no process group. A virtual context has
+    sizes and ranks but only VirtualGroups: enough to build any rank of any world, and to run it on
+    the meta device, without values.
     """
 
     tp_size: int = 1
@@ -52,10 +55,12 @@ class ParallelContext:
     dp_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
-    sequence_parallel: bool = False  # between tensor-parallel regions each tp rank has its part of the sequence
+    # between tensor-parallel regions each tp rank has its part of the sequence
+    sequence_parallel: bool = False
     virtual_size: int = 1  # stages of a rank: stage s lives on pipeline rank s % pp_size
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
-    name: str = field(default="", repr=False)  # the same on all ranks, and of no other context of the job
+    # the same on all ranks, and of no other context of the job
+    name: str = field(default="", repr=False)
     calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
 
     def __post_init__(self):
@@ -75,17 +80,21 @@ class ParallelContext:
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
-        """The context of this rank, from torchrun's environment or from an initialised torch.distributed.
+        """The context of this rank, from torchrun's environment or from an initialised
+        torch.distributed.
 
-        data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto" (the default), which
-        is CUDA where this machine has a device for each of its ranks. timeout bounds every wait on every group.
-        sequence_parallel: between tensor-parallel regions cut the activations along the sequence (Korthikanti et al.
-        2022): norms, dropouts and residuals then take 1 / tp of the memory; what backward gathers again is sent again.
-        virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule. stage_layers: where the
-        stages are cut: "balanced" by cost, the embedding's and the head's included; "uniform" by layers; or the number
-        of layers of each.
+        data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto"
+        (the default), which is CUDA where this machine has a device for each of its ranks. timeout
+        bounds every wait on every group.
+        sequence_parallel: between tensor-parallel regions cut the activations along the sequence
+        (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
+        what backward gathers again is sent again.
+        virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule.
+        stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
+        included; "uniform" by layers; or the number of layers of each.
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
-        Raises UserError when a size is not a whole number above 0, or the sizes don't multiply to the world.
+        Raises UserError when a size is not a whole number above 0, or the sizes don't multiply to
+        the world.
         """
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
@@ -93,7 +102,9 @@ class ParallelContext:
         if data_parallel_size is not None:
             _check_size("data_parallel_size", data_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
-        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        world = (
+            dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        )
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
         stages = {"virtual": virtual_pipeline_size, "stage_layers": stage_layers}
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
@@ -127,9 +138,12 @@ class ParallelContext:
         virtual: int = 1,
         stage_layers: str | Sequence[int] = "balanced",
     ) -> "ParallelContext":
-        """Rank `rank` of a tp x pp x dp world that need not exist. virtual: the stages of a rank."""
+        """Rank `rank` of a tp x pp x dp world that need not exist. virtual: the stages of a rank.
+        """
         if not 0 <= rank < tp * pp * dp:
-            raise UserError(f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks")
+            raise UserError(
+                f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks"
+            )
         here = {"tp_rank": rank % tp, "dp_rank": rank // tp % dp, "pp_rank": rank // (tp * dp)}
         if virtual > 1 and pp == 1:
             raise UserError(f"virtual-pp {virtual} cuts the stages of a pipeline: use pp 2 or more")
@@ -155,11 +169,13 @@ class ParallelContext:
         return self.mesh.get_group(axis)
 
     def new_cpu_group(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup | None:
-        """A group of all ranks for CPU tensors, for a thread of its own; every rank calls it. None for one rank."""
+        """A group of all ranks for CPU tensors, for a thread of its own; every rank calls it. None
+        for one rank."""
         return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def require_ranks(self) -> None:
-        """Raise UserError in a virtual context: without its other ranks a model would give wrong numbers."""
+        """Raise UserError in a virtual context: without its other ranks a model would give wrong
+        numbers."""
         if self.world_size > 1 and self.mesh is None:
             raise UserError(NO_RANKS)
 
@@ -190,7 +206,9 @@ class ParallelContext:
         return self  # process groups are places, not data: a copied model stays where it is
 
 
-_ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar("parallel context", default=(ParallelContext(),))
+_ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar(
+    "parallel context", default=(ParallelContext(),)
+)
 
 
 def current_context() -> ParallelContext:
@@ -210,17 +228,22 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) 
         raise UserError(f"tp {tp} and pp {pp} must each be at least 1")
     if world % (tp * pp) or (dp is not None and world != tp * pp * dp):
         asked = f"tp {tp} x pp {pp}" + (f" x dp {dp}" if dp is not None else "")
-        raise UserError(f"a world of {world} ranks does not fit {asked}: start {ranks_that_fit(world, tp, pp, dp)}")
+        raise UserError(
+            f"a world of {world} ranks does not fit {asked}: start {ranks_that_fit(world, tp, pp, dp)}"
+        )
     return world // (tp * pp)
 
 
 def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
-    """The number of ranks to start for a layout instead of `world`: the next multiple of a replica."""
+    """The number of ranks to start for a layout instead of `world`: the next multiple of a replica.
+    """
     return tp * pp * (dp or -(-world // (tp * pp)))
 
 
 def _axis_group(ranks: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group along one axis of the mesh. Every rank makes every group, in the same order."""
+    """This rank's group along one axis of the mesh. Every rank makes every group, in the same
+    order."""
     rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-    groups = [dist.new_group(row, timeout=timeout) for row in rows]  # new_group does not inherit the world's timeout
+    # new_group does not inherit the world's timeout
+    groups = [dist.new_group(row, timeout=timeout) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)

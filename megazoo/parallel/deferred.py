@@ -8,7 +8,8 @@ import torch
 class WeightQueue:
     """Weight gradients that wait for an idle moment of the pipeline (Qi et al. 2023).
 
-    received: called once for each weight that a micro-batch has added to. weights: all that have ever waited.
+    received: called once for each weight that a micro-batch has added to. weights: all that have
+    ever waited.
     """
 
     def __init__(self, received: Callable[[torch.nn.Parameter], None]):
@@ -22,7 +23,8 @@ class WeightQueue:
         self.weights.add(weight)
 
     def take(self) -> Callable[[], None]:
-        """A function that computes what has been put so far, in the order in which autograd would have."""
+        """A function that computes what has been put so far, in the order in which autograd would
+        have."""
         waiting, self._waiting = self._waiting, []
 
         def compute() -> None:

@@ -19,7 +19,8 @@ TILE = 128  # rows and columns of the blocks in which initial values are drawn
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of this rank under its global name. stages: the pipeline ranks that hold it, the first its owner."""
+    """A parameter of this rank under its global name. stages: the pipeline ranks that hold it, the
+    first its owner."""
 
     name: str
     parameter: nn.Parameter
@@ -27,20 +28,23 @@ class Entry:
     stages: tuple[int, ...]
 
     def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
-        """This rank's pieces that count in sums over the model: copies over tp or between stages count once."""
+        """This rank's pieces that count in sums over the model: copies over tp or between stages
+        count once."""
         if ctx.pp_rank != self.stages[0]:
             return []
         return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters know how they are cut. `specs` names them; it survives deepcopy, to() and to_empty().
+    """A module whose parameters know how they are cut. `specs` names them; it survives deepcopy,
+    to() and to_empty().
 
-    ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward takes a parameter that
-    several tp ranks hold through `whole`, so that its gradient is the sum of what they contribute. sums_later: whoever
-    runs backward makes those sums himself, once for many backwards (`sum_over_copies`). weight_queue: where gradients
-    of linear weights wait, if they do. multiplied: names of the parameters that are matrices by which every token is
-    multiplied, for `flops_per_token` to count.
+    ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward takes
+    a parameter that several tp ranks hold through `whole`, so that its gradient is the sum of what
+    they contribute. sums_later: whoever runs backward makes those sums himself, once for many
+    backwards (`sum_over_copies`). weight_queue: where gradients of linear weights wait, if they do.
+    multiplied: names of the parameters that are matrices by which every token is multiplied, for
+    `flops_per_token` to count.
     """
 
     multiplied: ClassVar[tuple[str, ...]] = ()
@@ -51,20 +55,24 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.ctx = ctx or current_context()
         self.specs: dict[str, ParameterSpec] = {}
-        self._partial: set[str] = set()  # parameters of which backward on this rank gives only a part of the gradient
+        # parameters of which backward on this rank gives only a part of the gradient
+        self._partial: set[str] = set()
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """The parameter as the forward should use it: its gradient is summed over the tp ranks that hold copies."""
+        """The parameter as the forward should use it: its gradient is summed over the tp ranks that
+        hold copies."""
         parameter = getattr(self, name)
         if name not in self._partial or self.sums_later:
             return parameter
         return _summed_over_copies(parameter, self.specs[name], self.ctx)
 
     def add_parameter(self, name: str, spec: ParameterSpec) -> None:
-        """Register this rank's part of a parameter, with initial values unless it is on the meta device.
+        """Register this rank's part of a parameter, with initial values unless it is on the meta
+        device.
 
-        The values come from a seed drawn from torch's default generator: equal on all ranks that were seeded alike.
-        A model built by `from_config` draws them anew, from the parameter's global name.
+        The values come from a seed drawn from torch's default generator: equal on all ranks that
+        were seeded alike. A model built by `from_config` draws them anew, from the parameter's
+        global name.
         """
         self.specs[name] = spec
         parameter = nn.Parameter(torch.empty(spec.local_shape(self.ctx.tp_size, self.ctx.tp_rank)))
@@ -89,7 +97,9 @@ class _SumOverCopies(torch.autograd.Function):
 
 
 @untraced
-def _summed_over_copies(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext) -> torch.Tensor:
+def _summed_over_copies(
+    parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext
+) -> torch.Tensor:
     return _SumOverCopies.apply(parameter, spec, ctx)
 
 
@@ -98,23 +108,28 @@ def sum_over_copies(
 ) -> None:
     """Complete, in place, gradients of which each tp rank has a part (`has_partial_gradient`).
 
-    They leave together, at most `limit` elements at a time. A unit that only some ranks hold is summed within a tensor
-    of its whole part, to which the other ranks add zeros.
+    They leave together, at most `limit` elements at a time. A unit that only some ranks hold is
+    summed within a tensor of its whole part, to which the other ranks add zeros.
     """
-    shares = []  # (this rank's share, shape of the tensor to sum, the dimension and place of the share in it)
+    # (this rank's share, shape of the tensor to sum, the dimension and place of the share in it)
+    shares = []
     for gradient, spec in gradients:
         if spec.shard is None:
             shares.append((gradient, gradient.shape, 0, 0))
             continue
         dim, first = spec.shard.dim, 0
         pieces = spec.pieces(ctx.tp_size, ctx.tp_rank)
-        for piece, part, shared in zip(pieces, spec.shard.parts, spec.shard.replicated(ctx.tp_size), strict=True):
+        for piece, part, shared in zip(
+            pieces, spec.shard.parts, spec.shard.replicated(ctx.tp_size), strict=True
+        ):
             if shared:
                 shape = torch.Size([*spec.shape[:dim], part, *spec.shape[dim + 1 :]])
                 shares.append((gradient[piece.index()], shape, dim, piece.box[dim][0] - first))
             first += part
     while shares:
-        count = sum(total <= limit for total in accumulate(shape.numel() for _, shape, _, _ in shares))
+        count = sum(
+            total <= limit for total in accumulate(shape.numel() for _, shape, _, _ in shares)
+        )
         together, shares = shares[: max(1, count)], shares[max(1, count) :]
         flat = together[0][0].new_zeros(sum(shape.numel() for _, shape, _, _ in together))
         wholes = flat.split([shape.numel() for _, shape, _, _ in together])
@@ -130,11 +145,15 @@ def sum_over_copies(
 
 
 @torch.no_grad()
-def initialize(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext, seed: int) -> None:
-    """Fill this rank's part of a parameter with its initial values: the same global tensor in every layout.
+def initialize(
+    parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext, seed: int
+) -> None:
+    """Fill this rank's part of a parameter with its initial values: the same global tensor in every
+    layout.
 
-    The global tensor is drawn in tiles of TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the
-    tiles that its boxes touch, one tile of scratch at a time, on the CPU whatever the device.
+    The global tensor is drawn in tiles of TILE x TILE, each from a generator seeded by (seed,
+    tile): a rank draws the tiles that its boxes touch, one tile of scratch at a time, on the CPU
+    whatever the device.
     """
     generator = torch.Generator("cpu")
     for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
@@ -150,7 +169,12 @@ def initialize(parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContex
                 tile = torch.empty(min(TILE, height - top), min(TILE, width - left), device="cpu")
                 generator.manual_seed(derive_seed(seed, top, left))
                 tile.normal_(spec.mean, spec.std, generator=generator)
-                up, down, west, east = max(top, y0), min(top + TILE, y1), max(left, x0), min(left + TILE, x1)
+                up, down, west, east = (
+                    max(top, y0),
+                    min(top + TILE, y1),
+                    max(left, x0),
+                    min(left + TILE, x1),
+                )
                 view[up - y0 : down - y0, west - x0 : east - x0] = tile[
                     up - top : down - top, west - left : east - left
                 ]

@@ -1,11 +1,17 @@
 """Entering and leaving a tensor-parallel region: pairs of collectives that autograd uses.
 
-What is a sum forward is a copy backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section 3).
+What is a sum forward is a copy backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section
+3).
 """
 
 import torch
 
-from megazoo.parallel.collectives import all_gather_last_dim, all_gather_sequence, reduce_scatter_sequence, summed
+from megazoo.parallel.collectives import (
+    all_gather_last_dim,
+    all_gather_sequence,
+    reduce_scatter_sequence,
+    summed,
+)
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 
@@ -60,7 +66,8 @@ class _GatherFromTensorParallel(torch.autograd.Function):
         return all_gather_last_dim(x, group, sizes)
 
     @staticmethod
-    def backward(ctx, grad):  # what follows a gather is the same on every rank, so each keeps its own part
+    # what follows a gather is the same on every rank, so each keeps its own part
+    def backward(ctx, grad):
         return grad.split(ctx.sizes, dim=-1)[ctx.group.rank()].contiguous(), None, None
 
 
@@ -83,7 +90,8 @@ def _apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
 def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     """Enter a tensor-parallel region with x on every rank; its gradient is summed over them.
 
-    Under sequence parallelism each rank comes with its part of the sequence (dimension -2) and gets all of it.
+    Under sequence parallelism each rank comes with its part of the sequence (dimension -2) and gets
+    all of it.
     """
     if ctx.sequence_parallel:
         return _apply(_GatherSequence, x, ctx.tp_group)
@@ -91,7 +99,8 @@ def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
 
 
 def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as it is.
+    """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as
+    it is.
 
     Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
     """
@@ -101,7 +110,8 @@ def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
 
 
 def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """The same x on every rank, which goes on differently on each; its gradient is summed over them."""
+    """The same x on every rank, which goes on differently on each; its gradient is summed over
+    them."""
     return _apply(_CopyToTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
@@ -110,11 +120,17 @@ def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.
     return _apply(_ReduceFromTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
-def gather_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
-    """Concatenate the last dimension over the ranks, which have `sizes` of it; each rank's gradient is its own part."""
+def gather_from_tensor_parallel(
+    x: torch.Tensor, ctx: ParallelContext, sizes: list[int]
+) -> torch.Tensor:
+    """Concatenate the last dimension over the ranks, which have `sizes` of it; each rank's gradient
+    is its own part."""
     return _apply(_GatherFromTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
 
 
-def scatter_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
-    """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all parts."""
+def scatter_to_tensor_parallel(
+    x: torch.Tensor, ctx: ParallelContext, sizes: list[int]
+) -> torch.Tensor:
+    """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all
+    parts."""
     return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x

@@ -1,7 +1,7 @@
 """Pipeline schedules as pure tables: what each rank does, in what order. No processes needed.
 
-A table is a rank's list of actions. `timeline` says when each would run, which `program` takes to order the
-point-to-point traffic, the same on both its sides.
+A table is a rank's list of actions. `timeline` says when each would run, which `program` takes to
+order the point-to-point traffic, the same on both its sides.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 class Action(NamedTuple):
     """What a rank does with one micro-batch in one stage; stage s lives on rank s % pp.
 
-    kind: "F" forward; "B" backward; or backward in two parts: "I", of the inputs, and "W", of the weights.
+    kind: "F" forward; "B" backward; or backward in two parts: "I", of the inputs, and "W", of the
+    weights.
     """
 
     kind: str
@@ -29,7 +30,8 @@ class Action(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What `consumer` needs from another rank: the activations of a forward or the gradient of a backward."""
+    """What `consumer` needs from another rank: the activations of a forward or the gradient of a
+    backward."""
 
     consumer: Action
     source: int
@@ -37,7 +39,8 @@ class Transfer(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Sends and receives that a rank starts together, so that neighbours who swap tensors can't block each other."""
+    """Sends and receives that a rank starts together, so that neighbours who swap tensors can't
+    block each other."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
@@ -47,7 +50,8 @@ class Exchange(NamedTuple):
 
 
 def forward_only(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """Evaluation: every micro-batch forward, in groups of at least pp, each group through all of the rank's stages."""
+    """Evaluation: every micro-batch forward, in groups of at least pp, each group through all of
+    the rank's stages."""
     return [
         Action("F", rank + pp * chunk, m)
         for group in _groups(microbatches, pp)
@@ -57,17 +61,24 @@ def forward_only(rank: int, pp: int, virtual: int, microbatches: int) -> list[Ac
 
 
 def gpipe(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """All forwards, then all backwards: simple, and all micro-batches in flight at once (Huang et al. 2019)."""
-    return forward_only(rank, pp, virtual, microbatches) + _backwards(rank, pp, virtual, microbatches)
+    """All forwards, then all backwards: simple, and all micro-batches in flight at once (Huang et
+    al. 2019)."""
+    return forward_only(rank, pp, virtual, microbatches) + _backwards(
+        rank, pp, virtual, microbatches
+    )
 
 
 def one_f_one_b(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """1F1B: after a warm-up, one forward and one backward in turn; min(pp - rank, microbatches) in flight.
+    """1F1B: after a warm-up, one forward and one backward in turn; min(pp - rank, microbatches) in
+    flight.
 
-    The bubble is that of gpipe, (pp - 1) / microbatches (PipeDream-Flush). With several stages a rank it is the
-    interleaved schedule, whose bubble is as many times smaller, for as many times the traffic (Narayanan et al. 2021).
+    The bubble is that of gpipe, (pp - 1) / microbatches (PipeDream-Flush). With several stages a
+    rank it is the interleaved schedule, whose bubble is as many times smaller, for as many times
+    the traffic (Narayanan et al. 2021).
     """
-    forwards, backwards = (make(rank, pp, virtual, microbatches) for make in (forward_only, _backwards))
+    forwards, backwards = (
+        make(rank, pp, virtual, microbatches) for make in (forward_only, _backwards)
+    )
     warm_up = pp - rank - 1
     if virtual > 1:
         warm_up = 2 * warm_up + (virtual - 1) * max(map(len, _groups(microbatches, pp)))
@@ -78,10 +89,11 @@ def one_f_one_b(rank: int, pp: int, virtual: int, microbatches: int) -> list[Act
 
 
 def zb_h1(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """1F1B with backward in two parts: a rank's weights wait until their time would be idle, `rank` micro-batches long.
+    """1F1B with backward in two parts: a rank's weights wait until their time would be idle, `rank`
+    micro-batches long.
 
-    The bubble is a third of 1F1B's where F, I and W take equally long, in the memory of 1F1B's first stage
-    (ZB-H1: Qi et al. 2023).
+    The bubble is a third of 1F1B's where F, I and W take equally long, in the memory of 1F1B's
+    first stage (ZB-H1: Qi et al. 2023).
     """
     if virtual > 1:
         raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1, or schedule 1f1b")
@@ -104,7 +116,8 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
 
 
 def _groups(microbatches: int, pp: int) -> list[range]:
-    """The micro-batches in groups of equal size, nearly, of at least pp: fewer would leave ranks waiting."""
+    """The micro-batches in groups of equal size, nearly, of at least pp: fewer would leave ranks
+    waiting."""
     count = max(1, microbatches // pp)
     cuts = [microbatches * number // count for number in range(count + 1)]
     return [range(*ends) for ends in pairwise(cuts)]
@@ -127,10 +140,11 @@ class Span(NamedTuple):
 
 
 def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> dict[Action, Span]:
-    """When every action of all ranks' tables runs, if each does its own in order, as soon as what it needs is there.
+    """When every action of all ranks' tables runs, if each does its own in order, as soon as what
+    it needs is there.
 
-    cost: the time of each kind of action, or of each (kind, stage); by default a backward takes two forwards.
-    Transfers take no time. Raises UserError if the tables wait for each other.
+    cost: the time of each kind of action, or of each (kind, stage); by default a backward takes two
+    forwards. Transfers take no time. Raises UserError if the tables wait for each other.
     """
     cost, spans = cost or COST, {}
     position, clock = [0] * len(tables), [0.0] * len(tables)
@@ -152,7 +166,9 @@ def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> di
                 progress = True
         if unfinished and not progress:
             stuck = "; ".join(
-                f"rank {r} at {t[p]}" for r, (t, p) in enumerate(zip(tables, position, strict=True)) if p < len(t)
+                f"rank {r} at {t[p]}"
+                for r, (t, p) in enumerate(zip(tables, position, strict=True))
+                if p < len(t)
             )
             raise UserError(f"the schedule deadlocks: {stuck}")
     return spans
@@ -169,13 +185,18 @@ def source_of(action: Action, last: int) -> Action | None:
 
 @lru_cache(maxsize=256)
 def program(
-    schedule: Callable[[int, int, int, int], list[Action]], rank: int, pp: int, virtual: int, microbatches: int
+    schedule: Callable[[int, int, int, int], list[Action]],
+    rank: int,
+    pp: int,
+    virtual: int,
+    microbatches: int,
 ) -> tuple[Action | Exchange, ...]:
     """A rank's table with its traffic.
 
-    All ranks start their transfers in one order, that of the timeline: even where a library moves one exchange of a
-    rank after the other, none can wait for one that waits for it. A result leaves as soon as it is there; what another
-    rank sends is waited for where that order allows, and taken in when it is needed.
+    All ranks start their transfers in one order, that of the timeline: even where a library moves
+    one exchange of a rank after the other, none can wait for one that waits for it. A result leaves
+    as soon as it is there; what another rank sends is waited for where that order allows, and taken
+    in when it is needed.
     """
     tables = [schedule(each, pp, virtual, microbatches) for each in range(pp)]
     spans = timeline(tables)
@@ -209,19 +230,22 @@ def schedule_named(name: str) -> Callable[[int, int, int, int], list[Action]]:
 
 
 def splits_backward(name: str, pp: int, virtual: int = 1) -> bool:
-    """Whether a schedule has I and W in place of B; UserError if it can't have so many stages a rank."""
+    """Whether a schedule has I and W in place of B; UserError if it can't have so many stages a
+    rank."""
     return any(action.kind == "I" for action in schedule_named(name)(0, pp, virtual, pp))
 
 
 def backward_follows(table: Sequence[Action | Exchange], stage: int) -> bool:
-    """Whether each forward of a stage is followed by its whole backward, before anything else is computed."""
+    """Whether each forward of a stage is followed by its whole backward, before anything else is
+    computed."""
     actions = [item for item in table if isinstance(item, Action)]
     pairs = zip(actions, [*actions[1:], None], strict=True)
     return all(b == a._replace(kind="B") for a, b in pairs if a.kind == "F" and a.stage == stage)
 
 
 def in_flight(table: Sequence[Action]) -> int:
-    """The most micro-batches of a rank's stages whose activations are held at once: from F until B, or W."""
+    """The most micro-batches of a rank's stages whose activations are held at once: from F until B,
+    or W."""
     held = peak = 0
     for action in table:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]

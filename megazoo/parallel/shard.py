@@ -1,4 +1,5 @@
-"""How a parameter is cut: boxes of global tensors, and values that depend on the global tensor alone."""
+"""How a parameter is cut: boxes of global tensors, and values that depend on the global tensor
+alone."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,9 +11,11 @@ ALIGNED = 128  # features: matrix products of GPUs are faster where a rank has a
 
 
 class Cut(NamedTuple):
-    """A rank's share of one part: where it starts in the global tensor and in the rank's, and how long it is.
+    """A rank's share of one part: where it starts in the global tensor and in the rank's, and how
+    long it is.
 
-    owned: this rank's copy is the one that counts; False for all but the first rank that holds a replicated unit.
+    owned: this rank's copy is the one that counts; False for all but the first rank that holds a
+    replicated unit.
     """
 
     global_start: int
@@ -23,14 +26,16 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor whose dimension `dim` is `parts` fused one after the other, each cut over the tp ranks.
+    """A tensor whose dimension `dim` is `parts` fused one after the other, each cut over the tp
+    ranks.
 
-    A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every rank then holds
-    its share of each. A part is cut between units of so many features (a head, say; 1 by default). Where tp doesn't
-    divide their number, the first ranks hold one unit more, so nothing is ever padded: the vocabulary is cut like
-    anything else. Features that fill no unit go to the first rank that has not one unit more: of 1,283 features in
-    units of 128, which are ten and 3, the ranks of tp 3 have 512, 387 and 384. The first rank always has the most.
-    Where tp exceeds the number of units (and is a multiple), each is replicated over tp / number ranks.
+    A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every
+    rank then holds its share of each. A part is cut between units of so many features (a head, say;
+    1 by default). Where tp doesn't divide their number, the first ranks hold one unit more, so
+    nothing is ever padded: the vocabulary is cut like anything else. Features that fill no unit go
+    to the first rank that has not one unit more: of 1,283 features in units of 128, which are ten
+    and 3, the ranks of tp 3 have 512, 387 and 384. The first rank always has the most. Where tp
+    exceeds the number of units (and is a multiple), each is replicated over tp / number ranks.
     """
 
     dim: int
@@ -45,7 +50,9 @@ class Shard:
     def cuts(self, tp_size: int, tp_rank: int) -> list[Cut]:
         """The rank's share of each part."""
         cuts, global_start, local_start = [], 0, 0
-        for part, unit, shared in zip(self.parts, self.all_units, self.replicated(tp_size), strict=True):
+        for part, unit, shared in zip(
+            self.parts, self.all_units, self.replicated(tp_size), strict=True
+        ):
             count = part // unit
             if shared:
                 replicas = tp_size // count
@@ -61,7 +68,9 @@ class Shard:
 
     def replicated(self, tp_size: int) -> list[bool]:
         """Whether several ranks hold each unit, part by part."""
-        return [part // unit < tp_size for part, unit in zip(self.parts, self.all_units, strict=True)]
+        return [
+            part // unit < tp_size for part, unit in zip(self.parts, self.all_units, strict=True)
+        ]
 
     def local_sizes(self, tp_size: int, tp_rank: int) -> list[int]:
         """The lengths of the rank's shares of the parts."""
@@ -69,16 +78,18 @@ class Shard:
 
 
 def nearly_even(count: int, tp_size: int) -> bool:
-    """Say whether so many things, none of them cut, can be shared so that no rank has over a quarter more than its
-    share: 25 over 2 ranks can (13 and 12), 4 over 3 can't (2, 1 and 1)."""
+    """Say whether so many things, none of them cut, can be shared so that no rank has over a
+    quarter more than its share: 25 over 2 ranks can (13 and 12), 4 over 3 can't (2, 1 and 1)."""
     return count >= tp_size and -(-count // tp_size) * tp_size <= 1.25 * count
 
 
 def units_for(parts: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-    """Choose the units in which features that belong to no head are cut; a part's are its size's alone.
+    """Choose the units in which features that belong to no head are cut; a part's are its size's
+    alone.
 
-    Single features where tp divides the part, so that all ranks have as many. Else ALIGNED of them, if no rank then has
-    over a quarter more than its share; else single features, and ranks differ by one.
+    Single features where tp divides the part, so that all ranks have as many. Else ALIGNED of them,
+    if no rank then has over a quarter more than its share; else single features, and ranks differ
+    by one.
     """
 
     def unit_for(part: int) -> int:
@@ -93,23 +104,33 @@ def units_for(parts: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor, and where it starts in the tensor of the one who holds it. owned: as in Cut."""
+    """A box of a global tensor, and where it starts in the tensor of the one who holds it. owned:
+    as in Cut."""
 
     box: Box
     offset: tuple[int, ...]
     owned: bool = True
 
     def index(self, box: Box | None = None) -> tuple[slice, ...]:
-        """The index, in the holder's tensor, of `box` (a part of this piece; the whole piece by default)."""
+        """The index, in the holder's tensor, of `box` (a part of this piece; the whole piece by
+        default)."""
         pairs = zip(box or self.box, self.box, self.offset, strict=True)
-        return tuple(slice(start - own + offset, stop - own + offset) for (start, stop), (own, _), offset in pairs)
+        return tuple(
+            slice(start - own + offset, stop - own + offset)
+            for (start, stop), (own, _), offset in pairs
+        )
 
     def in_rows(self, start: int, stop: int) -> "Piece | None":
-        """What of it lies in rows start to stop of the holder's tensor, as a piece of those rows alone."""
+        """What of it lies in rows start to stop of the holder's tensor, as a piece of those rows
+        alone."""
         (begin, end), first = self.box[0], self.offset[0]
         low, high = max(start, first), min(stop, first + end - begin)
         rows = (begin + low - first, begin + high - first)
-        return Piece((rows, *self.box[1:]), (low - start, *self.offset[1:]), self.owned) if low < high else None
+        return (
+            Piece((rows, *self.box[1:]), (low - start, *self.offset[1:]), self.owned)
+            if low < high
+            else None
+        )
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -120,9 +141,11 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a parameter is, whatever the layout: its global shape, its cut, and its initial distribution.
+    """What a parameter is, whatever the layout: its global shape, its cut, and its initial
+    distribution.
 
-    Initial values are mean + std * N(0, 1); std 0 is the constant mean. shard None: the same on every tp rank.
+    Initial values are mean + std * N(0, 1); std 0 is the constant mean. shard None: the same on
+    every tp rank.
     """
 
     shape: tuple[int, ...]
@@ -138,9 +161,12 @@ class ParameterSpec:
         return tuple(shape)
 
     def has_partial_gradient(self, ctx: ParallelContext) -> bool:
-        """Whether backward on one rank gives only a part of the gradient: of units that several tp ranks hold for
-        different heads, and, under sequence parallelism, of what all ranks hold for different parts of the sequence."""
-        return ctx.sequence_parallel if self.shard is None else any(self.shard.replicated(ctx.tp_size))
+        """Whether backward on one rank gives only a part of the gradient: of units that several tp
+        ranks hold for different heads, and, under sequence parallelism, of what all ranks hold for
+        different parts of the sequence."""
+        return (
+            ctx.sequence_parallel if self.shard is None else any(self.shard.replicated(ctx.tp_size))
+        )
 
     def pieces(self, tp_size: int, tp_rank: int) -> list[Piece]:
         """The boxes of the global tensor that a rank holds, and where they lie in its own."""
@@ -150,5 +176,7 @@ class ParameterSpec:
         pieces, dim = [], self.shard.dim
         for start, local, length, owned in self.shard.cuts(tp_size, tp_rank):
             box = (*whole[:dim], (start, start + length), *whole[dim + 1 :])
-            pieces.append(Piece(box, tuple(local if d == dim else 0 for d in range(len(self.shape))), owned))
+            pieces.append(
+                Piece(box, tuple(local if d == dim else 0 for d in range(len(self.shape))), owned)
+            )
         return pieces

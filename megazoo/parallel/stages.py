@@ -7,7 +7,8 @@ from megazoo.errors import UserError
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the pipeline: its place among `count` stages and the global indices of its layers."""
+    """One stage of the pipeline: its place among `count` stages and the global indices of its
+    layers."""
 
     index: int
     count: int
@@ -23,15 +24,22 @@ class Stage:
 
 
 def cut_into_stages(
-    layers: int, count: int, how: str | tuple[int, ...], costs: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    layers: int,
+    count: int,
+    how: str | tuple[int, ...],
+    costs: tuple[float, float, float] = (1.0, 0.0, 0.0),
 ) -> list[Stage]:
-    """`count` contiguous stages. how: "uniform", "balanced", or the layers of each stage; UserError for another.
+    """`count` contiguous stages. how: "uniform", "balanced", or the layers of each stage; UserError
+    for another.
 
-    costs: of a layer, and of what comes before and after the layers. balanced: the slowest stage is as fast as can be:
-    each layer goes to the stage that is cheapest with it, earlier stages first; with equal layers this is optimal.
+    costs: of a layer, and of what comes before and after the layers. balanced: the slowest stage is
+    as fast as can be: each layer goes to the stage that is cheapest with it, earlier stages first;
+    with equal layers this is optimal.
     """
     if layers < count:
-        raise UserError(f"layers {layers} don't fill {count} stages: use pp x virtual-pp of at most {layers}")
+        raise UserError(
+            f"layers {layers} don't fill {count} stages: use pp x virtual-pp of at most {layers}"
+        )
     if isinstance(how, tuple):
         if len(how) != count or sum(how) != layers or min(how) < 1:
             what = f"stage-layers {','.join(map(str, how))}"
@@ -47,6 +55,11 @@ def cut_into_stages(
             load[cheapest] += layer
             counts[cheapest] += 1
     else:
-        raise UserError(f"stage-layers {how!r} is neither balanced nor uniform nor numbers such as 5,6,6,5")
+        raise UserError(
+            f"stage-layers {how!r} is neither balanced nor uniform nor numbers such as 5,6,6,5"
+        )
     ends = [sum(counts[: stage + 1]) for stage in range(count)]
-    return [Stage(stage, count, range(end - n, end)) for stage, (end, n) in enumerate(zip(ends, counts, strict=True))]
+    return [
+        Stage(stage, count, range(end - n, end))
+        for stage, (end, n) in enumerate(zip(ends, counts, strict=True))
+    ]

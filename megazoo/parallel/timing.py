@@ -12,8 +12,9 @@ _running: "Stopwatch | None" = None
 class Stopwatch:
     """Within `with stopwatch:` splits time among the parts that `spent` names.
 
-    By the wall clock; on CUDA by events in the stream, which nothing waits for: end the block, and ask for `times`,
-    where the device has been waited for anyway. seconds: of the whole block, by the wall clock.
+    By the wall clock; on CUDA by events in the stream, which nothing waits for: end the block, and
+    ask for `times`, where the device has been waited for anyway. seconds: of the whole block, by
+    the wall clock.
     """
 
     def __init__(self, device: torch.device):
@@ -53,7 +54,8 @@ class Stopwatch:
 
 @contextmanager
 def spent(part: str, name: str | None = None):
-    """Count this block's time for a part, to a Stopwatch if one runs; what a block within it counts is its own alone.
+    """Count this block's time for a part, to a Stopwatch if one runs; what a block within it counts
+    is its own alone.
 
     A profiler that runs shows the block as `name`, by default the part's.
     """

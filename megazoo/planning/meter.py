@@ -1,8 +1,8 @@
-"""What each action of a schedule takes of one rank, run on the meta device under a meter: FLOPs, bytes sent and bytes
-that live.
+"""What each action of a schedule takes of one rank, run on the meta device under a meter: FLOPs,
+bytes sent and bytes that live.
 
-Attention and dropout are metered as the kernels of GPUs run them: without keeping the scores, and with masks of a byte
-an element.
+Attention and dropout are metered as the kernels of GPUs run them: without keeping the scores, and
+with masks of a byte an element.
 """
 
 import weakref
@@ -32,8 +32,8 @@ _flash, _flash_backward = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Of an action of one micro-batch on one rank. sent: bytes over tp. peak: the most bytes of this micro-batch that
-    live during the action, held: those that live on after it."""
+    """Of an action of one micro-batch on one rank. sent: bytes over tp. peak: the most bytes of
+    this micro-batch that live during the action, held: those that live on after it."""
 
     flops: float
     sent: float
@@ -42,10 +42,11 @@ class Cost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts, of what runs on the meta device within `with meter:`, FLOPs, and bytes of the tensors that live.
+    """Counts, of what runs on the meta device within `with meter:`, FLOPs, and bytes of the tensors
+    that live.
 
-    FLOPs are those of matrix products, two for a multiply-add. live, peak: bytes of all tensors that were made within,
-    now and at most since `take`, each storage once.
+    FLOPs are those of matrix products, two for a multiply-add. live, peak: bytes of all tensors
+    that were made within, now and at most since `take`, each storage once.
     """
 
     def __init__(self, group):
@@ -96,13 +97,16 @@ def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 class _KernelsOfDevices(TorchFunctionMode):
-    """On meta torch would choose the attention that keeps its scores, and masks of dropout as wide as x."""
+    """On meta torch would choose the attention that keeps its scores, and masks of dropout as wide
+    as x."""
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
         if function is F.scaled_dot_product_attention:
             q, k, v, *more = arguments
-            options = dict(zip(("attn_mask", "dropout_p", "is_causal"), more, strict=False)) | options
+            options = (
+                dict(zip(("attn_mask", "dropout_p", "is_causal"), more, strict=False)) | options
+            )
             options.pop("enable_gqa", None)
             return _flash(q, k, v, **options)[0]
         if function is F.dropout:
@@ -111,22 +115,33 @@ class _KernelsOfDevices(TorchFunctionMode):
 
 
 def costs_of(
-    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, table: list[Action]
+    model: Model,
+    stage: Stage,
+    training: TrainingOptions,
+    queue: WeightQueue | None,
+    table: list[Action],
 ) -> dict[str, Cost]:
-    """What each kind of action of a stage takes: what `run_pipeline` does, with one micro-batch of `table`, on meta.
+    """What each kind of action of a stage takes: what `run_pipeline` does, with one micro-batch of
+    `table`, on meta.
 
     If it is the only one of a step, the gradients come while the activations go, and count as live.
     """
     alone = is_alone(table)
     for parameter in model.parameters():
-        parameter.grad = None if alone else torch.empty(parameter.shape, dtype=torch.float32, device=META)
+        parameter.grad = (
+            None if alone else torch.empty(parameter.shape, dtype=torch.float32, device=META)
+        )
     tokens = (training.micro_batch_size, _padded(training.seq_length, model.ctx))
     ids = torch.empty(tokens, dtype=torch.int64, device=META)
     batch = MicroBatch(tokens, ids, ids, length=training.seq_length, longest=training.seq_length)
     shape = boundary_shape(training, model)
     meter, costs = Meter(model.ctx.tp_group), {}
     with _KernelsOfDevices(), meter:
-        received = None if stage.first else torch.empty(shape, dtype=model.dtype, device=META, requires_grad=True)
+        received = (
+            None
+            if stage.first
+            else torch.empty(shape, dtype=model.dtype, device=META, requires_grad=True)
+        )
         output = model.forward_stage(batch.input_ids if stage.first else received, batch, stage)
         if stage.last:
             labelled = torch.ones((), device=META)
@@ -136,7 +151,11 @@ def costs_of(
         output.data = torch.empty(1, dtype=output.dtype, device=META)
     costs["F"] = meter.take()
     with _KernelsOfDevices(), meter:
-        gradient = torch.full_like(output, 1.0) if stage.last else torch.empty(shape, dtype=model.dtype, device=META)
+        gradient = (
+            torch.full_like(output, 1.0)
+            if stage.last
+            else torch.empty(shape, dtype=model.dtype, device=META)
+        )
         torch.autograd.Variable._execution_engine.run_backward(
             (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
@@ -164,21 +183,33 @@ def forward_flops(model: Model, rows: int, sequence: int) -> int:
 
 
 def costs_of_alike(
-    model: Model, stage: Stage, training: TrainingOptions, queue: WeightQueue | None, table: list[Action]
+    model: Model,
+    stage: Stage,
+    training: TrainingOptions,
+    queue: WeightQueue | None,
+    table: list[Action],
 ) -> dict[str, Cost]:
     """As costs_of, but of many layers only a few are run, and the others taken to be like them.
 
-    The peak is then exact or, where something after the layers' backward needs more than they, above what it is.
+    The peak is then exact or, where something after the layers' backward needs more than they,
+    above what it is.
     """
     unit = training.recompute_interval if training.recompute == "full" else 1
     rest = len(stage.layers) % unit
     if len(stage.layers) <= 2 * unit + rest:
         return costs_of(model, stage, training, queue, table)
     one, two = (
-        costs_of(model, replace(stage, layers=stage.layers[: count * unit + rest]), training, queue, table)
+        costs_of(
+            model,
+            replace(stage, layers=stage.layers[: count * unit + rest]),
+            training,
+            queue,
+            table,
+        )
         for count in (1, 2)
     )
-    more, costs, before = len(stage.layers) // unit - 2, {}, "F"  # before: the action after which this one comes
+    # before: the action after which this one comes
+    more, costs, before = len(stage.layers) // unit - 2, {}, "F"
     for kind in two:
         a, b = one[kind], two[kind]
         costs[kind] = Cost(

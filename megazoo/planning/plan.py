@@ -1,9 +1,10 @@
-"""What a run would need, rank by rank, before it runs: memory, FLOPs, traffic, and the pipeline's bubble.
+"""What a run would need, rank by rank, before it runs: memory, FLOPs, traffic, and the pipeline's
+bubble.
 
-The numbers come from the program's own code, not from formulas: each kind of rank is built in a virtual context and
-runs one micro-batch, forward and backward, on the meta device, under a meter (see metering); the schedule's table says
-how often and in what order. What no tensor shows is not counted: the CUDA context, communication buffers and the
-allocator's waste, some GB a rank.
+The numbers come from the program's own code, not from formulas: each kind of rank is built in a
+virtual context and runs one micro-batch, forward and backward, on the meta device, under a meter
+(see metering); the schedule's table says how often and in what order. What no tensor shows is not
+counted: the CUDA context, communication buffers and the allocator's waste, some GB a rank.
 """
 
 import math
@@ -27,12 +28,28 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.module import sum_over_copies
 from megazoo.parallel.recompute import MODES
-from megazoo.parallel.schedule import Action, backward_follows, in_flight, schedule_named, splits_backward, timeline
-from megazoo.planning.meter import META, Cost, boundary_shape, costs_of, costs_of_alike, forward_flops, is_alone
+from megazoo.parallel.schedule import (
+    Action,
+    backward_follows,
+    in_flight,
+    schedule_named,
+    splits_backward,
+    timeline,
+)
+from megazoo.planning.meter import (
+    META,
+    Cost,
+    boundary_shape,
+    costs_of,
+    costs_of_alike,
+    forward_flops,
+    is_alone,
+)
 
 LARGEST_TP = 8  # in a search: tensor-parallel ranks that share a node
 LARGEST_VIRTUAL = 4  # in a search
-# In a search: FLOPs in the time of one byte sent, of an H100 at 500 TFLOP/s with 450 GB/s in a node, 50 GB/s outside.
+# In a search: FLOPs in the time of one byte sent, of an H100 at 500 TFLOP/s with 450 GB/s in a
+# node, 50 GB/s outside.
 FLOPS_A_BYTE = {"tp": 1_000, "pp": 10_000, "dp": 10_000}
 
 
@@ -41,12 +58,14 @@ FLOPS_A_BYTE = {"tp": 1_000, "pp": 10_000, "dp": 10_000}
 
 @dataclass
 class RankPlan:
-    """Of one rank, and of all that are like it: the ranks `tp` of pipeline rank `pp`, in each replica.
+    """Of one rank, and of all that are like it: the ranks `tp` of pipeline rank `pp`, in each
+    replica.
 
-    Bytes on the device: weights, gradients, optimizer, total, and activations: the rest of the total, which is the peak
-    (in a step of one micro-batch gradients come while activations go). optimizer_host: bytes on the CPU.
-    in_flight: micro-batches whose activations are held at once. Of a step: flops, with what is recomputed, and the
-    bytes that the rank sends over tp, pp and dp.
+    Bytes on the device: weights, gradients, optimizer, total, and activations: the rest of the
+    total, which is the peak (in a step of one micro-batch gradients come while activations go).
+    optimizer_host: bytes on the CPU.
+    in_flight: micro-batches whose activations are held at once. Of a step: flops, with what is
+    recomputed, and the bytes that the rank sends over tp, pp and dp.
     """
 
     pp: int
@@ -68,10 +87,10 @@ class RankPlan:
 
 @dataclass
 class Plan:
-    """Of a run. parameters: of the whole model. microbatches: of a replica. bubble: idle time over work, of all ranks,
-    if all stages are alike; bubble_of_stages: if each action takes as long as its FLOPs; step_flops: the FLOPs of a
-    rank in the time that a step then takes, idle time included. model_flops_per_token: forward and backward, nothing
-    twice: what MFU counts.
+    """Of a run. parameters: of the whole model. microbatches: of a replica. bubble: idle time over
+    work, of all ranks, if all stages are alike; bubble_of_stages: if each action takes as long as
+    its FLOPs; step_flops: the FLOPs of a rank in the time that a step then takes, idle time
+    included. model_flops_per_token: forward and backward, nothing twice: what MFU counts.
     """
 
     model: str
@@ -91,9 +110,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a search has found. Of a step, of the rank that has most: total bytes of memory, and bytes sent over tp, pp
-    and dp. bubble, step_flops: as bubble_of_stages and step_flops in Plan. time: step_flops, and as many more for each
-    byte as FLOPS_A_BYTE says: what layouts are ranked by."""
+    """What a search has found. Of a step, of the rank that has most: total bytes of memory, and
+    bytes sent over tp, pp and dp. bubble, step_flops: as bubble_of_stages and step_flops in Plan.
+    time: step_flops, and as many more for each byte as FLOPS_A_BYTE says: what layouts are ranked
+    by."""
 
     tp: int
     pp: int
@@ -113,7 +133,8 @@ class Layout:
 
 
 class Planner:
-    """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts, too.
+    """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts,
+    too.
 
     quick: meter a few layers of each stage only (see costs_of_alike).
     """
@@ -151,7 +172,9 @@ class Planner:
                 model_flops += sum(cost.flops for each in useful for cost in each.values())
                 for stage, each in zip(model.stages, costs, strict=True):
                     for kind, cost in each.items():
-                        slowest[kind, stage.index] = max(cost.flops, slowest.get((kind, stage.index), 0))
+                        slowest[kind, stage.index] = max(
+                            cost.flops, slowest.get((kind, stage.index), 0)
+                        )
                 if (key := tuple(_keys(model))) not in alike:
                     alike[key] = self.rank_plan(model, p, t, tables[pp_rank], costs)
                 alike[key].tp.append(tp_rank)
@@ -159,9 +182,25 @@ class Planner:
         alike_bubble, _ = _bubble(tables, None)
         bubble, step_flops = _bubble(tables, slowest)
         tokens = t.micro_batch_size * t.seq_length
-        names = ("tp", "pp", "virtual_pp", "stage_layers", "sequence_parallel", "schedule", "zero", "offload_optimizer")
+        names = (
+            "tp",
+            "pp",
+            "virtual_pp",
+            "stage_layers",
+            "sequence_parallel",
+            "schedule",
+            "zero",
+            "offload_optimizer",
+        )
         layout = {name: getattr(p, name) for name in names} | {"dp": dp}
-        names = ("micro_batch_size", "global_batch_size", "seq_length", "dtype", "recompute", "recompute_interval")
+        names = (
+            "micro_batch_size",
+            "global_batch_size",
+            "seq_length",
+            "dtype",
+            "recompute",
+            "recompute_interval",
+        )
         batch = {name: getattr(t, name) for name in names}
         return Plan(
             family_of(self.config), counted, layout, batch, microbatches, alike_bubble, bubble, step_flops,
@@ -173,42 +212,59 @@ class Planner:
     ) -> Iterator["Layout"]:
         """The layouts of `gpus` ranks of which each fits into `memory` bytes, in no order.
 
-        Searched are tp (a power of two, at most LARGEST_TP), pp (no deeper than what fits without recomputation), dp,
-        virtual-pp (at most LARGEST_VIRTUAL, where it divides the layers), and recompute: the least that fits. Sequence
-        parallelism and ZeRO-1 send no more than what they replace, so that they are on where tp and dp are above 1. The
-        rest is as given. Of the tp ranks the first is looked at: if one has more, it does.
+        Searched are tp (a power of two, at most LARGEST_TP), pp (no deeper than what fits without
+        recomputation), dp, virtual-pp (at most LARGEST_VIRTUAL, where it divides the layers), and
+        recompute: the least that fits. Sequence parallelism and ZeRO-1 send no more than what they
+        replace, so that they are on where tp and dp are above 1. The rest is as given. Of the tp
+        ranks the first is looked at: if one has more, it does.
         """
         if gpus < 1:
             raise UserError(f"gpus {gpus} must be at least 1")
         one = replace(training, global_batch_size=training.micro_batch_size)
         self.check(replace(parallel, tp=1, pp=1, virtual_pp=1, stage_layers="balanced"), one, 1)
         for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
-            for pp in (n for n in range(1, min(gpus, self.config.layers) + 1) if gpus % (tp * n) == 0):
+            for pp in (
+                n for n in range(1, min(gpus, self.config.layers) + 1) if gpus % (tp * n) == 0
+            ):
                 dp, enough = gpus // (tp * pp), False
-                deep = [v for v in range(2, LARGEST_VIRTUAL + 1) if self.config.layers % (pp * v) == 0]
+                deep = [
+                    v for v in range(2, LARGEST_VIRTUAL + 1) if self.config.layers % (pp * v) == 0
+                ]
                 for virtual in [1, *(deep if pp > 1 else ())]:
-                    how = {"tp": tp, "pp": pp, "virtual_pp": virtual, "sequence_parallel": tp > 1, "zero": int(dp > 1)}
+                    how = {
+                        "tp": tp,
+                        "pp": pp,
+                        "virtual_pp": virtual,
+                        "sequence_parallel": tp > 1,
+                        "zero": int(dp > 1),
+                    }
                     layout = replace(parallel, **how, stage_layers="balanced")
                     try:
                         self.check(layout, training, dp)
                     except UserError:
                         continue
                     for recompute in MODES:
-                        if found := self._fitting(layout, replace(training, recompute=recompute), dp, memory):
+                        if found := self._fitting(
+                            layout, replace(training, recompute=recompute), dp, memory
+                        ):
                             yield found
                             enough |= recompute == "none"
                             break
                 if enough:
                     break
 
-    def _fitting(self, parallel: ParallelOptions, training: TrainingOptions, dp: int, memory: int) -> "Layout | None":
+    def _fitting(
+        self, parallel: ParallelOptions, training: TrainingOptions, dp: int, memory: int
+    ) -> "Layout | None":
         """The layout, if each rank fits."""
         p, t = parallel, training
         microbatches = t.global_batch_size // (dp * t.micro_batch_size)
         models: dict[tuple, Model] = {}
         ranks, flops, tables = [], {}, []
         for pp_rank in range(p.pp):
-            stages = self.family.all_stages(self.config, self.context(p, dp, pp_rank, 0))[pp_rank :: p.pp]
+            stages = self.family.all_stages(self.config, self.context(p, dp, pp_rank, 0))[
+                pp_rank :: p.pp
+            ]
             alike = tuple((stage.first, stage.last, len(stage.layers)) for stage in stages)
             if alike not in models:
                 models[alike] = self.build(p, dp, pp_rank, 0)
@@ -232,7 +288,9 @@ class Planner:
             max(rank.total for rank in ranks), bubble, sent["tp"], sent["pp"], sent["dp"], step_flops, time,
         )  # fmt: skip
 
-    def context(self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int) -> ParallelContext:
+    def context(
+        self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int
+    ) -> ParallelContext:
         """The virtual context of a rank, on meta."""
         p = parallel
         ctx = ParallelContext.virtual(
@@ -246,11 +304,22 @@ class Planner:
         return self.family.on_meta(self.config, self.context(parallel, dp, pp_rank, tp_rank))
 
     def costs(
-        self, model: Model, parallel: ParallelOptions, training: TrainingOptions, table: list[Action]
+        self,
+        model: Model,
+        parallel: ParallelOptions,
+        training: TrainingOptions,
+        table: list[Action],
     ) -> list[dict[str, Cost]]:
         """What the actions of each stage of a rank take that runs `table`."""
         t, later = training, splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)
-        how = (parallel.tp, model.ctx.sequence_parallel, later, t.micro_batch_size, t.seq_length, t.dtype)
+        how = (
+            parallel.tp,
+            model.ctx.sequence_parallel,
+            later,
+            t.micro_batch_size,
+            t.seq_length,
+            t.dtype,
+        )
         how += (is_alone(table), backward_follows(table, model.ctx.stage_count - 1))
         how += (t.recompute, t.recompute == "full" and t.recompute_interval)
         keys = [(*how, key) for key in _keys(model)]
@@ -265,23 +334,34 @@ class Planner:
                 for number in new:
                     if keys[number] not in self._known:
                         of_stage = costs_of_alike if self.quick else costs_of
-                        self._known[keys[number]] = of_stage(low, low.stages[number], t, queue, table)
+                        self._known[keys[number]] = of_stage(
+                            low, low.stages[number], t, queue, table
+                        )
         return [self._known[key] for key in keys]
 
     def rank_plan(
-        self, model: Model, parallel: ParallelOptions, training: TrainingOptions, table: list[Action], costs: list
+        self,
+        model: Model,
+        parallel: ParallelOptions,
+        training: TrainingOptions,
+        table: list[Action],
+        costs: list,
     ) -> RankPlan:
-        """What a rank takes that runs `table`; `tp` is left empty. costs: of its stages' actions."""
+        """What a rank takes that runs `table`; `tp` is left empty. costs: of its stages' actions.
+        """
         ctx, static = model.ctx, self.static(model, parallel, training)
         pp_rank = table[0].stage % ctx.pp_size  # of the model's or of one that is like it
         by_stage = dict(zip(range(pp_rank, ctx.stage_count, ctx.pp_size), costs, strict=True))
         itemsize = getattr(torch, training.dtype).itemsize
         boundary = math.prod(boundary_shape(training, model)) * itemsize if ctx.pp_size > 1 else 0
-        activations = round(_peak(table, by_stage)) + (MAX_OPEN_EXCHANGES + 1) * boundary  # that are on their way
+        # that are on their way
+        activations = round(_peak(table, by_stage)) + (MAX_OPEN_EXCHANGES + 1) * boundary
         if is_alone(table):
             activations -= static.gradients  # that the actions have counted
         last = ctx.stage_count - 1
-        sends = sum(a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W")
+        sends = sum(
+            a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W"
+        )
         return RankPlan(
             pp=pp_rank,
             tp=[],
@@ -300,10 +380,19 @@ class Planner:
             sent_dp=static.sent_dp,
         )
 
-    def static(self, model: Model, parallel: ParallelOptions, training: TrainingOptions) -> "Static":
+    def static(
+        self, model: Model, parallel: ParallelOptions, training: TrainingOptions
+    ) -> "Static":
         """What a rank has all the time, and what it sends after the last backward."""
         dp, tied = model.ctx.dp_size, tuple(model.tied.values())
-        how = (parallel.tp, model.ctx.sequence_parallel, dp, parallel.zero, parallel.offload_optimizer, training.dtype)
+        how = (
+            parallel.tp,
+            model.ctx.sequence_parallel,
+            dp,
+            parallel.zero,
+            parallel.offload_optimizer,
+            training.dtype,
+        )
         key = (*how, tied, *_keys(model))
         if key not in self._known:
             low = self.family.empty(self.config, model.ctx, dtype=getattr(torch, training.dtype))
@@ -313,7 +402,8 @@ class Planner:
 
 @dataclass(frozen=True)
 class Static:
-    """Bytes that a rank has all the time, as in RankPlan, and those that it sends after the last backward."""
+    """Bytes that a rank has all the time, as in RankPlan, and those that it sends after the last
+    backward."""
 
     parameters: int
     weights: int
@@ -337,7 +427,9 @@ def _static(model: Model, parallel: ParallelOptions) -> Static:
     there = sum(state[name].nbytes for state in states for name in (*MOMENTS, MOMENTS[0]))
     before, buckets = ctx.tp_group.sent if ctx.tp_group else 0.0, model.gradient_buckets
     buckets.complete()
-    sum_over_copies([(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(ctx)], ctx)
+    sum_over_copies(
+        [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(ctx)], ctx
+    )
     buckets.finish()
     if buckets.sharded:
         buckets.gather()
@@ -354,7 +446,8 @@ def _static(model: Model, parallel: ParallelOptions) -> Static:
 
 
 def _keys(model: Model) -> list[tuple]:
-    """Of each stage, equal for those that do alike: as many layers, of the same shapes, though of other numbers.
+    """Of each stage, equal for those that do alike: as many layers, of the same shapes, though of
+    other numbers.
 
     What is in no layer belongs to the first stage or the last.
     """
@@ -366,7 +459,9 @@ def _keys(model: Model) -> list[tuple]:
     keys = []
     for stage in model.stages:
         outside = tuple(layers.get(None, ())) if stage.first or stage.last else ()
-        keys.append((stage.first, stage.last, outside, tuple(tuple(layers[i]) for i in stage.layers)))
+        keys.append(
+            (stage.first, stage.last, outside, tuple(tuple(layers[i]) for i in stage.layers))
+        )
     return keys
 
 
@@ -390,7 +485,8 @@ def _bubble(tables: list[list[Action]], cost: dict | None) -> tuple[float, float
 
 
 def note_on_mfu(config, seq_length: int) -> str | None:
-    """Say, of a model of a user's own, that MFU counts other FLOPs than those that run; None if it doesn't.
+    """Say, of a model of a user's own, that MFU counts other FLOPs than those that run; None if it
+    doesn't.
 
     A backward takes twice the FLOPs of its forward, which is run on the meta device.
     """
@@ -401,4 +497,6 @@ def note_on_mfu(config, seq_length: int) -> str | None:
     if abs(counted / runs - 1) < 0.01:
         return None
     what = f"MFU counts {counted:.4g} FLOPs a token where {runs:.4g} run"
-    return f"note: {what}: docs/new_model.md says how a module tells its score_features and multiplied"
+    return (
+        f"note: {what}: docs/new_model.md says how a module tells its score_features and multiplied"
+    )

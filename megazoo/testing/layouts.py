@@ -41,12 +41,22 @@ class Layout:
                 found = None
         if not found or not name:
             on = ", ".join(f"+{option}" for option in ("sp", "zero", *SCHEDULES))
-            raise UserError(f"unknown layout {name!r}: write sizes, tp2pp2dp2v2, then what is on: {on}")
+            raise UserError(
+                f"unknown layout {name!r}: write sizes, tp2pp2dp2v2, then what is on: {on}"
+            )
         return cls(**given)
 
     def __str__(self) -> str:
-        sizes = "".join(f"{axis}{getattr(self, name)}" for axis, name in SIZES.items() if getattr(self, name) > 1)
-        on = [self.sequence_parallel and "sp", self.zero and "zero", self.schedule != "1f1b" and self.schedule]
+        sizes = "".join(
+            f"{axis}{getattr(self, name)}"
+            for axis, name in SIZES.items()
+            if getattr(self, name) > 1
+        )
+        on = [
+            self.sequence_parallel and "sp",
+            self.zero and "zero",
+            self.schedule != "1f1b" and self.schedule,
+        ]
         return "+".join([sizes or "tp1", *filter(None, on)])
 
     def check(self, config) -> None:
@@ -65,7 +75,8 @@ class Layout:
 
 
 def all_layouts(config, ranks: int) -> list[Layout]:
-    """The layouts of powers of two on at most so many ranks, with all that can be on, into which a model can be cut."""
+    """The layouts of powers of two on at most so many ranks, with all that can be on, into which a
+    model can be cut."""
     sizes, layouts = [1 << n for n in range(ranks.bit_length()) if 1 << n <= ranks], []
     for tp, pp, dp in product(sizes, repeat=3):
         if not 1 < tp * pp * dp <= ranks:

@@ -1,4 +1,5 @@
-"""What the processes of a check do: train, keep what comes by, and compare it with what one process has kept."""
+"""What the processes of a check do: train, keep what comes by, and compare it with what one process
+has kept."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from megazoo.testing.shrink import shrink
 ROWS = 24  # of the global batch: for 1, 2, 3, 4, 6, 8, 12 or 24 replicas
 SEQUENCE = 16
 MICRO_BATCHES = 4
-# Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as any.
+# Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as
+# any.
 EPSILON = 1e-3
 CLIP = 0.1  # small enough to be active
 
@@ -33,8 +35,8 @@ _imported: set[Path] = set()
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked, in a form that any process can build. load: a directory with its weights; import_: a file that
-    registers it."""
+    """What is checked, in a form that any process can build. load: a directory with its weights;
+    import_: a file that registers it."""
 
     family: str
     values: dict
@@ -51,9 +53,9 @@ class Subject:
 
 @dataclass
 class Record:
-    """What one process keeps, by global name. passed: ("input" or "output", module) -> what its forwards were given or
-    returned in the first step, along the batch, in the order of the computation. gradients: of each step. seeds: what
-    each Dropout drew from."""
+    """What one process keeps, by global name. passed: ("input" or "output", module) -> what its
+    forwards were given or returned in the first step, along the batch, in the order of the
+    computation. gradients: of each step. seeds: what each Dropout drew from."""
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     passed: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
@@ -66,10 +68,13 @@ class Record:
 
 @dataclass
 class Findings:
-    """What a rank found: its distances from the Record, and what is to be compared with other ranks'.
+    """What a rank found: its distances from the Record, and what is to be compared with other
+    ranks'.
 
-    coordinates: tp, pp, dp. tied: parameters that other stages have, too. seeds: with whether tp ranks should differ.
-    factors: what times a parameter's expected gradient, of the first step, comes closest to the one that is there.
+    coordinates: tp, pp, dp. tied: parameters that other stages have, too. seeds: with whether tp
+    ranks should differ.
+    factors: what times a parameter's expected gradient, of the first step, comes closest to the one
+    that is there.
     """
 
     coordinates: tuple[int, int, int]
@@ -87,12 +92,16 @@ class Findings:
 
 def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
     record, ctx = Record(), ParallelContext()
-    record.seeds = {site: seeds for site, (_, seeds) in _dropout_seeds(subject, Layout(), ctx).items()}
+    record.seeds = {
+        site: seeds for site, (_, seeds) in _dropout_seeds(subject, Layout(), ctx).items()
+    }
     model = _build(subject, ctx)
     record.initial = _copies(model)
     for loss, optimizer in _train(model, Layout(), steps, record, micro_batches=1):
         record.losses.append(loss)
-        record.gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        record.gradients.append(
+            {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        )
         record.norms.append(optimizer.step().item())
     record.weights = _copies(model)
     torch.save(record, path)
@@ -108,7 +117,9 @@ def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) ->
     weights = _copies(model)
     found = Findings((ctx.tp_rank, ctx.pp_rank, ctx.dp_rank), set(model.tied), set(weights), seeds)
     found.initial = _distances(weights, expected.initial, model)
-    for step, (loss, optimizer) in enumerate(_train(model, layout, steps, record, _micro_batches(layout.dp))):
+    for step, (loss, optimizer) in enumerate(
+        _train(model, layout, steps, record, _micro_batches(layout.dp))
+    ):
         found.losses.append(loss)
         if not layout.zero:  # under which a gradient is whole on no rank
             gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -153,16 +164,22 @@ def _micro_batches(dp: int) -> int:
 
 
 def _batch(step: int, vocab: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and targets; a row keeps the more labels the later it comes, so that micro-batches differ widely."""
+    """Token ids and targets; a row keeps the more labels the later it comes, so that micro-batches
+    differ widely."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, vocab, (ROWS, sequence + 1), generator=generator)
-    keep = torch.rand(ROWS, sequence, generator=generator) < torch.arange(1, ROWS + 1)[:, None] / ROWS
+    keep = (
+        torch.rand(ROWS, sequence, generator=generator) < torch.arange(1, ROWS + 1)[:, None] / ROWS
+    )
     return tokens[:, :-1], tokens[:, 1:].masked_fill(~keep, -100)
 
 
-def _train(model, layout: Layout, steps: int, record: Record, micro_batches: int) -> Iterator[tuple[float, AdamW]]:
-    """The loss of each step, and the optimizer, which the caller steps after a look at the gradients: its own are the
-    clipped ones. `record` gets what went through the modules in the first."""
+def _train(
+    model, layout: Layout, steps: int, record: Record, micro_batches: int
+) -> Iterator[tuple[float, AdamW]]:
+    """The loss of each step, and the optimizer, which the caller steps after a look at the
+    gradients: its own are the clipped ones. `record` gets what went through the modules in the
+    first."""
     config = model.config
     optimizer = AdamW(model, lr=1e-3, eps=EPSILON, clip_grad=CLIP, zero=layout.zero)
     sequence = min(SEQUENCE, model.longest_sequence(config))
@@ -171,7 +188,11 @@ def _train(model, layout: Layout, steps: int, record: Record, micro_batches: int
         ids, targets = (tensor.chunk(layout.dp)[model.ctx.dp_rank] for tensor in batch)
         with _recording(model, record) if step == 0 else nullcontext():
             loss = model.train_batch(
-                ids, targets=targets, num_microbatches=micro_batches, schedule=layout.schedule, step=step
+                ids,
+                targets=targets,
+                num_microbatches=micro_batches,
+                schedule=layout.schedule,
+                step=step,
             )
         yield loss.item(), optimizer
 
@@ -191,8 +212,12 @@ def _recording(model, record: Record):
 
     for name, module in model.named_modules():
         hooks = (
-            module.register_forward_pre_hook(lambda _, given, name=name: keep("input", name, given[0])),
-            module.register_forward_hook(lambda _, __, returned, name=name: keep("output", name, returned)),
+            module.register_forward_pre_hook(
+                lambda _, given, name=name: keep("input", name, given[0])
+            ),
+            module.register_forward_hook(
+                lambda _, __, returned, name=name: keep("output", name, returned)
+            ),
         )
         handles += hooks
     try:
@@ -203,9 +228,11 @@ def _recording(model, record: Record):
         record.passed = {key: torch.cat(parts) for key, parts in kept.items()}
 
 
-def _dropout_seeds(subject: Subject, layout: Layout, ctx: ParallelContext) -> dict[str, tuple[bool, list[int]]]:
-    """Of each Dropout of a small model of the kind: whether tp ranks should differ, and what it draws from, in a step
-    in which all replicas are given the same."""
+def _dropout_seeds(
+    subject: Subject, layout: Layout, ctx: ParallelContext
+) -> dict[str, tuple[bool, list[int]]]:
+    """Of each Dropout of a small model of the kind: whether tp ranks should differ, and what it
+    draws from, in a step in which all replicas are given the same."""
     config, draw, seeds = shrink(subject.config), Dropout.draw, {}
     if not _dropout_rates(config):
         return seeds
@@ -220,14 +247,18 @@ def _dropout_seeds(subject: Subject, layout: Layout, ctx: ParallelContext) -> di
     model = from_config(replace(config, **rates), ctx, seed=3)
     ids, targets = _batch(0, config.vocab_size, min(SEQUENCE, model.longest_sequence(config)))
     with mock.patch.object(Dropout, "draw", recorded):
-        model.train_batch(ids, targets=targets, num_microbatches=MICRO_BATCHES, schedule=layout.schedule, step=0)
+        model.train_batch(
+            ids, targets=targets, num_microbatches=MICRO_BATCHES, schedule=layout.schedule, step=0
+        )
     return seeds
 
 
-def _part_of(whole: torch.Tensor, shape: torch.Size, module, dim: int, ctx: ParallelContext) -> torch.Tensor | None:
-    """What of a whole input (dim 1) or output (dim 0) of a module, [rows, sequence, features], a rank should have that
-    has `shape`: all, its part of the sequence, or the features that its weight's dimension `dim` is of; None if that
-    can't be told."""
+def _part_of(
+    whole: torch.Tensor, shape: torch.Size, module, dim: int, ctx: ParallelContext
+) -> torch.Tensor | None:
+    """What of a whole input (dim 1) or output (dim 0) of a module, [rows, sequence, features], a
+    rank should have that has `shape`: all, its part of the sequence, or the features that its
+    weight's dimension `dim` is of; None if that can't be told."""
     if whole.shape == shape:
         return whole
     if whole.dim() != 3 or len(shape) != 3:
@@ -248,23 +279,34 @@ def relative(distance: torch.Tensor | float, size: torch.Tensor | float) -> floa
     return math.inf if math.isnan(value) else value
 
 
-def _pairs(tensors: dict, expected: dict, model) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Of each parameter that both have: its name, and in double precision what this rank has and should have."""
+def _pairs(
+    tensors: dict, expected: dict, model
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Of each parameter that both have: its name, and in double precision what this rank has and
+    should have."""
     ctx = model.ctx
     for entry in model.entries():
         if entry.name in expected:
             pieces, whole = entry.spec.pieces(ctx.tp_size, ctx.tp_rank), expected[entry.name]
             boxes = [tuple(slice(*bounds) for bounds in piece.box) for piece in pieces]
             ours = torch.cat([tensors[entry.name][piece.index()].flatten() for piece in pieces])
-            yield entry.name, ours.double(), torch.cat([whole[box].flatten() for box in boxes]).double()
+            yield (
+                entry.name,
+                ours.double(),
+                torch.cat([whole[box].flatten() for box in boxes]).double(),
+            )
 
 
 def _distances(tensors: dict, expected: dict, model) -> dict[str, float]:
-    """Of each parameter, this rank's distance, over the whole's norm, or a thousandth of all parameters' together."""
+    """Of each parameter, this rank's distance, over the whole's norm, or a thousandth of all
+    parameters' together."""
     norms = {name: tensor.double().norm() for name, tensor in expected.items()}
     least = 1e-3 * torch.stack(list(norms.values())).norm()
     pairs = _pairs(tensors, expected, model)
-    return {name: relative((ours - theirs).norm(), max(norms[name], least)) for name, ours, theirs in pairs}
+    return {
+        name: relative((ours - theirs).norm(), max(norms[name], least))
+        for name, ours, theirs in pairs
+    }
 
 
 def _factors(gradients: dict, expected: dict, model) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Tokenizers: what turns text into token ids and back. From local files, told apart by what is in them."""
+"""Tokenizers: what turns text into token ids and back. From local files, told apart by what is in
+them."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -12,18 +13,26 @@ from megazoo.tokenizer.ranks import LINE, from_ranks
 from megazoo.tokenizer.sentence_piece import from_sentencepiece
 from megazoo.tokenizer.settings import SETTINGS, Settings, read_bytes, read_settings
 
-__all__ = ["ByteTokenizer", "EncodedBatch", "Stream", "Tokenizer", "open_tokenizer", "tokenizer_files"]
+__all__ = [
+    "ByteTokenizer",
+    "EncodedBatch",
+    "Stream",
+    "Tokenizer",
+    "open_tokenizer",
+    "tokenizer_files",
+]
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BESIDE = ("merges.txt", *SETTINGS)  # what may be beside them
 
 
 def open_tokenizer(where: str | Path) -> Tokenizer:
-    """The tokenizer "byte", or that of a directory (Hugging Face's, or a checkpoint of ours), or of a file in one.
+    """The tokenizer "byte", or that of a directory (Hugging Face's, or a checkpoint of ours), or of
+    a file in one.
 
-    Files: tokenizer.json, vocab.json with merges.txt beside it, or tokenizer.model, sentencepiece's or LLaMA-3's. The
-    JSON files beside them say which tokens are special. Raises UserError for what is missing, malformed or not
-    supported.
+    Files: tokenizer.json, vocab.json with merges.txt beside it, or tokenizer.model, sentencepiece's
+    or LLaMA-3's. The JSON files beside them say which tokens are special. Raises UserError for what
+    is missing, malformed or not supported.
     """
     if str(where) == "byte":
         return ByteTokenizer()
@@ -41,7 +50,8 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
 
 
 def tokenizer_files(where: str | Path) -> dict[str, bytes]:
-    """What is in the files of a tokenizer, by the names that they have in a model's directory; nothing for "byte"."""
+    """What is in the files of a tokenizer, by the names that they have in a model's directory;
+    nothing for "byte"."""
     if str(where) == "byte":
         return {}
     directory, files = _located(where)
@@ -49,7 +59,9 @@ def tokenizer_files(where: str | Path) -> dict[str, bytes]:
     if Path(where).is_file():
         ((_, data),) = contents.items()
         contents = {_usual_name(files[0], data): data}
-    return contents | {name: read_bytes(directory / name) for name in BESIDE if (directory / name).is_file()}
+    return contents | {
+        name: read_bytes(directory / name) for name in BESIDE if (directory / name).is_file()
+    }
 
 
 def _located(where: str | Path) -> tuple[Path, list[Path]]:
@@ -58,9 +70,12 @@ def _located(where: str | Path) -> tuple[Path, list[Path]]:
     if path.is_file():
         return path.parent, [path]
     if not path.is_dir():
-        raise UserError(f"unknown tokenizer {str(where)!r}: there is byte, or the directory or file of a tokenizer")
+        raise UserError(
+            f"unknown tokenizer {str(where)!r}: there is byte, or the directory or file of a tokenizer"
+        )
     if not any((path / name).is_file() for name in FILES):
-        from megazoo.checkpoint.format import NoCheckpoint, find_checkpoint  # with torch: only for checkpoints
+        # with torch: only for checkpoints
+        from megazoo.checkpoint.format import NoCheckpoint, find_checkpoint
 
         with suppress(NoCheckpoint):
             path = find_checkpoint(path)

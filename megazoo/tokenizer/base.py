@@ -1,4 +1,5 @@
-"""What all tokenizers share: special tokens around a text, batches, and decoding one token at a time."""
+"""What all tokenizers share: special tokens around a text, batches, and decoding one token at a
+time."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -22,13 +23,15 @@ class EncodedBatch(NamedTuple):
 
 
 class Stream:
-    """Decodes one token at a time; what `put` and `end` return, joined, is what `decode` makes of all the ids."""
+    """Decodes one token at a time; what `put` and `end` return, joined, is what `decode` makes of
+    all the ids."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]):
         self._bytes_of, self._decoder = bytes_of, codecs.getincrementaldecoder("utf-8")("replace")
 
     def put(self, token: int) -> str:
-        """The text that is certain now: the bytes of a character that is not whole yet wait for the next tokens."""
+        """The text that is certain now: the bytes of a character that is not whole yet wait for the
+        next tokens."""
         return self._decoder.decode(self._bytes_of(int(token)))
 
     def end(self) -> str:
@@ -39,8 +42,9 @@ class Stream:
 class Tokenizer:
     """Text to token ids and back.
 
-    source: what `open_tokenizer` opened. vocab_size: every id is below it. bos_token_id, eos_token_id, pad_token_id:
-    None if the files name none. A subclass sets them and has `_encode` and `_reader`.
+    source: what `open_tokenizer` opened. vocab_size: every id is below it. bos_token_id,
+    eos_token_id, pad_token_id: None if the files name none. A subclass sets them and has `_encode`
+    and `_reader`.
     """
 
     source: str = "byte"
@@ -53,17 +57,22 @@ class Tokenizer:
 
     @property
     def eod(self) -> int:
-        """The id that ends a document: that of eos, or else of bos or of the padding; UserError if there is none."""
+        """The id that ends a document: that of eos, or else of bos or of the padding; UserError if
+        there is none."""
         for token in (self.eos_token_id, self.bos_token_id, self.pad_token_id):
             if token is not None:
                 return token
-        raise UserError("the tokenizer has no token that could end a document: its files name no eos_token")
+        raise UserError(
+            "the tokenizer has no token that could end a document: its files name no eos_token"
+        )
 
-    def encode(self, text: str | bytes, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str | bytes, *, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[int]:
         """The ids of a text (bytes: of UTF-8), with bos and eos around it where the files say so.
 
-        parse_special: whether the text of a special token, such as <|endoftext|>, means that token. Raises UserError
-        for what is no Unicode, such as lone surrogates.
+        parse_special: whether the text of a special token, such as <|endoftext|>, means that token.
+        Raises UserError for what is no Unicode, such as lone surrogates.
         """
         ids = self.encode_to_numpy(text, parse_special=parse_special).tolist()
         return [*self.before, *ids, *self.after] if add_special_tokens else ids
@@ -81,9 +90,11 @@ class Tokenizer:
         truncation_side: Side = "right",
         add_special_tokens: bool = True,
     ) -> EncodedBatch:
-        """Encode texts and pad them to the longest, with eos if there is no padding token: the mask hides it.
+        """Encode texts and pad them to the longest, with eos if there is no padding token: the mask
+        hides it.
 
-        max_length: cuts the texts, on truncation_side, to so many tokens; the special tokens around them are kept.
+        max_length: cuts the texts, on truncation_side, to so many tokens; the special tokens around
+        them are kept.
         """
         import torch  # which a process that only tokenizes does without
 
@@ -99,18 +110,28 @@ class Tokenizer:
                 raise UserError(
                     f"max_length {max_length} has no room for the {len(before) + len(after)} special tokens"
                 )
-            rows = [row[:room] if truncation_side == "right" else row[max(0, len(row) - room) :] for row in rows]
+            rows = [
+                row[:room] if truncation_side == "right" else row[max(0, len(row) - room) :]
+                for row in rows
+            ]
         rows = [torch.tensor([*before, *row, *after], dtype=torch.int64) for row in rows]
         ids = torch.full((len(rows), max(map(len, rows), default=0)), pad)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(rows):
-            where = slice(len(tokens)) if padding_side == "right" else slice(ids.shape[1] - len(tokens), None)
+            where = (
+                slice(len(tokens))
+                if padding_side == "right"
+                else slice(ids.shape[1] - len(tokens), None)
+            )
             ids[row, where], mask[row, where] = tokens, 1
         return EncodedBatch(ids, mask)
 
     def decode(self, ids, *, skip_special_tokens: bool = False) -> str:
-        """The text of ids. Broken UTF-8 is replaced (U+FFFD); ids that no token has are left out."""
-        return b"".join(map(self._reader(skip_special_tokens), map(int, ids))).decode(errors="replace")
+        """The text of ids. Broken UTF-8 is replaced (U+FFFD); ids that no token has are left out.
+        """
+        return b"".join(map(self._reader(skip_special_tokens), map(int, ids))).decode(
+            errors="replace"
+        )
 
     def stream(self, *, skip_special_tokens: bool = False) -> Stream:
         """Decode one token at a time. For the text after a prompt, put the prompt's ids first."""
@@ -132,8 +153,12 @@ def as_text(text: str | bytes) -> str:
             return text.decode()
         text.encode()
     except UnicodeDecodeError as error:
-        raise UserError(f"the text is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from error
+        raise UserError(
+            f"the text is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
+        ) from error
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
-        raise UserError(f"the text is not Unicode: lone surrogate U+{code:04X} at character {error.start}") from error
+        raise UserError(
+            f"the text is not Unicode: lone surrogate U+{code:04X} at character {error.start}"
+        ) from error
     return text

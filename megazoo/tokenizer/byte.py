@@ -8,7 +8,8 @@ from megazoo.tokenizer.base import Tokenizer, as_text
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are bytes, 256 ends a document. It takes any bytes, UTF-8 or not; decoding leaves 256 out."""
+    """Ids 0 to 255 are bytes, 256 ends a document. It takes any bytes, UTF-8 or not; decoding
+    leaves 256 out."""
 
     vocab_size = 257
     eos_token_id = 256

@@ -25,7 +25,8 @@ def special_tokens(first: int) -> list[AddedToken]:
 
 
 def from_ranks(path: Path, data: bytes, settings: Settings) -> ByteLevelBPE:
-    """The tokenizer of a file of ranks, whose content is `data`; the ranks are the ids. bos goes before a text."""
+    """The tokenizer of a file of ranks, whose content is `data`; the ranks are the ids. bos goes
+    before a text."""
     tokens = {}
     with malformed(path):
         for line in data.splitlines():

@@ -1,4 +1,5 @@
-"""What the JSON files beside a tokenizer say: which tokens are special, and which go around a text."""
+"""What the JSON files beside a tokenizer say: which tokens are special, and which go around a text.
+"""
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -22,10 +23,12 @@ USUAL = {
 
 @dataclass
 class Settings:
-    """tokenizer_config.json, special_tokens_map.json, added_tokens.json, and the ids of config.json.
+    """tokenizer_config.json, special_tokens_map.json, added_tokens.json, and the ids of
+    config.json.
 
-    names: the content of the bos, eos, pad and unk tokens, None where a file says that there is none. ids: likewise, if
-    nothing else is known. special: the contents of further special tokens. added: tokens with their ids.
+    names: the content of the bos, eos, pad and unk tokens, None where a file says that there is
+    none. ids: likewise, if nothing else is known. special: the contents of further special tokens.
+    added: tokens with their ids.
     """
 
     directory: Path
@@ -36,14 +39,22 @@ class Settings:
     added: list[AddedToken] = field(default_factory=list)
 
     def refuse(self, key: str, *supported) -> None:
-        """Raise UserError if tokenizer_config.json has another value than these (or null) for a key."""
+        """Raise UserError if tokenizer_config.json has another value than these (or null) for a
+        key."""
         value = self.config.get(key)
         if value is not None and value not in supported:
-            raise UserError(f"{self.directory / 'tokenizer_config.json'}: {key} {value!r} is not supported")
+            raise UserError(
+                f"{self.directory / 'tokenizer_config.json'}: {key} {value!r} is not supported"
+            )
 
-    def all_added(self, found: Iterable[AddedToken], id_of: Callable[[str], int | None]) -> list[AddedToken]:
-        """The tokens found in a vocabulary's file, those that other files add, and those that they call special."""
-        tokens = {token.content: token for token in self.added} | {token.content: token for token in found}
+    def all_added(
+        self, found: Iterable[AddedToken], id_of: Callable[[str], int | None]
+    ) -> list[AddedToken]:
+        """The tokens found in a vocabulary's file, those that other files add, and those that they
+        call special."""
+        tokens = {token.content: token for token in self.added} | {
+            token.content: token for token in found
+        }
         for name in [*self.names.values(), *self.special]:
             if name and name not in tokens and id_of(name) is not None:
                 tokens[name] = AddedToken(name, id_of(name))
@@ -59,11 +70,16 @@ class Settings:
     ) -> Tokenizer:
         """Set the ids of the special tokens, and which of them go around a text.
 
-        id_of: the id of a token's content. own: ids by role that the vocabulary itself names. add_bos: whether bos goes
-        before a text if no file says. template: the ids around a text, of a tokenizer.json: then nothing else counts.
+        id_of: the id of a token's content. own: ids by role that the vocabulary itself names.
+        add_bos: whether bos goes before a text if no file says. template: the ids around a text, of
+        a tokenizer.json: then nothing else counts.
         """
         for role in ROLES:
-            setattr(tokenizer, f"{role}_token_id", self._id(role, id_of, own or {}, tokenizer.vocab_size))
+            setattr(
+                tokenizer,
+                f"{role}_token_id",
+                self._id(role, id_of, own or {}, tokenizer.vocab_size),
+            )
         if template is None:
             add = {"add_bos_token": add_bos, "add_eos_token": False}
             add |= {key: self.config[key] for key in add if self.config.get(key) is not None}
@@ -72,19 +88,24 @@ class Settings:
         tokenizer.before, tokenizer.after = map(tuple, template)
         return tokenizer
 
-    def _id(self, role: str, id_of: Callable[[str], int | None], own: dict[str, int], vocab_size: int) -> int | None:
+    def _id(
+        self, role: str, id_of: Callable[[str], int | None], own: dict[str, int], vocab_size: int
+    ) -> int | None:
         if role in self.names:
             name = self.names[role]
             if name is not None and id_of(name) is None:
                 raise UserError(f"{self.directory}: {role}_token {name!r} is not in the vocabulary")
             return None if name is None else id_of(name)
         usual = (id_of(name) for name in USUAL[role])
-        known = [token for token in (own.get(role), *usual, self.ids.get(role)) if token is not None]
+        known = [
+            token for token in (own.get(role), *usual, self.ids.get(role)) if token is not None
+        ]
         return known[0] if known and known[0] < vocab_size else None
 
 
 def read_settings(directory: Path) -> Settings:
-    """The settings of a tokenizer's directory; the files may be missing. Raises UserError for a malformed one."""
+    """The settings of a tokenizer's directory; the files may be missing. Raises UserError for a
+    malformed one."""
     settings = Settings(directory)
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         entries = _json_beside(directory / name)
@@ -97,8 +118,16 @@ def read_settings(directory: Path) -> Settings:
                 settings.names[role] = content
         for key in ("additional_special_tokens", "extra_special_tokens"):
             extra = entries.get(key) or []
-            extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
-            contents = (token.get("content") if isinstance(token, dict) else token for token in extra)
+            extra = (
+                extra.values()
+                if isinstance(extra, dict)
+                else extra
+                if isinstance(extra, list)
+                else []
+            )
+            contents = (
+                token.get("content") if isinstance(token, dict) else token for token in extra
+            )
             settings.special += [content for content in contents if isinstance(content, str)]
         settings.config = entries
     path = directory / "tokenizer_config.json"
@@ -109,7 +138,9 @@ def read_settings(directory: Path) -> Settings:
     with malformed(path):
         for content, token_id in _json_beside(path).items():
             special = content in settings.special or content in settings.names.values()
-            settings.added.append(AddedToken.from_json({"content": content, "special": special}, token_id))
+            settings.added.append(
+                AddedToken.from_json({"content": content, "special": special}, token_id)
+            )
     for name in ("config.json", "generation_config.json"):
         entries = _json_beside(directory / name)
         for role in ROLES:
@@ -127,7 +158,8 @@ def _json_beside(path: Path) -> dict:
 
 @contextmanager
 def malformed(path: Path):
-    """Inside, whatever a wrong type or a missing key raises becomes a UserError that names the file."""
+    """Inside, whatever a wrong type or a missing key raises becomes a UserError that names the
+    file."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,5 @@
-"""A rank of gpt2-xl: making it against filling its bytes, loading it against reading them; and what starting takes."""
+"""A rank of gpt2-xl: making it against filling its bytes, loading it against reading them; and what
+starting takes."""
 
 import sys
 import tempfile
@@ -12,13 +13,18 @@ PRESET, TP, PP = "gpt2-xl", 2, 4
 
 
 def cases(setup: Setup) -> Iterator[Result]:
-    yield Result(f"build a rank of {PRESET} at tp 2 x pp 4, against torch.randn", *alone(building, setup.pairs))
+    yield Result(
+        f"build a rank of {PRESET} at tp 2 x pp 4, against torch.randn",
+        *alone(building, setup.pairs),
+    )
     with tempfile.TemporaryDirectory(dir=setup.directory, prefix="megazoo-benchmark-") as directory:
         found = alone(loading, Path(directory), setup.pairs)
         yield Result("load it from a checkpoint, against reading the file", *found)
     python, nothing = sys.executable, Path("/nonexistent")
     bare = Side([[python, "-c", "import torch"]], nothing)
-    package = Side([[python, "-c", "import torch, megazoo, megazoo.models, megazoo.optim"]], nothing)
+    package = Side(
+        [[python, "-c", "import torch, megazoo, megazoo.models, megazoo.optim"]], nothing
+    )
     yield in_turn("import megazoo, against import torch", setup.pairs, package, bare)
     program = Side([[python, TOOLS.parent / "pretrain_gpt.py", "--help"]], nothing)
     yield in_turn("pretrain_gpt.py --help, against import torch", setup.pairs, program, bare)
@@ -33,8 +39,12 @@ def context():
 def building(pairs: int) -> list[list[float]]:
     import megazoo
 
-    count = sum(parameter.numel() for parameter in megazoo.from_config(PRESET, context()).parameters())
-    return seconds_in_turn([lambda: megazoo.from_config(PRESET, context()), lambda: torch.randn(count)], pairs)
+    count = sum(
+        parameter.numel() for parameter in megazoo.from_config(PRESET, context()).parameters()
+    )
+    return seconds_in_turn(
+        [lambda: megazoo.from_config(PRESET, context()), lambda: torch.randn(count)], pairs
+    )
 
 
 def loading(directory: Path, pairs: int) -> list[list[float]]:
@@ -52,4 +62,6 @@ def loading(directory: Path, pairs: int) -> list[list[float]]:
         with open(file, "rb") as source:
             source.readinto(bytearray(size))
 
-    return seconds_in_turn([lambda: load_weights(open_source(directory / "saved"), model), read], pairs)
+    return seconds_in_turn(
+        [lambda: load_weights(open_source(directory / "saved"), model), read], pairs
+    )

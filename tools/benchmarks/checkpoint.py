@@ -1,5 +1,5 @@
-"""Hugging Face to shards of tp 2 x pp 2, checksums included, against copying the bytes, against transformers, and of a
-large model against a small one."""
+"""Hugging Face to shards of tp 2 x pp 2, checksums included, against copying the bytes, against
+transformers, and of a large model against a small one."""
 
 import shutil
 import sys
@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import TOOLS, Result, Setup, Side, alone, in_turn, proportional, seconds_in_turn
+from benchmarks.common import (
+    TOOLS,
+    Result,
+    Setup,
+    Side,
+    alone,
+    in_turn,
+    proportional,
+    seconds_in_turn,
+)
 
 RESAVE = """
 import sys
@@ -26,7 +35,12 @@ def cases(setup: Setup) -> Iterator[Result]:
         convert = [sys.executable, TOOLS / "convert_hf.py", hf, shards, "--tp", 2, "--pp", 2]
         copy, saved = directory / "copy", directory / "saved"
         ours, sync = Side([convert, ["sync"]], shards), ["sync"]
-        yield in_turn("convert_hf, against cp -r", setup.pairs, ours, Side([["cp", "-r", hf, copy], sync], copy))
+        yield in_turn(
+            "convert_hf, against cp -r",
+            setup.pairs,
+            ours,
+            Side([["cp", "-r", hf, copy], sync], copy),
+        )
         shutil.rmtree(copy)
         resave = [sys.executable, "-c", RESAVE, hf, saved]
         name = "convert_hf, against transformers' from_pretrained and save_pretrained"
@@ -41,11 +55,25 @@ def growth(setup: Setup) -> Result:
             hf, shards = Path(name) / f"hf-{gigabytes}", Path(name) / f"shards-{gigabytes}"
             alone(make_llama, hf, gigabytes)
             sizes.append(sum(file.stat().st_size for file in hf.iterdir()) / 1e9)
-            command = [sys.executable, TOOLS / "convert_hf.py", hf, shards, "--tp", 2, "--pp", 2, "--overwrite"]
+            command = [
+                sys.executable,
+                TOOLS / "convert_hf.py",
+                hf,
+                shards,
+                "--tp",
+                2,
+                "--pp",
+                2,
+                "--overwrite",
+            ]
             converts.append(partial(proportional, command, "Pss_Anon"))
         seconds, peaks = seconds_in_turn(converts, setup.pairs), [convert() for convert in converts]
-        ours, reference = ([each / size for each in side] for side, size in zip(seconds, sizes, strict=True))
-        what = f"convert_hf, a GB of {sizes[0]:.1f}, against a GB of {sizes[1]:.1f}; anonymous memory"
+        ours, reference = (
+            [each / size for each in side] for side, size in zip(seconds, sizes, strict=True)
+        )
+        what = (
+            f"convert_hf, a GB of {sizes[0]:.1f}, against a GB of {sizes[1]:.1f}; anonymous memory"
+        )
         return Result(what, ours, reference, tuple(peaks), "s")
 
 
@@ -54,5 +82,12 @@ def make_llama(directory: Path, gigabytes: float) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers = round((gigabytes * 1e9 - 2 * 4 * 32000 * 2048) / (4 * (4 * 2048**2 + 3 * 2048 * 5504)))
-    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=max(1, layers))).save_pretrained(directory)
+    sizes = {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_attention_heads": 16,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=max(1, layers))).save_pretrained(
+        directory
+    )

@@ -25,8 +25,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 class Result(NamedTuple):
-    """One comparison: what each run took or reached, ours and the reference's, in `unit`. memory: the peaks of both in
-    bytes, where they are measured."""
+    """One comparison: what each run took or reached, ours and the reference's, in `unit`. memory:
+    the peaks of both in bytes, where they are measured."""
 
     name: str
     ours: list[float]
@@ -40,14 +40,21 @@ class Result(NamedTuple):
 
     def row(self) -> str:
         ratios = f"{statistics.median(self.ratios):.2f} ({min(self.ratios):.2f} to {max(self.ratios):.2f})"
-        sides = (f"{statistics.median(side):,.3g} {self.unit}" for side in (self.ours, self.reference))
-        memory = (f"{peak / 1e6:,.0f} MB" if peak else "" for peak in self.memory) if self.memory else "  "
+        sides = (
+            f"{statistics.median(side):,.3g} {self.unit}" for side in (self.ours, self.reference)
+        )
+        memory = (
+            (f"{peak / 1e6:,.0f} MB" if peak else "" for peak in self.memory)
+            if self.memory
+            else "  "
+        )
         return f"| {self.name} | {' | '.join(sides)} | {ratios} | {' | '.join(memory)} |"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How to measure. pairs: runs of each side, in turn. gigabytes: of checkpoints. directory: for files."""
+    """How to measure. pairs: runs of each side, in turn. gigabytes: of checkpoints. directory: for
+    files."""
 
     pairs: int
     gigabytes: float
@@ -80,8 +87,8 @@ def seconds_in_turn(sides: list[Callable[[], object]], pairs: int) -> list[list[
 
 
 class Job(NamedTuple):
-    """What is timed: steps of processes that are ranks of one world. make(*arguments), called on each, returns a
-    function that does one."""
+    """What is timed: steps of processes that are ranks of one world. make(*arguments), called on
+    each, returns a function that does one."""
 
     ranks: int
     make: Callable[..., Callable[[], object]]
@@ -89,12 +96,15 @@ class Job(NamedTuple):
 
 
 def jobs_in_turn(jobs: list[Job], pairs: int) -> list[tuple[list[float], int]]:
-    """Of each job, which has processes of its own, as it would be used: the seconds of its steps, A B A B ..., after
-    one of each that does not count, and the most resident memory of rank 0 above that before `make`, or on its CUDA
-    device."""
+    """Of each job, which has processes of its own, as it would be used: the seconds of its steps, A
+    B A B ..., after one of each that does not count, and the most resident memory of rank 0 above
+    that before `make`, or on its CUDA device."""
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(jobs)) as threads:
         turns = (os.path.join(directory, "turns"), len(jobs), pairs + 1)
-        running = [threads.submit(on_ranks, _steps, job.ranks, job, side, *turns) for side, job in enumerate(jobs)]
+        running = [
+            threads.submit(on_ranks, _steps, job.ranks, job, side, *turns)
+            for side, job in enumerate(jobs)
+        ]
         return [each.result()[0] for each in running]
 
 
@@ -126,7 +136,8 @@ def resident(name: str) -> int:
 
 
 class Side(NamedTuple):
-    """What is timed: commands, one after the other. output: what they write; it is removed before."""
+    """What is timed: commands, one after the other. output: what they write; it is removed before.
+    """
 
     commands: list[list]
     output: Path
@@ -160,11 +171,14 @@ def process(command: list) -> int:
 
 
 def proportional(command: list, kind: str = "Pss") -> int:
-    """Run a command to its end; returns the peak of its processes' memory together, bytes: the sum of their PSS.
+    """Run a command to its end; returns the peak of its processes' memory together, bytes: the sum
+    of their PSS.
 
     kind: "Pss_Anon" leaves out the pages of files, which the system may take back.
     """
-    child = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     peak = 0
     while child.poll() is None:
         peak = max(peak, sum(pss(pid, kind) for pid in family(child.pid)))
@@ -178,7 +192,9 @@ def family(pid: int) -> list[int]:
     """A process and those that came of it."""
     try:
         children = [
-            int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()
+            int(word)
+            for file in Path(f"/proc/{pid}/task").glob("*/children")
+            for word in file.read_text().split()
         ]
     except OSError:  # it has just ended
         return []

@@ -1,4 +1,5 @@
-"""Text to token files against tiktoken alone, and opening and reading such files against reading their bytes."""
+"""Text to token files against tiktoken alone, and opening and reading such files against reading
+their bytes."""
 
 import json
 import random
@@ -16,7 +17,8 @@ from benchmarks.common import CORES, TOOLS, Result, Setup, alone, proportional
 
 
 class Opened(NamedTuple):
-    """Seconds of each run: opening and the first batch; 200 batches; copying as many tokens. And bytes of opening."""
+    """Seconds of each run: opening and the first batch; 200 batches; copying as many tokens. And
+    bytes of opening."""
 
     opened: list[float]
     made: list[float]
@@ -30,7 +32,14 @@ def cases(setup: Setup) -> Iterator[Result]:
         directory = Path(name)
         alone(make_corpus, directory, documents, 32_000)
         corpus, prefix = directory / "corpus.jsonl", directory / "out" / "a"
-        tool = [sys.executable, TOOLS / "preprocess_data.py", "--input", corpus, "--output-prefix", prefix]
+        tool = [
+            sys.executable,
+            TOOLS / "preprocess_data.py",
+            "--input",
+            corpus,
+            "--output-prefix",
+            prefix,
+        ]
         tool += ["--tokenizer", directory, "--workers", CORES, "--append-eod"]
         ours, reference, peaks = [], [], []
         for _ in range(setup.pairs + 1):
@@ -41,25 +50,38 @@ def cases(setup: Setup) -> Iterator[Result]:
             reference.append(alone(seconds_of_tiktoken, directory, corpus))
         what = f"preprocess_data, {documents:,} documents, start to end, against tiktoken's encode_batch alone"
         yield Result(what, ours[1:], reference[1:], (max(peaks), 0))
-        few, many = (alone(seconds_of_opening, directory / "b", 10**6 * tokens, setup.pairs) for tokens in (10, 1000))
+        few, many = (
+            alone(seconds_of_opening, directory / "b", 10**6 * tokens, setup.pairs)
+            for tokens in (10, 1000)
+        )
         what = "open 1,000 million tokens and make a batch, against 10 million"
         yield Result(what, many.opened, few.opened, (many.resident, few.resident))
-        yield Result("200 batches of 16 x 1,025 of them, against copying the tokens", many.made, many.copied)
+        yield Result(
+            "200 batches of 16 x 1,025 of them, against copying the tokens", many.made, many.copied
+        )
 
 
 def make_corpus(directory: Path, count: int, tokens: int) -> None:
-    """corpus.jsonl, so many documents cut from the text of Python's library, and tokenizer.json, a BPE of it."""
+    """corpus.jsonl, so many documents cut from the text of Python's library, and tokenizer.json, a
+    BPE of it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from megazoo.data.corpus import standard_library
 
     text = "".join(document.decode(errors="ignore") for document in standard_library())
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=tokens, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
     )
-    bpe.train_from_iterator([text[start : start + 10_000] for start in range(0, len(text), 10_000)], trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=tokens,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(
+        [text[start : start + 10_000] for start in range(0, len(text), 10_000)], trainer
+    )
     bpe.save(str(directory / "tokenizer.json"))
     generator = random.Random(0)
     with open(directory / "corpus.jsonl", "w") as file:
@@ -88,14 +110,18 @@ def seconds_of_opening(prefix: Path, tokens: int, pairs: int) -> Opened:
     lengths = np.random.default_rng(0).multinomial(tokens, np.full(tokens // 500, 500 / tokens))
     with open(f"{prefix}.bin", "wb") as file:
         for start in range(0, tokens, 1 << 20):
-            numbers = np.random.default_rng(start).integers(0, 50000, min(1 << 20, tokens - start), dtype=np.uint16)
+            numbers = np.random.default_rng(start).integers(
+                0, 50000, min(1 << 20, tokens - start), dtype=np.uint16
+            )
             numbers.tofile(file)
     write_index(f"{prefix}.idx", lengths, np.dtype(np.uint16))
     opened, made, copied, resident = [], [], [], []
     for pair in range(pairs + 1):
         before, began = anonymous(), time.perf_counter()
         sources = check_data([str(prefix)], "99,1")
-        blend = open_datasets(sources, ByteTokenizer(), seq_length=1024, vocab_size=50257, seed=pair).training
+        blend = open_datasets(
+            sources, ByteTokenizer(), seq_length=1024, vocab_size=50257, seed=pair
+        ).training
         batches = Batches(blend, 16, ParallelContext())
         batches(0)
         opened.append(time.perf_counter() - began)

@@ -1,5 +1,5 @@
-"""On a CUDA device: training under torch.compile, against its bf16 peak and transformers; generation, against its
-bandwidth."""
+"""On a CUDA device: training under torch.compile, against its bf16 peak and transformers;
+generation, against its bandwidth."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,16 +19,31 @@ def cases(setup: Setup) -> Iterator[Result]:
         raise UserError("the case gpu needs a CUDA device; this machine has none")
     for preset in PRESETS:
         for length, rows in LENGTHS.items():
-            what, size = f"train {preset} in bf16, compiled, {rows} x {length:,} tokens", (preset, length, rows)
-            ours, theirs = jobs_in_turn([Job(1, our_step, size), Job(1, their_step, size)], setup.pairs)
+            what, size = (
+                f"train {preset} in bf16, compiled, {rows} x {length:,} tokens",
+                (preset, length, rows),
+            )
+            ours, theirs = jobs_in_turn(
+                [Job(1, our_step, size), Job(1, their_step, size)], setup.pairs
+            )
             rates = ([rows * length / each for each in side] for side, _ in (ours, theirs))
             yield Result(f"{what}, against transformers", *rates, (ours[1], theirs[1]), "tokens/s")
-            yield Result(f"{what}, against the device's peak", *alone(of_the_peak, *size, setup.pairs), (), "TFLOP/s")
+            yield Result(
+                f"{what}, against the device's peak",
+                *alone(of_the_peak, *size, setup.pairs),
+                (),
+                "TFLOP/s",
+            )
             parts, steps = alone(parts_of_a_step, *size, setup.pairs)
             for part, seconds in parts.items():
                 yield Result(f"{what}: {part}, of the step", seconds, steps)
         found = alone(generating, preset, setup.pairs)
-        yield Result(f"generate, {preset} in bf16, batch 1, against moving its weights' bytes", *found, (), "tokens/s")
+        yield Result(
+            f"generate, {preset} in bf16, batch 1, against moving its weights' bytes",
+            *found,
+            (),
+            "tokens/s",
+        )
 
 
 def model_of(preset: str, length: int, device: str):
@@ -38,8 +53,12 @@ def model_of(preset: str, length: int, device: str):
 
     rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
     config = find_config(preset)
-    config = replace(config, max_positions=length, **(rates if hasattr(config, "embedding_dropout") else {}))
-    return megazoo.from_config(config, megazoo.ParallelContext.from_torch(device=device), dtype=torch.bfloat16)
+    config = replace(
+        config, max_positions=length, **(rates if hasattr(config, "embedding_dropout") else {})
+    )
+    return megazoo.from_config(
+        config, megazoo.ParallelContext.from_torch(device=device), dtype=torch.bfloat16
+    )
 
 
 def our_step(preset: str, length: int, rows: int, device: str = "cuda") -> Callable[[], object]:
@@ -61,13 +80,19 @@ def our_step(preset: str, length: int, rows: int, device: str = "cuda") -> Calla
 
 
 def their_step(preset: str, length: int, rows: int, device: str = "cuda") -> Callable[[], object]:
-    """Likewise of transformers: fp32 weights under autocast, torch's flash attention, fused AdamW, torch.compile."""
+    """Likewise of transformers: fp32 weights under autocast, torch's flash attention, fused AdamW,
+    torch.compile."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**their_config(preset, length))
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    compiled, ids = torch.compile(model), torch.randint(0, config.vocab_size, (rows, length), device=device)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa"
+        ).train()
+    compiled, ids = (
+        torch.compile(model),
+        torch.randint(0, config.vocab_size, (rows, length), device=device),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
@@ -93,15 +118,20 @@ def their_config(preset: str, length: int) -> dict:
 
 
 def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[float]]:
-    """TFLOP/s of each step, by the FLOPs that MFU counts, and those that the maker tells of bf16 products."""
+    """TFLOP/s of each step, by the FLOPs that MFU counts, and those that the maker tells of bf16
+    products."""
     from megazoo.cli.metrics import peak_flops
     from megazoo.models.counts import flops_per_token
     from megazoo.models.registry import find_config
 
     peak = peak_flops(torch.device("cuda"))
     if peak is None:
-        raise UserError(f"no peak is known for {torch.cuda.get_device_name()}: see megazoo/metrics.py")
-    flops = flops_per_token(replace(find_config(preset), max_positions=length), length) * rows * length
+        raise UserError(
+            f"no peak is known for {torch.cuda.get_device_name()}: see megazoo/metrics.py"
+        )
+    flops = (
+        flops_per_token(replace(find_config(preset), max_positions=length), length) * rows * length
+    )
     (seconds,) = seconds_in_turn([our_step(preset, length, rows)], pairs)
     return [[flops / each / 1e12 for each in seconds], [peak / 1e12] * len(seconds)]
 
@@ -124,10 +154,15 @@ def parts_of_a_step(
 
 
 def generating(preset: str, pairs: int, device: str = "cuda") -> list[list[float]]:
-    """Tokens/s, and those of a device that moved nothing but each weight once a token, as fast as it copies."""
+    """Tokens/s, and those of a device that moved nothing but each weight once a token, as fast as
+    it copies."""
     model = model_of(preset, 1024, device).eval()
     ids = torch.randint(0, model.config.vocab_size, (1, 16), device=device)
-    half = torch.empty(sum(parameter.nbytes for parameter in model.parameters()) // 2, dtype=torch.uint8, device=device)
+    half = torch.empty(
+        sum(parameter.nbytes for parameter in model.parameters()) // 2,
+        dtype=torch.uint8,
+        device=device,
+    )
     copy = torch.empty_like(half)
 
     def generate():
@@ -139,7 +174,9 @@ def generating(preset: str, pairs: int, device: str = "cuda") -> list[list[float
             copy.copy_(half)
         synchronize(device)
 
-    return [[NEW_TOKENS / each for each in side] for side in seconds_in_turn([generate, move], pairs)]
+    return [
+        [NEW_TOKENS / each for each in side] for side in seconds_in_turn([generate, move], pairs)
+    ]
 
 
 def synchronize(device: str) -> None:

@@ -1,4 +1,5 @@
-"""Two ranks against one process of as many threads, on the same global batch; and against peers on such ranks."""
+"""Two ranks against one process of as many threads, on the same global batch; and against peers on
+such ranks."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +30,11 @@ def cases(setup: Setup) -> Iterator[Result]:
         if axis in PEERS:
             yield rates(f"{what}, against {PEERS[axis]}", found[::2], rows)
         else:
-            yield rates(f"{what} under zb-h1, against one process of as many threads", [found[2], found[1]], rows)
+            yield rates(
+                f"{what} under zb-h1, against one process of as many threads",
+                [found[2], found[1]],
+                rows,
+            )
 
 
 def peer(axis: str, directory: str) -> Callable[[], object]:

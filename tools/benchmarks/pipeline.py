@@ -1,5 +1,5 @@
-"""A pipeline of two stages: its steps against the schedule's own length, zb-h1 against 1F1B, and a small micro-batch
-against its compute."""
+"""A pipeline of two stages: its steps against the schedule's own length, zb-h1 against 1F1B, and a
+small micro-batch against its compute."""
 
 import time
 from collections.abc import Iterator
@@ -12,15 +12,22 @@ SIZES = {"vocab_size": 8192, "max_positions": 256, "hidden_size": 512, "heads": 
 
 def cases(setup: Setup) -> Iterator[Result]:
     steps, ideal = on_ranks(steps_and_ideal, 2, 8, setup.pairs)[0]
-    yield Result("pp 2, 1f1b, 8 micro-batches: a step, against the schedule with each stage's compute", steps, ideal)
+    yield Result(
+        "pp 2, 1f1b, 8 micro-batches: a step, against the schedule with each stage's compute",
+        steps,
+        ideal,
+    )
     ours, reference = on_ranks(steps_of_both, 2, 4, setup.pairs)[0]
     yield Result("pp 2, 4 micro-batches: a step of zb-h1, against 1f1b", ours, reference)
     ours, reference = on_ranks(of_a_micro_batch, 2, 32, setup.pairs)[0]
-    yield Result("pp 2, hidden 32: a micro-batch of 32, against its compute alone", ours, reference, (), "ms")
+    yield Result(
+        "pp 2, hidden 32: a micro-batch of 32, against its compute alone", ours, reference, (), "ms"
+    )
 
 
 def build():
-    """A GPT-2 of two stages that take as long as each other: the second has two layers less, and the head."""
+    """A GPT-2 of two stages that take as long as each other: the second has two layers less, and
+    the head."""
     import megazoo
     from megazoo.models.gpt2 import GPT2Config
 
@@ -47,7 +54,8 @@ def step_of(model, ids: torch.Tensor, schedule: str = "1f1b"):
 
 
 def steps_and_ideal(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Of each step its time, and what its table would take if each action took its rank's mean, and transfers none."""
+    """Of each step its time, and what its table would take if each action took its rank's mean, and
+    transfers none."""
     from megazoo.parallel.collectives import all_gather_objects
     from megazoo.parallel.schedule import one_f_one_b, timeline
 
@@ -58,7 +66,9 @@ def steps_and_ideal(microbatches: int, pairs: int) -> tuple[list[float], list[fl
         times = watch.times()
         ranks = all_gather_objects((watch.seconds, times["forward"], times["backward"]), model.ctx)
         cost = {("F", stage): forward / microbatches for stage, (_, forward, _) in enumerate(ranks)}
-        cost |= {("B", stage): backward / microbatches for stage, (_, _, backward) in enumerate(ranks)}
+        cost |= {
+            ("B", stage): backward / microbatches for stage, (_, _, backward) in enumerate(ranks)
+        }
         steps.append(max(seconds for seconds, _, _ in ranks))
         ideal.append(max(span.end for span in timeline(tables, cost).values()))
     return steps[1:], ideal[1:]
@@ -66,14 +76,17 @@ def steps_and_ideal(microbatches: int, pairs: int) -> tuple[list[float], list[fl
 
 def steps_of_both(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
     model = build()
-    runs = [[step(model, microbatches, schedule).seconds for schedule in ("zb-h1", "1f1b")] for _ in range(pairs + 1)]
+    runs = [
+        [step(model, microbatches, schedule).seconds for schedule in ("zb-h1", "1f1b")]
+        for _ in range(pairs + 1)
+    ]
     ours, reference = zip(*runs[1:], strict=True)
     return list(ours), list(reference)
 
 
 def of_a_micro_batch(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of a step, and of a plain loop of a stage's forwards and backwards, the slower stage's, with one
-    more for the bubble."""
+    """Milliseconds of a step, and of a plain loop of a stage's forwards and backwards, the slower
+    stage's, with one more for the bubble."""
     import megazoo
     from megazoo.engine.batch import Batch
     from megazoo.models.gpt2 import GPT2Config
@@ -81,7 +94,9 @@ def of_a_micro_batch(microbatches: int, pairs: int) -> tuple[list[float], list[f
 
     ctx = megazoo.ParallelContext.from_torch(1, 2, device="cpu")
     rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
-    config = GPT2Config(vocab_size=256, max_positions=32, hidden_size=32, layers=4, heads=4, **rates)
+    config = GPT2Config(
+        vocab_size=256, max_positions=32, hidden_size=32, layers=4, heads=4, **rates
+    )
     model = megazoo.from_config(config, ctx)
     ids = torch.randint(0, 256, (microbatches, 32))
     batches, (stage,) = model.micro_batches(Batch(ids, ids), microbatches), model.stages

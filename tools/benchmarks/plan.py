@@ -20,9 +20,15 @@ def milliseconds_a_rank(pairs: int) -> list[list[float]]:
     from megazoo.planning.plan import Planner
 
     def planning(pp: int, dp: int):
-        training = TrainingOptions(micro_batch_size=1, global_batch_size=1536, seq_length=2048, dtype="bfloat16")
-        return lambda: Planner(find_config(PRESET)).plan(ParallelOptions(tp=TP, pp=pp), training, dp)
+        training = TrainingOptions(
+            micro_batch_size=1, global_batch_size=1536, seq_length=2048, dtype="bfloat16"
+        )
+        return lambda: Planner(find_config(PRESET)).plan(
+            ParallelOptions(tp=TP, pp=pp), training, dp
+        )
 
     seconds = seconds_in_turn([planning(*LARGE), planning(*SMALL)], pairs)
     worlds = (TP * pp * dp for pp, dp in (LARGE, SMALL))
-    return [[1e3 * each / world for each in side] for side, world in zip(seconds, worlds, strict=True)]
+    return [
+        [1e3 * each / world for each in side] for side, world in zip(seconds, worlds, strict=True)
+    ]

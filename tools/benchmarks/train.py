@@ -1,4 +1,5 @@
-"""Training in one process, against transformers on the same weights and batch, and against bare matrix products."""
+"""Training in one process, against transformers on the same weights and batch, and against bare
+matrix products."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,17 +16,24 @@ def cases(setup: Setup) -> Iterator[Result]:
         with tempfile.TemporaryDirectory() as directory:
             alone(make, model, directory)
             for our_dtype, their_dtype in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
-                jobs = [Job(1, ours, (directory, our_dtype)), Job(1, theirs, (directory, their_dtype))]
+                jobs = [
+                    Job(1, ours, (directory, our_dtype)),
+                    Job(1, theirs, (directory, their_dtype)),
+                ]
                 name = f"train {model} in {our_dtype}, against transformers in {their_dtype}"
                 yield rates(name, jobs_in_turn(jobs, setup.pairs), ROWS)
             found = alone(rates_of_products, directory, setup.pairs)
-            yield Result(f"train {model} in fp32, against bare products of its sizes", *found, (), "GFLOP/s")
+            yield Result(
+                f"train {model} in fp32, against bare products of its sizes", *found, (), "GFLOP/s"
+            )
 
 
 def rates(name: str, found: list[tuple[list[float], int]], rows: int) -> Result:
     """In tokens/s, of the seconds and peaks of two jobs that train so many rows a step."""
     seconds, peaks = zip(*found, strict=True)
-    return Result(name, *([rows * SEQUENCE / each for each in side] for side in seconds), peaks, "tokens/s")
+    return Result(
+        name, *([rows * SEQUENCE / each for each in side] for side in seconds), peaks, "tokens/s"
+    )
 
 
 def make(model: str, directory: str) -> None:
@@ -61,7 +69,10 @@ def ours(
 
     ctx = megazoo.ParallelContext.from_torch(*layout, device="cpu")
     torch.set_num_threads(max(1, CORES // ctx.world_size))
-    model, ids = megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype]), batch(rows).chunk(ctx.dp_size)
+    model, ids = (
+        megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype]),
+        batch(rows).chunk(ctx.dp_size),
+    )
     optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
     mine = ids[ctx.dp_rank]
 
@@ -77,7 +88,10 @@ def theirs(directory: str, dtype: str) -> Callable[[], object]:
     import transformers
 
     torch.set_num_threads(CORES)
-    model, ids = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).train(), batch()
+    model, ids = (
+        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).train(),
+        batch(),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
@@ -90,7 +104,8 @@ def theirs(directory: str, dtype: str) -> Callable[[], object]:
 
 
 def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
-    """GFLOP/s of a step, by the FLOPs of its products, and of forward and backward of its layers' products alone."""
+    """GFLOP/s of a step, by the FLOPs of its products, and of forward and backward of its layers'
+    products alone."""
     import megazoo
     from megazoo.models.counts import flops_per_token
 
@@ -105,6 +120,12 @@ def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
             y @ weight
             y.t() @ x
 
-    amounts = flops_per_token(model.config, SEQUENCE) * tokens, 6 * tokens * sum(w.numel() for w in weights)
+    amounts = (
+        flops_per_token(model.config, SEQUENCE) * tokens,
+        6 * tokens * sum(w.numel() for w in weights),
+    )
     seconds = seconds_in_turn([step, products], pairs)
-    return [[1e-9 * amount / each for each in side] for side, amount in zip(seconds, amounts, strict=True)]
+    return [
+        [1e-9 * amount / each for each in side]
+        for side, amount in zip(seconds, amounts, strict=True)
+    ]

@@ -24,12 +24,15 @@ CLASSIFIER = "ForSequenceClassification"
 
 
 def head_to_hugging_face(config, language_model: str) -> dict[str, Any]:
-    """The fields that name the architecture: the language model's, or the classifier's with its labels."""
+    """The fields that name the architecture: the language model's, or the classifier's with its
+    labels."""
     if not config.num_labels:
         return {"architectures": [language_model]}
     labels = {str(label): f"LABEL_{label}" for label in range(config.num_labels)}
     return {
-        "architectures": [language_model.removesuffix("LMHeadModel").removesuffix("ForCausalLM") + CLASSIFIER],
+        "architectures": [
+            language_model.removesuffix("LMHeadModel").removesuffix("ForCausalLM") + CLASSIFIER
+        ],
         "id2label": labels,
         "label2id": {name: int(label) for label, name in labels.items()},
         "problem_type": config.problem_type,
@@ -40,19 +43,30 @@ def head_to_hugging_face(config, language_model: str) -> dict[str, Any]:
 class Fields:
     """The fields of a config, to be taken one by one.
 
-    values: what JSON gave; inside: how messages call a nested config ("attn_config."). A field that is null is absent.
+    values: what JSON gave; inside: how messages call a nested config ("attn_config."). A field that
+    is null is absent.
     """
 
     def __init__(self, values: dict, inside: str = ""):
-        self.values = {name: value for name, value in values.items() if value is not None and name[:1] != "_"}
+        self.values = {
+            name: value for name, value in values.items() if value is not None and name[:1] != "_"
+        }
         self.inside = inside
 
     def take(self, name: str, default: Any = None) -> Any:
         """The field's value, of the default's type; the default if it is absent."""
         value = self.values.pop(name, default)
-        right = isinstance(value, float | int) if isinstance(default, float) else isinstance(value, type(default))
-        if default is not None and (not right or (isinstance(value, bool) and not isinstance(default, bool))):
-            raise UserError(f"{self.inside}{name} is {value!r}, not of the type {type(default).__name__}")
+        right = (
+            isinstance(value, float | int)
+            if isinstance(default, float)
+            else isinstance(value, type(default))
+        )
+        if default is not None and (
+            not right or (isinstance(value, bool) and not isinstance(default, bool))
+        ):
+            raise UserError(
+                f"{self.inside}{name} is {value!r}, not of the type {type(default).__name__}"
+            )
         return value
 
     def nested(self, name: str) -> "Fields":
@@ -67,11 +81,13 @@ class Fields:
             raise UserError(f"{self.inside}{name} {value!r} is not supported: it must be {there}")
 
     def renamed(self, names: dict[str, str], defaults: type) -> dict[str, Any]:
-        """Our names and values of fields that mean the same. names: theirs to ours. defaults: the config's class."""
+        """Our names and values of fields that mean the same. names: theirs to ours. defaults: the
+        config's class."""
         return {ours: self.take(theirs, getattr(defaults, ours)) for theirs, ours in names.items()}
 
     def head(self) -> dict[str, Any]:
-        """What a classifier of sequences, which the architecture names, has in the config besides."""
+        """What a classifier of sequences, which the architecture names, has in the config besides.
+        """
         architectures = self.values.get("architectures") or [""]
         if not isinstance(architectures, list) or not str(architectures[0]).endswith(CLASSIFIER):
             return {}

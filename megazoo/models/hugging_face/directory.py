@@ -27,9 +27,9 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class HuggingFaceDirectory(ModelSource):
     """Reads boxes of global tensors from safetensors or .bin files, with or without an index.
 
-    path: the directory. config: our family's config; its head is tied only if the files' is. Nothing but tensors is
-    unpickled. Raises UserError for a model that is not supported, and for missing and unexpected tensors, with their
-    names.
+    path: the directory. config: our family's config; its head is tied only if the files' is.
+    Nothing but tensors is unpickled. Raises UserError for a model that is not supported, and for
+    missing and unexpected tensors, with their names.
     """
 
     def __init__(self, path: str | Path):
@@ -42,11 +42,17 @@ class HuggingFaceDirectory(ModelSource):
             theirs = self._sources[name]
             for part, rows in self._parts(name, spec):
                 shape = (rows, *spec.shape[1:])
-                self.files.check_shape(self._file_of[part], part, shape[::-1] if theirs.transposed else shape)
+                self.files.check_shape(
+                    self._file_of[part], part, shape[::-1] if theirs.transposed else shape
+                )
 
     @cached_property
     def companions(self) -> dict[str, bytes]:
-        found = {name: (self.path / name).read_bytes() for name in COMPANIONS if (self.path / name).is_file()}
+        found = {
+            name: (self.path / name).read_bytes()
+            for name in COMPANIONS
+            if (self.path / name).is_file()
+        }
         return ({GENERATION: json_bytes(self.generation)} if self.generation else {}) | found
 
     @property
@@ -67,15 +73,20 @@ class HuggingFaceDirectory(ModelSource):
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file of weights."""
-        return {name: (self.path / name).stat().st_size for name in sorted(set(self._file_of.values()))}
+        return {
+            name: (self.path / name).stat().st_size for name in sorted(set(self._file_of.values()))
+        }
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Read every file; raise UserError naming the first that can't be. There are no checksums to compare."""
+        """Read every file; raise UserError naming the first that can't be. There are no checksums
+        to compare."""
         for name in self.file_sizes():
             for piece in pieces_of_file(self.path / name):
                 progress(len(piece))
 
-    def read_pieces(self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]) -> None:
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
         transposed, first = self._sources[name].transposed, 0
         for theirs, rows in self._parts(name, spec):
             there: Box = ((first, first + rows), *((0, size) for size in spec.shape[1:]))
@@ -91,7 +102,9 @@ class HuggingFaceDirectory(ModelSource):
     def _parts(self, name: str, spec: ParameterSpec) -> list[tuple[str, int]]:
         """Their tensors that are one of ours, and how many of its rows each has."""
         names = self._sources[name].names
-        return list(zip(names, spec.shard.parts if len(names) > 1 else (spec.shape[0],), strict=True))
+        return list(
+            zip(names, spec.shard.parts if len(names) > 1 else (spec.shape[0],), strict=True)
+        )
 
     def _locate(self) -> dict[str, str]:
         """The file of each tensor."""
@@ -101,26 +114,37 @@ class HuggingFaceDirectory(ModelSource):
                 return dict.fromkeys(self.files.names(file), file)
             if index.is_file():
                 return self._of_index(index)
-        raise UserError(f"{self.path} has no weights: there is none of {', '.join(WEIGHTS)}, nor an index of one")
+        raise UserError(
+            f"{self.path} has no weights: there is none of {', '.join(WEIGHTS)}, nor an index of one"
+        )
 
     def _of_index(self, index: Path) -> dict[str, str]:
         try:
-            files = {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+            files = {
+                str(name): str(file)
+                for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{index} can't be read: {error!r}") from error
         for file in sorted(set(files.values())):
             if Path(file).name != file:
                 raise UserError(f"{index} names a file outside its directory: {file}")
-            missing = {name for name, where in files.items() if where == file} - self.files.names(file)
+            missing = {name for name, where in files.items() if where == file} - self.files.names(
+                file
+            )
             if missing:
-                raise UserError(f"{self.path / file} lacks {_some(missing)}, which the index places there")
+                raise UserError(
+                    f"{self.path / file} lacks {_some(missing)}, which the index places there"
+                )
         return files
 
     def _match(self) -> dict[str, Theirs]:
         """Where each tensor of ours is; refuses what is missing or left over."""
         model, names = self.model, set(self._file_of)
         if self.config.layers > len(names):
-            raise UserError(f"{self.path} has {len(names)} tensors, but its {CONFIG} says {self.config.layers} layers")
+            raise UserError(
+                f"{self.path} has {len(names)} tensors, but its {CONFIG} says {self.config.layers} layers"
+            )
         prefix = model.HUGGING_FACE_PREFIX
         bare = not any(name.startswith(prefix) for name in names)  # a backbone is saved without it
 
@@ -142,7 +166,9 @@ class HuggingFaceDirectory(ModelSource):
             sources["embedding.weight"] = Theirs(HEAD)
         wanted = {name for theirs in sources.values() for name in theirs.names}
         known = wanted | ({HEAD} if tied else set())
-        extra = {name for name in names - known if not re.fullmatch(model.HUGGING_FACE_LEGACY, name)}
+        extra = {
+            name for name in names - known if not re.fullmatch(model.HUGGING_FACE_LEGACY, name)
+        }
         problems = [("lacks", wanted - names), ("has the unexpected", extra)]
         if any(tensors for _, tensors in problems):
             what = " and ".join(f"{verb} {_some(tensors)}" for verb, tensors in problems if tensors)
@@ -160,7 +186,8 @@ class HuggingFaceDirectory(ModelSource):
 
 
 def their_names(model: type, name: str) -> Theirs:
-    """Hugging Face's name, or names, of a global tensor of ours, by the table in the model's file."""
+    """Hugging Face's name, or names, of a global tensor of ours, by the table in the model's file.
+    """
     layer = re.search(r"(?<=layers\.)\d+", name)
     module, _, kind = name.rpartition(".")
     pattern = module.replace(f"layers.{layer[0]}.", "layers.{}.") if layer else module

@@ -35,10 +35,15 @@ def write_hugging_face(
 ) -> None:
     """Write a complete Hugging Face model directory.
 
-    dtype: as stored, by default. max_shard_size: the largest file, in bytes or as "5GB". save_config: config.json, too.
+    dtype: as stored, by default. max_shard_size: the largest file, in bytes or as "5GB".
+    save_config: config.json, too.
     UserError if transformers' model can't represent the config, with the field that it lacks.
     """
-    family, limit, values = source.model, parse_size(max_shard_size), hugging_face_config(source.config)
+    family, limit, values = (
+        source.model,
+        parse_size(max_shard_size),
+        hugging_face_config(source.config),
+    )
     check_replaceable(directory, overwrite)
 
     def part(name: str, spec: ParameterSpec, first: int, count: int, transposed: bool) -> Lazy:
@@ -75,7 +80,9 @@ def write_hugging_face(
         count = len(files)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         names = names if count > 1 else ["model.safetensors"]
-        in_threads(lambda index: write_safetensors(staging / names[index], files[index]), range(count))
+        in_threads(
+            lambda index: write_safetensors(staging / names[index], files[index]), range(count)
+        )
         if len(files) > 1:
             totals = {
                 "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
@@ -87,9 +94,12 @@ def write_hugging_face(
 
 
 def hugging_face_config(config) -> dict:
-    """What config.json says of a config of ours. UserError if transformers' model can't represent it."""
+    """What config.json says of a config of ours. UserError if transformers' model can't represent
+    it."""
     if not hasattr(config, "to_hugging_face"):
-        raise UserError(f"{type(config).__name__} has no table of Hugging Face's names: it can't be written as such")
+        raise UserError(
+            f"{type(config).__name__} has no table of Hugging Face's names: it can't be written as such"
+        )
     return config.to_hugging_face()
 
 

@@ -2,7 +2,8 @@
 
 
 class Theirs:
-    """Hugging Face's names of what is one tensor of ours: parts that follow one another along its rows.
+    """Hugging Face's names of what is one tensor of ours: parts that follow one another along its
+    rows.
 
     transposed: theirs is [inputs, outputs], as GPT-2's Conv1D has it.
     """

@@ -1,7 +1,8 @@
-"""Traffic of CPU tensors between the ranks of one host, through shared memory instead of gloo's sockets.
+"""Traffic of CPU tensors between the ranks of one host, through shared memory instead of gloo's
+sockets.
 
-A rank copies what others are to have into a slot, then says so by a flag; who needs it waits for the flag. Flags only
-grow, and each is written by one rank.
+A rank copies what others are to have into a slot, then says so by a flag; who needs it waits for
+the flag. Flags only grow, and each is written by one rank.
 """
 
 import mmap
@@ -16,9 +17,11 @@ import torch.distributed as dist
 
 SLOT_BYTES = 1 << 22
 LOST = "connection closed by peer"  # begins what is raised where a rank can't be waited for
-FLAG_BYTES = 128  # two lines of the cache for each flag, so that those who wait don't slow down those who write
+# two lines of the cache for each flag, so that those who wait don't slow down those who write
+FLAG_BYTES = 128
 OPERATIONS = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that OPERATIONS combine as gloo does
+# that OPERATIONS combine as gloo does
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class _Shared:
@@ -29,17 +32,21 @@ class _Shared:
         flags, slots = self.counts(len(pids))
         flags += 1
         self._flags = memoryview(memory)[: flags * FLAG_BYTES].cast("q")[:: FLAG_BYTES // 8]
-        room = torch.frombuffer(memory, dtype=torch.uint8, offset=flags * FLAG_BYTES, count=slots * SLOT_BYTES)
+        room = torch.frombuffer(
+            memory, dtype=torch.uint8, offset=flags * FLAG_BYTES, count=slots * SLOT_BYTES
+        )
         self._slots = room.view(slots, SLOT_BYTES)
 
     @staticmethod
     def counts(size: int) -> tuple[int, int]:
-        """How many flags and slots a group of `size` ranks has. Memory that no one has written to takes none."""
+        """How many flags and slots a group of `size` ranks has. Memory that no one has written to
+        takes none."""
         raise NotImplementedError
 
     @classmethod
     def nbytes(cls, size: int) -> int:
-        """Count the bytes that a group of `size` ranks shares. One more flag tells that a rank has given up."""
+        """Count the bytes that a group of `size` ranks shares. One more flag tells that a rank has
+        given up."""
         flags, slots = cls.counts(size)
         return (flags + 1) * FLAG_BYTES + slots * SLOT_BYTES
 
@@ -60,18 +67,22 @@ class _Shared:
                 os.sched_yield()
 
     def _check(self, rank: int, waited: float) -> None:
-        """Raise RuntimeError, as gloo does, if the rank has died, one has given up, or it was waited for too long."""
+        """Raise RuntimeError, as gloo does, if the rank has died, one has given up, or it was
+        waited for too long."""
         if self._flags[-1]:
             raise RuntimeError(f"{LOST}: a rank has given up")
         if not _lives(self.pids[rank]):
             raise RuntimeError(f"{LOST}: process {self.pids[rank]} has ended")
         if waited > self.timeout.total_seconds():
-            raise RuntimeError(f"{LOST}: timed out after {waited:.0f} s waiting for process {self.pids[rank]}")
+            raise RuntimeError(
+                f"{LOST}: timed out after {waited:.0f} s waiting for process {self.pids[rank]}"
+            )
 
 
 class Reducer(_Shared):
-    """All-reduces, all-gathers and reduce-scatters. Each rank fills a slot of its own, and reads all ranks' in their
-    order: a sum is the same to the bit on all, in every run, and at two ranks that of gloo."""
+    """All-reduces, all-gathers and reduce-scatters. Each rank fills a slot of its own, and reads
+    all ranks' in their order: a sum is the same to the bit on all, in every run, and at two ranks
+    that of gloo."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -82,9 +93,12 @@ class Reducer(_Shared):
         return size, 2 * size  # two slots for each: one can be filled while others still read
 
     def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
-        """Reduce `tensor` over the ranks into `out`, which may be the same; both contiguous. Long ones in pieces."""
+        """Reduce `tensor` over the ranks into `out`, which may be the same; both contiguous. Long
+        ones in pieces."""
         length = SLOT_BYTES // tensor.element_size()
-        for piece, result in zip(tensor.view(-1).split(length), out.view(-1).split(length), strict=True):
+        for piece, result in zip(
+            tensor.view(-1).split(length), out.view(-1).split(length), strict=True
+        ):
             _combine(self._exchange(piece), result, op)
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
@@ -102,12 +116,18 @@ class Reducer(_Shared):
             _combine(self._exchange(piece)[:, self.rank], result, dist.ReduceOp.SUM)
 
     def _exchange(self, piece: torch.Tensor) -> torch.Tensor:
-        """Every rank's piece, [ranks, *shape], to be read before the next call; it must fit into a slot."""
+        """Every rank's piece, [ranks, *shape], to be read before the next call; it must fit into a
+        slot."""
         self._number += 1
-        slots = self._slots[self._number % 2 :: 2, : piece.nbytes].view(piece.dtype).unflatten(1, piece.shape)
+        slots = (
+            self._slots[self._number % 2 :: 2, : piece.nbytes]
+            .view(piece.dtype)
+            .unflatten(1, piece.shape)
+        )
         slots[self.rank].copy_(piece)
         self._flags[self.rank] = self._number
-        for rank in range(len(self.pids)):  # one that comes here again has read all slots of the time before
+        # one that comes here again has read all slots of the time before
+        for rank in range(len(self.pids)):
             self._wait(rank, self._number, rank)
         return slots
 
@@ -126,21 +146,25 @@ class Mailboxes(_Shared):
     def __init__(self, *args):
         super().__init__(*args)
         self._each = self.slots_each(len(self.pids))
-        self._sent, self._expected = [0] * len(self.pids), [0] * len(self.pids)  # to and from each rank
+        # to and from each rank
+        self._sent, self._expected = [0] * len(self.pids), [0] * len(self.pids)
 
     @staticmethod
     def slots_each(size: int) -> int:
-        """How many a rank has for each other. A sender waits for an empty one; with too few, ranks would wait for each
-        other: so many the interleaved schedule needs where the micro-batches don't divide into groups of `size`."""
+        """How many a rank has for each other. A sender waits for an empty one; with too few, ranks
+        would wait for each other: so many the interleaved schedule needs where the micro-batches
+        don't divide into groups of `size`."""
         return max(3, size // 2 + 1)
 
     @staticmethod
     def counts(size: int) -> tuple[int, int]:
         slots = size * size * Mailboxes.slots_each(size)
-        return 2 * slots, slots  # flags: the number of the message put there, then those of the one taken
+        # flags: the number of the message put there, then those of the one taken
+        return 2 * slots, slots
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Returns when the tensor is copied; waits for an empty slot: the target takes what lies there."""
+        """Returns when the tensor is copied; waits for an empty slot: the target takes what lies
+        there."""
         self._sent[target] = number = self._sent[target] + 1
         slot = self._slot(self.rank, target, number)
         self._wait(len(self._slots) + slot, number - self._each, target)
@@ -148,7 +172,8 @@ class Mailboxes(_Shared):
         self._flags[slot] = number
 
     def receive(self, buffer: torch.Tensor, source: int) -> "Message":
-        """The source's next message, of the buffer's shape and dtype: it is in the buffer after `wait()`."""
+        """The source's next message, of the buffer's shape and dtype: it is in the buffer after
+        `wait()`."""
         self._expected[source] = number = self._expected[source] + 1
         return Message(self, buffer, source, number)
 
@@ -180,7 +205,8 @@ _opened: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict]" = weakref.WeakKeyD
 
 
 def shared_by(group: dist.ProcessGroup, kind: type[_Shared]):
-    """A group's Reducer or Mailboxes, made when all its ranks first ask for it; None if they can't share memory."""
+    """A group's Reducer or Mailboxes, made when all its ranks first ask for it; None if they can't
+    share memory."""
     kinds = _opened.setdefault(group, {})
     if kind not in kinds:
         kinds[kind] = _open(group, kind)
@@ -217,7 +243,8 @@ def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
 
 
 def _new_file(length: int) -> int:
-    """The descriptor of an unnamed file in memory; -1 where a sandbox allows none: the other ranks wait to be told."""
+    """The descriptor of an unnamed file in memory; -1 where a sandbox allows none: the other ranks
+    wait to be told."""
     file = -1
     try:
         file = os.memfd_create("megazoo")
@@ -238,7 +265,8 @@ def _lives(pid: int) -> bool:
 
 
 def _host() -> tuple | None:
-    """Equal for processes that can share memory. None where one core may see another's stores out of order."""
+    """Equal for processes that can share memory. None where one core may see another's stores out
+    of order."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
     namespaces = (os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "net"))
