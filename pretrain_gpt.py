@@ -54,7 +54,7 @@ from megazoo.parallel.device import choose_device
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.planning.plan import note_on_mfu
-from megazoo.tokenizer import BESIDE, FILES, open_tokenizer, tokenizer_files
+from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS, open_tokenizer, tokenizer_files
 
 
 def main(arguments: list[str]) -> None:
@@ -151,7 +151,9 @@ def main(arguments: list[str]) -> None:
     if is_rank_zero():
         # its files travel along
         options.data.tokenizer = "byte" if tokenizer.source == "byte" else None
-        model.companions = tokenizer_files(tokenizer.source) | without_tokenizer(model.companions)
+        model.sidecar_files = tokenizer_files(tokenizer.source) | without_tokenizer(
+            model.sidecar_files
+        )
 
     # Data, on the stages that use it.
     data = (None, None, None)
@@ -348,9 +350,13 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
     return checkpoint.trainer
 
 
-def without_tokenizer(companions: dict[str, bytes]) -> dict[str, bytes]:
+def without_tokenizer(sidecar_files: dict[str, bytes]) -> dict[str, bytes]:
     """What came with the weights, but for their tokenizer."""
-    return {name: data for name, data in companions.items() if name not in (*FILES, *BESIDE)}
+    return {
+        name: data
+        for name, data in sidecar_files.items()
+        if name not in (*TOKENIZER_FILES, *TOKENIZER_SIDECARS)
+    }
 
 
 def data_settings(data: DataOptions) -> dict:
@@ -370,8 +376,7 @@ def float16_metrics(optimizer: AdamW) -> dict:
 
 
 def peak_memory(ctx) -> int:
-    """Bytes: the device's peak of allocated memory, or on the CPU the process's peak resident size.
-    """
+    """Bytes: the device's peak of allocated memory, or on the CPU the process's peak resident size."""
     if ctx.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (

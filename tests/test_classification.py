@@ -156,7 +156,7 @@ def test_a_fine_tune_follows_one_process(ranks, tmp_path, family):
         megazoo.models.config_from_hugging_face(CONFIGS[family]().to_dict()), seed=1
     )
     language_model.generation = {"pad_token_id": PAD}
-    language_model.companions = {
+    language_model.sidecar_files = {
         "generation_config.json": json.dumps({"pad_token_id": PAD}).encode()
     }
     language_model.save_parallelized(tmp_path / "lm")
@@ -242,8 +242,7 @@ def shifted_cross_entropy(logits, labels):
 
 
 class Weighted(torch.nn.Module):
-    """A module: a mean over rows of the distance between a learned scale's logits and the labels.
-    """
+    """A module: a mean over rows of the distance between a learned scale's logits and the labels."""
 
     def __init__(self):
         super().__init__()

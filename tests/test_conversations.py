@@ -1,4 +1,4 @@
-"""Fine-tuning data: what is learnt, how conversations share samples, and the losses that
+"""Fine-tuning data: what carries a loss, how conversations share samples, and the losses that
 transformers gives."""
 
 import json
@@ -38,15 +38,15 @@ class FewTokens(Tokenizer):
 
 
 def encoded(value, template=CHATML):
-    """The text that is not learnt, and that which is, in turn; the special tokens spelled out."""
-    ids, learnt = encode_conversation(FewTokens(), value, template)
-    assert len(ids) == len(learnt)
+    """The text that carries no loss, and that which does, in turn; the special tokens spelled out."""
+    ids, loss_mask = encode_conversation(FewTokens(), value, template)
+    assert len(ids) == len(loss_mask)
     spelled = {300: "<|im_end|>", 301: "[bos]", 302: "\n\n", 256: "[eod]"}
     pieces, before = [], None
-    for token, is_learnt in zip(ids, learnt, strict=True):
-        pieces += [""] if is_learnt != before else []
+    for token, carries_loss in zip(ids, loss_mask, strict=True):
+        pieces += [""] if carries_loss != before else []
         pieces[-1] += spelled.get(token) or chr(token)
-        before = is_learnt
+        before = carries_loss
     return pieces
 
 
@@ -312,4 +312,4 @@ def test_tokenizer_files_travel_with_a_fine_tuned_model(llama, tmp_path):
     )
     again = Checkpoint(tmp_path / "run")
     assert (again.trainer["step"], again.trainer["consumed_samples"]) == (10, 20)
-    assert again.companions == saved.companions
+    assert again.sidecar_files == saved.sidecar_files

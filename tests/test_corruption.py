@@ -27,7 +27,7 @@ def whole(tmp_path_factory):
     """A training checkpoint with optimizer state and a tokenizer, and what it holds."""
     directory = tmp_path_factory.mktemp("run")
     model = megazoo.from_config(tiny_config(layers=2), seed=3)
-    model.companions = {"tokenizer.json": b'{"version": "1.0"}'}
+    model.sidecar_files = {"tokenizer.json": b'{"version": "1.0"}'}
     optimizer = megazoo.optim.AdamW(model)
     ids, targets = make_batch(0)
     model.train_batch(ids, targets=targets)
@@ -37,7 +37,7 @@ def whole(tmp_path_factory):
 
 
 def contents(directory: Path):
-    """All that a load gives: tensors, config, trainer's state, companions."""
+    """All that a load gives: tensors, config, trainer's state, sidecar_files."""
     checkpoint = Checkpoint(directory)
     checkpoint.verify()
     model = megazoo.from_config(tiny_config(layers=2), seed=4)
@@ -45,7 +45,7 @@ def contents(directory: Path):
     trainer = load(checkpoint, model, optimizer)
     tensors = [parameter.detach() for parameter in model.parameters()]
     tensors += [tensor for states in optimizer.state.values() for tensor in states.values()]
-    return tensors, (checkpoint.config, trainer, model.companions, checkpoint.layout)
+    return tensors, (checkpoint.config, trainer, model.sidecar_files, checkpoint.layout)
 
 
 def attempt(function, directory: Path):

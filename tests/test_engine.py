@@ -70,8 +70,7 @@ def plain_autograd_gradients(model="gpt2", microbatches=MICROBATCHES):
 
 
 def library_gradients(layout, microbatches):
-    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has several.
-    """
+    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has several."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     ctx = context(**layout)
@@ -196,8 +195,7 @@ def test_the_weights_of_all_linear_layers_wait_under_zb_h1_and_only_there(ranks)
 
 
 class TiedInThree(GPT2):
-    """A GPT-2 that adds one more table of positions at the start of several stages: one parameter.
-    """
+    """A GPT-2 that adds one more table of positions at the start of several stages: one parameter."""
 
     def __init__(self, config, ctx, seed=0):
         super().__init__(config, ctx, seed)

@@ -1,5 +1,4 @@
-"""Generation against transformers' own, cached against uncached, and the same ids in every layout.
-"""
+"""Generation against transformers' own, cached against uncached, and the same ids in every layout."""
 
 import pytest
 import test_gpt2
@@ -13,7 +12,7 @@ from transformers.generation.utils import GenerationMixin
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.generate.decoding import Settings, draw, keep_likely, repeating
+from megazoo.generate.decoding import GenerationSettings, draw, keep_likely, repeating
 from megazoo.generate.generate import _generating, _groups
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
@@ -223,13 +222,13 @@ def test_top_k_and_top_p_keep_the_tokens_that_transformers_keeps():
         if trial % 2:
             scores = scores.round()  # ties
         k, p = 1 + trial % 60, (trial % 19 + 1) / 20
-        ours = keep_likely(scores, Settings(temperature=0.7, top_k=k, top_p=p))
+        ours = keep_likely(scores, GenerationSettings(temperature=0.7, top_k=k, top_p=p))
         theirs = TopPLogitsWarper(p)(None, TopKLogitsWarper(k)(None, scores / 0.7))
         assert torch.equal(ours.isinf(), theirs.isinf())
         assert torch.equal(ours, theirs)
-    assert torch.equal(keep_likely(scores, Settings(top_k=0)), scores)
+    assert torch.equal(keep_likely(scores, GenerationSettings(top_k=0)), scores)
     for p in (0.25, 0.5, 0.75):  # sums that are p to the bit
-        ours = keep_likely(torch.zeros(1, 4), Settings(top_k=0, top_p=p))
+        ours = keep_likely(torch.zeros(1, 4), GenerationSettings(top_k=0, top_p=p))
         assert torch.equal(ours, TopPLogitsWarper(p)(None, torch.zeros(1, 4)))
 
 
@@ -588,18 +587,18 @@ def test_dynamic_scaling_is_that_of_the_whole_batch(ranks, layout):
 
 
 def test_settings_in_all_their_forms():
-    plain = Settings(stop=None, top_k=None, top_p=None, eos_token_id=torch.tensor(3))
+    plain = GenerationSettings(stop=None, top_k=None, top_p=None, eos_token_id=torch.tensor(3))
     assert (plain.stop, plain.top_k, plain.top_p, plain.eos_token_id) == ((), 0, 1.0, (3,))
-    assert Settings(stop=["", "a"], eos_token_id=[1, 2]).stop == ("a",)
+    assert GenerationSettings(stop=["", "a"], eos_token_id=[1, 2]).stop == ("a",)
     for wrong in ({"num_beams": 2.0}, {"max_new_tokens": "3"}):
         with pytest.raises(UserError, match="is not a whole number"):
-            Settings(**wrong)
+            GenerationSettings(**wrong)
 
 
 def cache_sizes(layout):
     ctx = context(**layout)
     model = megazoo.from_config(LlamaConfig(**SIZES, kv_heads=2, ffn_size=48), ctx)
-    settings = Settings(max_new_tokens=10)
+    settings = GenerationSettings(max_new_tokens=10)
     with _generating(model), torch.inference_mode():
         groups = _groups(model, prompts(batch=2)[0], None, range(2), settings, True)
         for group in groups:

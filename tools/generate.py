@@ -141,8 +141,7 @@ def main(arguments: list[str]) -> None:
 
 
 def settings_of(options: Options, model, tokenizer) -> dict:
-    """The settings of `Model.generate`: those of the flags of its names, and what ends an answer.
-    """
+    """The settings of `Model.generate`: those of the flags of its names, and what ends an answer."""
     names = "max_new_tokens min_new_tokens num_beams num_return_sequences length_penalty early_stopping".split()
     names += "repetition_penalty no_repeat_ngram_size seed".split()
     settings = {name: getattr(options, name) for name in names}

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from megazoo.errors import UserError
-from megazoo.tokenizer import BESIDE, FILES
+from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
@@ -39,7 +39,7 @@ PIECE_BYTES = 8 << 20  # what is held of a tensor while it is written
 BLOCK = 4096  # of a disk, or a multiple of it
 GENERATION = "generation_config.json"
 # Files that travel along with the weights, so that what is written runs as it is.
-COMPANIONS = (GENERATION, *FILES, *BESIDE, "chat_template.jinja")
+SIDECAR_FILES = (GENERATION, *TOKENIZER_FILES, *TOKENIZER_SIDECARS, "chat_template.jinja")
 
 
 def step_name(step: int) -> str:
@@ -174,7 +174,7 @@ def _pieces(tensor: torch.Tensor | Lazy, buffer: torch.Tensor) -> Iterator[torch
 
 def write_json(path: Path, value) -> dict:
     """Write JSON to the disk; returns its {"size", "crc32"}."""
-    return write_at_once(path, json_bytes(value))
+    return write_atomically(path, json_bytes(value))
 
 
 def json_bytes(value) -> bytes:
@@ -187,7 +187,7 @@ def manifest_checksum(manifest: dict) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
 
-def write_at_once(path: Path, data: bytes) -> dict:
+def write_atomically(path: Path, data: bytes) -> dict:
     """Write a file that is there whole or not at all; returns its {"size", "crc32"}."""
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
@@ -233,8 +233,8 @@ def publish(staging: Path, step: int, keep_last: int = 0) -> Path:
     keep_last: how many steps, the last written ones, remain; 0: all.
     """
     directory, final = staging.parent, staging.parent / step_name(step)
-    with taking_the_place(staging, final):
-        write_at_once(directory / LATEST, f"{final.name}\n".encode())
+    with replace_directory(staging, final):
+        write_atomically(directory / LATEST, f"{final.name}\n".encode())
         sync_directory(directory)
     if keep_last:
         older = {
@@ -250,7 +250,7 @@ def publish(staging: Path, step: int, keep_last: int = 0) -> Path:
 
 
 @contextmanager
-def taking_the_place(staging: Path, final: Path):
+def replace_directory(staging: Path, final: Path):
     """Rename a whole directory over an older one, which is kept aside until the block ends."""
     replaced = final.parent / f".{final.name}.replaced"
     remove(replaced)
@@ -272,7 +272,7 @@ def check_replaceable(directory: Path, overwrite: bool = False) -> None:
 
 
 @contextmanager
-def replaced_directory(directory: Path):
+def new_directory(directory: Path):
     """A new directory in which to write; when the block ends well, it takes the place of
     `directory`, else it goes."""
     staging = directory.parent / f".{directory.name}.partial"
@@ -281,7 +281,7 @@ def replaced_directory(directory: Path):
         remove(staging)
         staging.mkdir()
         yield staging
-        with taking_the_place(staging, directory):
+        with replace_directory(staging, directory):
             sync_directory(directory.parent)
     except OSError as error:
         remove(staging, ignore_errors=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from megazoo.checkpoint.format import (
-    COMPANIONS,
     DTYPES,
     FORMAT_VERSION,
     GENERATION,
     MANIFEST,
+    SIDECAR_FILES,
     TRAINER,
     find_checkpoint,
     manifest_checksum,
@@ -63,8 +63,8 @@ class Checkpoint(Source):
         return json.loads(self._checked(TRAINER)) if TRAINER in self._file_infos else {}
 
     @cached_property
-    def companions(self) -> dict[str, bytes]:
-        return {name: self._checked(name) for name in COMPANIONS if name in self._file_infos}
+    def sidecar_files(self) -> dict[str, bytes]:
+        return {name: self._checked(name) for name in SIDECAR_FILES if name in self._file_infos}
 
     @cached_property
     def generation(self) -> dict:
@@ -104,8 +104,7 @@ class Checkpoint(Source):
         return {name: info["size"] for name, info in self._file_infos.items()}
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Read every file; raise UserError naming the first whose checksum is not the manifest's.
-        """
+        """Read every file; raise UserError naming the first whose checksum is not the manifest's."""
         for name in self._file_infos:
             crc = 0
             for piece in pieces_of_file(self.path / name):

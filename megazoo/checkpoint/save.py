@@ -21,7 +21,7 @@ from megazoo.checkpoint.format import (
     remove,
     staging_directory,
     step_name,
-    write_at_once,
+    write_atomically,
     write_json,
     write_safetensors,
 )
@@ -165,7 +165,7 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
         optimizer.steps.fill_(checkpoint.trainer["optimizer_steps"])
         if optimizer.loss_scale and "loss_scale" in checkpoint.trainer:
             optimizer.loss_scale.load(checkpoint.trainer["loss_scale"])
-    model.companions = checkpoint.companions if model.ctx.rank == 0 else {}
+    model.sidecar_files = checkpoint.sidecar_files if model.ctx.rank == 0 else {}
     model.generation = checkpoint.generation
     return checkpoint.trainer
 
@@ -235,14 +235,16 @@ def write_manifest(
     ctx: ParallelContext,
     written: list[dict],
     trainer: dict,
-    companions: dict[str, bytes],
+    sidecar_files: dict[str, bytes],
 ) -> None:
-    """Write trainer.json, the companions and, last of all, the manifest of what every rank has
+    """Write trainer.json, the sidecar_files and, last of all, the manifest of what every rank has
     written."""
     files = {name: info for part in written for name, info in part["files"].items()}
     tensors = {name: line for part in written for name, line in part["tensors"].items()}
     files[TRAINER] = write_json(directory / TRAINER, trainer)
-    files |= {name: write_at_once(directory / name, data) for name, data in companions.items()}
+    files |= {
+        name: write_atomically(directory / name, data) for name, data in sidecar_files.items()
+    }
     layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
     manifest = {
         "format": FORMAT_VERSION,
@@ -262,7 +264,7 @@ class _Contents(NamedTuple):
     config: object
     files: Files
     trainer: dict
-    companions: dict[str, bytes]
+    sidecar_files: dict[str, bytes]
 
     def copied(self) -> "_Contents":
         """The same, in memory of its own on the CPU."""
@@ -289,7 +291,7 @@ def _contents(step: int, model, optimizer: AdamW | None, trainer: dict | None) -
         model.config,
         files,
         {**(trainer or {}), **steps, "step": step},
-        model.companions,
+        model.sidecar_files,
     )
 
 
@@ -306,7 +308,7 @@ def _write_step(
             ctx,
             written,
             contents.trainer,
-            contents.companions,
+            contents.sidecar_files,
         )
         publish(staging, step, keep_last)
 
@@ -349,8 +351,7 @@ def saving(directory: Path, staging: Path, ctx: ParallelContext, group=None):
 
 
 def _writers(entries: list[Entry], dp_size: int) -> list[int]:
-    """Which replica writes each parameter's optimizer state: contiguous shares of about equal size.
-    """
+    """Which replica writes each parameter's optimizer state: contiguous shares of about equal size."""
     sizes = [torch.Size(entry.spec.shape).numel() for entry in entries]
     total, before, writers = sum(sizes), 0, []
     for size in sizes:

@@ -14,7 +14,7 @@ from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import Entry
 from megazoo.parallel.shard import Box, ParameterSpec, Piece
-from megazoo.tokenizer import FILES
+from megazoo.tokenizer import TOKENIZER_FILES
 
 
 class Source:
@@ -22,14 +22,14 @@ class Source:
 
     specs: the shape and cut of every weight, by its name. trainer: what the training program saved
     beside them.
-    companions: the tokenizer's and the generation's files, which travel along. generation: what
+    sidecar_files: the tokenizer's and the generation's files, which travel along. generation: what
     generation_config.json says. bytes_read: what was asked of the files so far.
     """
 
     path: Path
     specs: dict[str, ParameterSpec]
     trainer: dict
-    companions: dict[str, bytes]
+    sidecar_files: dict[str, bytes]
     generation: dict
 
     def __init__(self, path: Path):
@@ -39,7 +39,7 @@ class Source:
     def tokenizer(self) -> str | None:
         """What opens its tokenizer: its own directory, if the files are there, or what it was
         trained with."""
-        beside = any((self.path / name).is_file() for name in FILES)
+        beside = any((self.path / name).is_file() for name in TOKENIZER_FILES)
         return str(self.path) if beside else self.trainer.get("settings", {}).get("tokenizer")
 
     @property

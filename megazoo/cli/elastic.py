@@ -63,8 +63,7 @@ class StopSignal:
         self._watcher.join()
 
     def agreed(self) -> str | None:
-        """The name of a signal that some rank was sent, the same on every rank; None if none was.
-        """
+        """The name of a signal that some rank was sent, the same on every rank; None if none was."""
         number = torch.tensor(self.noted, device=self.ctx.device)
         for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
             all_reduce(number, group, dist.ReduceOp.MAX)

@@ -19,7 +19,7 @@ TEXT = ("text",)
 
 def cached_tokens(path: Path, tokenizer: str, chat_template: str) -> list[IndexedTokens]:
     """The tokens of a JSONL file: of its texts, or of its conversations and the mask of what is
-    learnt in them.
+    trained on in them.
 
     Its first line says which. They are made at the first call, and kept in FILE.tokens under a name
     that all they depend on goes into. However many processes call this at once, one of a machine

@@ -7,41 +7,41 @@ from megazoo.tokenizer.base import Tokenizer
 
 ROLE, CONTENT = "{role}", "{content}"
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
-ANSWERS = "assistant"  # the role whose words are learnt
+ANSWERS = "assistant"  # the role whose words carry a loss
 
 
 def encode_conversation(
     tokenizer: Tokenizer, value: dict, template: str
 ) -> tuple[list[int], list[int]]:
     """The token ids of an object with `prompt` and `completion`, or with `messages`, and 1 for each
-    that is learnt.
+    that carries a loss.
 
     The ids are those of the whole text, so that an answer is cut as the tokenizer cuts it there; a
-    token that prompt and completion share is learnt. The tokenizer's bos goes before it if it has
-    one, the end of a document after it.
+    token that prompt and completion share carries a loss. The tokenizer's bos goes before it if it
+    has one, the end of a document after it.
     template: what a message looks like, with {role} and {content}; what follows the content of an
-    answer is learnt with it. Special tokens are meant as such in the template alone. Raises
+    answer carries a loss with it. Special tokens are meant as such in the template alone. Raises
     ValueError for what can't be encoded.
     """
     chat = "messages" in value
     pieces = list(_messages(tokenizer, value["messages"], template) if chat else _completion(value))
-    text, learnt, last = "", [], 0
+    text, loss_mask, last = "", [], 0
     ids = tokenizer.encode(
         "".join(piece for piece, _ in pieces), add_special_tokens=False, parse_special=chat
     )
-    for number, (piece, is_learnt) in enumerate(pieces, 1):
+    for number, (piece, carries_loss) in enumerate(pieces, 1):
         text += piece
         if number == len(pieces):
             end = len(ids)
         else:
             end = _common(ids, tokenizer.encode(text, add_special_tokens=False, parse_special=chat))
-        learnt += [int(is_learnt)] * (end - last)
+        loss_mask += [int(carries_loss)] * (end - last)
         last = max(last, end)
-    if not any(learnt):
+    if not any(loss_mask):
         raise ValueError(
             f"nothing to learn: no words of the {ANSWERS}" if chat else "the completion is empty"
         )
-    return [*tokenizer.before, *ids, tokenizer.eod], [0] * len(tokenizer.before) + learnt + [
+    return [*tokenizer.before, *ids, tokenizer.eod], [0] * len(tokenizer.before) + loss_mask + [
         int(pieces[-1][1])
     ]
 
@@ -54,7 +54,7 @@ def _completion(value: dict) -> Iterator[tuple[str, bool]]:
 
 
 def _messages(tokenizer: Tokenizer, messages, template: str) -> Iterator[tuple[str, bool]]:
-    """The pieces of the conversation's text, and whether they are learnt."""
+    """The pieces of the conversation's text, and whether they carry a loss."""
     before, after = template.split(CONTENT)
     if not isinstance(messages, list):
         raise ValueError("messages is no list")

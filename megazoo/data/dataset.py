@@ -186,15 +186,15 @@ def _open(
         streams = (_stream([documents[i] for i in part], tokenizer) for part in parts)
         return [PackedDataset(stream, seq_length, eod) for stream in streams]
     if _is_json_file(name):
-        tokens, *learnt = cached_tokens(Path(name), tokenizer.source, chat_template)
+        tokens, *loss_mask = cached_tokens(Path(name), tokenizer.source, chat_template)
     else:
-        tokens, learnt = IndexedTokens(name), []
+        tokens, loss_mask = IndexedTokens(name), []
         _check_ends(tokens, eod)
     if not len(tokens.tokens):
         raise UserError(f"{name} has no tokens")
     cuts = list(pairwise(_cuts(len(tokens.documents) - 1, shares)))
-    if learnt:
-        return [Conversations(tokens, *learnt, *cut, seq_length, packing) for cut in cuts]
+    if loss_mask:
+        return [Conversations(tokens, *loss_mask, *cut, seq_length, packing) for cut in cuts]
     return [
         PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start)
         for stream in (tokens.stream(*cut) for cut in cuts)
@@ -202,8 +202,7 @@ def _open(
 
 
 def _check_ends(tokens: IndexedTokens, eod: int | None) -> None:
-    """Refuse token files whose first document has no end, if documents are to be told apart by it.
-    """
+    """Refuse token files whose first document has no end, if documents are to be told apart by it."""
     first = tokens.stream(0, min(1, len(tokens.documents) - 1))
     if eod is not None and len(first) and first[-1:].item() != eod:
         what = f"{tokens.bin}: its first document doesn't end with the tokenizer's {eod}"

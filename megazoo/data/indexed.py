@@ -80,8 +80,7 @@ class IndexedTokens:
         return self.tokens[slice(*self.place(index))]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Where a sequence begins and ends in the .bin, in tokens; UserError if it can't be there.
-        """
+        """Where a sequence begins and ends in the .bin, in tokens; UserError if it can't be there."""
         offset, length, item = (
             int(self.offsets[index]),
             int(self.lengths[index]),

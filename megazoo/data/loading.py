@@ -9,7 +9,7 @@ import torch
 
 from megazoo.data.order import Blend
 from megazoo.data.samples import Sample
-from megazoo.layers.cross_entropy import IGNORED
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
 
 AHEAD = 2  # batches a worker has ready
@@ -97,7 +97,7 @@ class Batches:
 
 def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     shape = len(samples), max(len(sample.input_ids) for sample in samples)
-    batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORED)}
+    batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE_INDEX)}
     separate = any(sample.documents is not None for sample in samples)
     if separate:
         batch["document_ids"] = np.full(shape, -1)  # padding sees nothing else

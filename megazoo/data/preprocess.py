@@ -32,7 +32,7 @@ CHUNK = 1 << 20  # bytes of lines that a worker gets at once
 SAVED_EVERY = 64  # chunks
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
 COMPRESSED = (".gz", ".zst")
-CONVERSATION = ("tokens", "learnt")
+CONVERSATION = ("tokens", "loss_mask")
 WRITTEN = (
     "_document.bin",
     "_document.idx",

@@ -9,7 +9,7 @@ import numpy as np
 
 from megazoo.data.indexed import IndexedTokens, Stream
 from megazoo.errors import UserError
-from megazoo.layers.cross_entropy import IGNORED
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.random import derive_seed
 
 
@@ -85,7 +85,7 @@ class MockDataset:
 class Conversations:
     """The samples of fine-tuning: a conversation in each, or several that don't see each other.
 
-    tokens, learnt: of each conversation its ids and the mask of those that carry a loss; from
+    tokens, loss_mask: of each conversation its ids and the mask of those that carry a loss; from
     number `first` until before `last`. Longer ones are cut to seq_length tokens, and left out if
     that leaves nothing to learn: a batch of these alone would be a step of loss 0. packing: several
     go into a sample, as many as fit.
@@ -94,20 +94,20 @@ class Conversations:
     def __init__(
         self,
         tokens: IndexedTokens,
-        learnt: IndexedTokens,
+        loss_mask: IndexedTokens,
         first: int,
         last: int,
         seq_length: int,
         packing: bool,
     ):
-        self.tokens, self.learnt = tokens, learnt
+        self.tokens, self.loss_mask = tokens, loss_mask
         # the last token is only predicted
         lengths = tokens.lengths[first:last].astype(np.int64) - 1
         cut = np.flatnonzero(lengths > seq_length)
         empty = [
             number
             for number in cut.tolist()
-            if not learnt[first + number][1 : seq_length + 1].any()
+            if not loss_mask[first + number][1 : seq_length + 1].any()
         ]
         self.cut, self.left_out = len(cut), len(empty)
         self.numbers = np.delete(np.arange(first, last), empty)
@@ -131,16 +131,15 @@ class Conversations:
     def _one(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids and targets of a conversation."""
         length = self.lengths[number]
-        ids, learnt = (
-            tokens[self.numbers[number]][: length + 1] for tokens in (self.tokens, self.learnt)
+        ids, loss_mask = (
+            tokens[self.numbers[number]][: length + 1] for tokens in (self.tokens, self.loss_mask)
         )
         ids = ids.astype(np.int64)
-        return ids[:-1], np.where(learnt[1:], ids[1:], IGNORED)
+        return ids[:-1], np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
 
 
 def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Which of them share a bin of `size`: the longest first, each where it leaves the least room.
-    """
+    """Which of them share a bin of `size`: the longest first, each where it leaves the least room."""
     bins: list[list[int]] = []
     rooms: list[int] = []  # what is left in some bin, ascending
     with_room: dict[int, list[int]] = defaultdict(list)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.layers.classification import check_labels, last_tokens
-from megazoo.layers.cross_entropy import IGNORED
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.random import derive_seed
@@ -81,14 +81,14 @@ class Batch:
                 and tuple(labels.shape) == (batch, sequence)
                 and not labels.is_floating_point()
             ):
-                tensors["targets"] = torch.full_like(labels, IGNORED)
+                tensors["targets"] = torch.full_like(labels, IGNORE_INDEX)
                 tensors["targets"][:, :-1] = labels[:, 1:]
             _check_range(
                 "label",
                 tensors.get("targets"),
                 vocab_size,
                 f"the vocabulary of {vocab_size}",
-                but=IGNORED,
+                but=IGNORE_INDEX,
             )
             apart = {}
         if keep_labels and (labels is not None or "targets" in tensors):
@@ -170,8 +170,7 @@ def _of_classifier(
 
 
 def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
-    """A number for each token; it sees the same number only. Padding is a segment of its own, -1.
-    """
+    """A number for each token; it sees the same number only. Padding is a segment of its own, -1."""
     if not _has_padding(mask):
         return documents
     return (
@@ -185,13 +184,12 @@ def _has_padding(mask: torch.Tensor | None) -> bool:
 
 
 def _padded(name: str, tensor: torch.Tensor, padding: int) -> torch.Tensor:
-    """Padding on the right: targets without loss, the last position again, token 0 of no segment.
-    """
+    """Padding on the right: targets without loss, the last position again, token 0 of no segment."""
     if not padding:
         return tensor
     if name == "position_ids":
         return torch.cat([tensor, tensor[:, -1:].expand(-1, padding)], dim=1)
-    return F.pad(tensor, (0, padding), value={"targets": IGNORED, "segments": -1}.get(name, 0))
+    return F.pad(tensor, (0, padding), value={"targets": IGNORE_INDEX, "segments": -1}.get(name, 0))
 
 
 def _from_first_stage(

@@ -261,8 +261,7 @@ class Run:
         )
 
     def _release(self, transfer: Transfer) -> None:
-        """Free an output's memory once it is on its way: backward needs its graph, not its values.
-        """
+        """Free an output's memory once it is on its way: backward needs its graph, not its values."""
         kind, stage, microbatch = transfer.consumer
         if kind == "F" and (graph := self.graphs.get((stage - 1, microbatch))):
             output = graph[1]

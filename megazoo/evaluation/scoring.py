@@ -14,7 +14,7 @@ from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.pipeline import run_pipeline
 from megazoo.errors import UserError
 from megazoo.generate.generate import share_of
-from megazoo.layers.cross_entropy import IGNORED
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import together
 
@@ -49,7 +49,7 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     scores = torch.zeros(rows, 3, dtype=torch.float64, device=ctx.device)
 
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        losses, labelled = model.token_losses(outputs, batch), batch.targets != IGNORED
+        losses, labelled = model.token_losses(outputs, batch), batch.targets != IGNORE_INDEX
         best = model.whole_logits(outputs, batch).argmax(dim=-1)
         # the padding of sequence parallelism
         best = F.pad(best, (0, labelled.shape[1] - best.shape[1]))
@@ -201,7 +201,9 @@ def score_choices(
 def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """input_ids and targets, int64 [rows, longest], of rows with so many ids of context each."""
     inputs = [torch.tensor(ids[:-1]) for ids, _ in rows]
-    targets = [torch.tensor([IGNORED] * (context - 1) + ids[context:]) for ids, context in rows]
+    targets = [
+        torch.tensor([IGNORE_INDEX] * (context - 1) + ids[context:]) for ids, context in rows
+    ]
     return pad_sequence(inputs, batch_first=True), pad_sequence(
-        targets, batch_first=True, padding_value=IGNORED
+        targets, batch_first=True, padding_value=IGNORE_INDEX
     )

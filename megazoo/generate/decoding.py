@@ -13,7 +13,7 @@ NOTHING = -1e9  # the score of a beam that is not there
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """How to generate: the names and meanings are transformers'.
 
     max_new_tokens, min_new_tokens: of each row, without its prompt; 20 and 0 by default.
@@ -76,7 +76,7 @@ class Settings:
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} {getattr(self, name)!r} is not a whole number")
 
-    def after(self, prompt: int) -> "Settings":
+    def after(self, prompt: int) -> "GenerationSettings":
         """The settings with max_new_tokens in place of max_length, after a prompt of so many
         tokens."""
         if self.max_length is None:
@@ -156,7 +156,9 @@ class _Chooser:
     prompt: int64 [prompts, tokens]; real: which of them are not padding, bool, or None for all.
     """
 
-    def __init__(self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None):
+    def __init__(
+        self, settings: GenerationSettings, prompt: torch.Tensor, real: torch.Tensor | None
+    ):
         self.settings = settings
         self.prompt = prompt.repeat_interleave(settings.rows_of_prompt, 0)  # [rows, tokens]
         self.real = None if real is None else real.repeat_interleave(settings.rows_of_prompt, 0)
@@ -221,7 +223,11 @@ class Sampler(_Chooser):
     rows' draws follow."""
 
     def __init__(
-        self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None, numbers: range
+        self,
+        settings: GenerationSettings,
+        prompt: torch.Tensor,
+        real: torch.Tensor | None,
+        numbers: range,
     ):
         super().__init__(settings, prompt, real)
         s = settings
@@ -265,7 +271,7 @@ class Sampler(_Chooser):
         return self.tokens[:, : self.step]
 
 
-def keep_likely(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
+def keep_likely(scores: torch.Tensor, settings: GenerationSettings) -> torch.Tensor:
     """Divide scores [rows, vocabulary] by the temperature and set those out of top_k or top_p to
     -inf."""
     scores = scores / settings.temperature
@@ -312,7 +318,9 @@ class BeamSearch(_Chooser):
     """Beam search as transformers has it: of each prompt the best num_beams rows go on, and the
     best ended are kept."""
 
-    def __init__(self, settings: Settings, prompt: torch.Tensor, real: torch.Tensor | None):
+    def __init__(
+        self, settings: GenerationSettings, prompt: torch.Tensor, real: torch.Tensor | None
+    ):
         super().__init__(settings, prompt, real)
         rows, beams, device = len(prompt), settings.num_beams, prompt.device
         self.tokens = prompt.new_empty(rows, beams, 0)

@@ -8,7 +8,7 @@ import torch
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
-from megazoo.generate.decoding import BeamSearch, Choice, Sampler, Settings
+from megazoo.generate.decoding import BeamSearch, Choice, GenerationSettings, Sampler
 from megazoo.layers import KVCache
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.p2p import receive_from_stage, send_to_stage
@@ -18,7 +18,7 @@ def generate(
     model,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    settings: Settings,
+    settings: GenerationSettings,
     *,
     use_cache: bool = True,
     streamer=None,
@@ -55,7 +55,9 @@ def generate(
     return torch.cat([input_ids.repeat_interleave(settings.num_return_sequences, 0), new], dim=1)
 
 
-def _check(model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: Settings) -> None:
+def _check(
+    model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: GenerationSettings
+) -> None:
     """Refuse prompts that can't be gone on from."""
     if mask is not None and mask.shape != input_ids.shape:
         raise UserError(
@@ -155,7 +157,7 @@ class _Group:
 
 
 def _groups(
-    model, input_ids, mask, mine: range, settings: Settings, use_cache: bool
+    model, input_ids, mask, mine: range, settings: GenerationSettings, use_cache: bool
 ) -> list[_Group]:
     """This replica's rows, in as many groups as keep all stages busy."""
     count, groups = min(model.ctx.pp_size, len(mine)), []
@@ -237,7 +239,7 @@ def _received(group: _Group, last: int, ctx) -> Choice:
 
 
 def _new_tokens(
-    model, groups: list[_Group], input_ids: torch.Tensor, settings: Settings
+    model, groups: list[_Group], input_ids: torch.Tensor, settings: GenerationSettings
 ) -> torch.Tensor:
     """What was generated, of all replicas, on every rank: int64 [batch, new]."""
     ctx, each = model.ctx, settings.num_return_sequences
@@ -256,8 +258,7 @@ def _new_tokens(
 
 @contextmanager
 def _generating(model):
-    """Within this block there is no dropout, and no sequence parallelism: one token can't be cut.
-    """
+    """Within this block there is no dropout, and no sequence parallelism: one token can't be cut."""
     cut = [m for m in model.modules() if hasattr(m, "ctx") and m.ctx.sequence_parallel]
     contexts, whole = [module.ctx for module in cut], replace(model.ctx, sequence_parallel=False)
     for module in cut:

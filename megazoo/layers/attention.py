@@ -191,8 +191,7 @@ class CausalSelfAttention(nn.Module):
     def _attend(
         self, qkv: torch.Tensor, rotary, mask, seed: int | None, cache: KVCache | None
     ) -> torch.Tensor:
-        """[batch, sequence, this rank's features of q, k and v] -> [batch, sequence, its features].
-        """
+        """[batch, sequence, this rank's features of q, k and v] -> [batch, sequence, its features]."""
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)

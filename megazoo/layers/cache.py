@@ -1,5 +1,4 @@
-"""The keys and values that generation keeps, so that each new token is one forward of one position.
-"""
+"""The keys and values that generation keeps, so that each new token is one forward of one position."""
 
 import torch
 from torch import nn

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.errors import UserError
-from megazoo.layers.cross_entropy import IGNORED
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import reduce_from_tensor_parallel
@@ -35,7 +35,7 @@ def check_labels(labels: torch.Tensor, batch: int, num_labels: int, problem: str
         wanted = " or ".join(str(list(shape)) for shape in shapes[kind])
         raise UserError(f"labels are of shape {list(labels.shape)}, not {wanted} for {kind}")
     if kind == "single_label_classification":
-        wrong = (labels != IGNORED) & ((labels < 0) | (labels >= num_labels))
+        wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= num_labels))
         if not labels.is_cuda and bool(wrong.any()):
             raise UserError(f"label {int(labels[wrong][0])} is outside the {num_labels} labels")
 
@@ -57,7 +57,7 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) ->
     """The sum of what the loss is the mean of: squared differences, or cross-entropies, in fp32."""
     logits, kind = logits.float(), problem_of(labels, logits.shape[-1], problem)
     if kind == "single_label_classification":
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     if kind == "regression":
         return F.mse_loss(logits, labels.view_as(logits).float(), reduction="sum")
     return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
@@ -85,9 +85,9 @@ class ClassificationHead(ShardedModule):
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(len(x), device=x.device)
         if not self.ctx.sequence_parallel:
-            return F.linear(x[rows, positions], self.whole("weight"))
+            return F.linear(x[rows, positions], self.replicated("weight"))
         # one rank has the position, the others add zeros
         local = positions - self.ctx.tp_rank * x.shape[1]
         here = (local >= 0) & (local < x.shape[1])
         pooled = x[rows, local.masked_fill(~here, 0)].masked_fill(~here[:, None], 0)
-        return reduce_from_tensor_parallel(F.linear(pooled, self.whole("weight")), self.ctx)
+        return reduce_from_tensor_parallel(F.linear(pooled, self.replicated("weight")), self.ctx)

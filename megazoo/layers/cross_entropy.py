@@ -10,7 +10,7 @@ from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.cpu.products import product_dtype
 
-IGNORED = -100  # a target that carries no loss
+IGNORE_INDEX = -100  # a target that carries no loss
 
 # Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is
 # worth a launch.
@@ -165,8 +165,7 @@ def linear_cross_entropy(
 
 
 def piece_rows(device: torch.device, vocab_rows: int) -> int:
-    """Tokens whose logits, of so much of the vocabulary, linear_cross_entropy should make at once.
-    """
+    """Tokens whose logits, of so much of the vocabulary, linear_cross_entropy should make at once."""
     return max(PIECE_ROWS, PIECE_ELEMENTS[device.type] // vocab_rows)
 
 

@@ -92,7 +92,7 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = column_parallel_linear(
-            x, self.whole("weight"), self.whole("bias"), self.ctx, self.weight_queue
+            x, self.replicated("weight"), self.replicated("bias"), self.ctx, self.weight_queue
         )
         return gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
@@ -178,7 +178,7 @@ class RowParallelLinear(ShardedModule):
         if self.ctx.tp_size == 1:
             return part
         y = leave_tensor_parallel(part, self.ctx)
-        return y if self.bias is None else y + self.whole("bias")
+        return y if self.bias is None else y + self.replicated("bias")
 
 
 def _check_cut(what: str, shard: Shard, ctx: ParallelContext) -> None:

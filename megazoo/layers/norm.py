@@ -36,7 +36,7 @@ class LayerNorm(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(
-            x, self.weight.shape, self.whole("weight"), self.whole("bias"), self.eps
+            x, self.weight.shape, self.replicated("weight"), self.replicated("bias"), self.eps
         )
 
 
@@ -77,8 +77,8 @@ class HeadwiseLayerNorm(ShardedModule):
         wide = x.float()
         centred = wide - self._mean(wide)
         y = centred * torch.rsqrt(self._mean(centred.square()) + self.eps)
-        y = y.to(x.dtype) * self.whole("weight")
-        return y if self.bias is None else y + self.whole("bias")
+        y = y.to(x.dtype) * self.replicated("weight")
+        return y if self.bias is None else y + self.replicated("bias")
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """The mean over all ranks' features. Every rank uses it, so its gradient is summed over
@@ -104,4 +104,4 @@ class RMSNorm(ShardedModule):
         self.add_parameter("weight", ParameterSpec((hidden_size,), mean=1.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RMSNorm.apply(x, self.whole("weight"), self.eps)
+        return _RMSNorm.apply(x, self.replicated("weight"), self.eps)

@@ -3,7 +3,7 @@
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2
-from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.llama import Llama
 from megazoo.models.mpt import MPT
 from megazoo.models.pretrained import from_parallelized, from_pretrained
@@ -21,6 +21,7 @@ __all__ = [
     "FAMILIES",
     "GPT2",
     "MPT",
+    "HFNames",
     "Llama",
     "Model",
     "Theirs",
@@ -35,3 +36,4 @@ __all__ = [
     "parameter_count",
     "register",
 ]
+Theirs = HFNames  # its name in the first version

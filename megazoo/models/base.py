@@ -18,12 +18,12 @@ from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import run_pipeline
 from megazoo.engine.stepwise import run_stepwise, with_backward
 from megazoo.errors import UserError, advise, nearest
-from megazoo.generate.decoding import Settings
+from megazoo.generate.decoding import GenerationSettings
 from megazoo.generate.generate import generate
 from megazoo.layers import Dropout, VocabParallelHead, classification, vocab_parallel_cross_entropy
-from megazoo.layers.cross_entropy import IGNORED
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.models.config import check_sizes
-from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets, accumulate_in_fp32
@@ -53,7 +53,7 @@ class Model(nn.Module):
     presets: dict
     # For Hugging Face directories: our modules to theirs, what a backbone's files leave out of the
     # names, and a regular expression of tensors that may be there besides.
-    HUGGING_FACE_NAMES: ClassVar[dict[str, Theirs]] = {}
+    HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}
     HUGGING_FACE_PREFIX = ""
     HUGGING_FACE_LEGACY = "$^"
 
@@ -67,7 +67,7 @@ class Model(nn.Module):
         self._recompute, self._interval = "none", 1
         self.loss_scale: LossScale | None = None  # of float16; its optimizer makes it
         # tokenizer files and the like that came with the weights, on rank 0
-        self.companions: dict[str, bytes] = {}
+        self.sidecar_files: dict[str, bytes] = {}
         self.generation: dict = {}  # what its generation_config.json says
         self._calls = 0
         self._buckets: GradientBuckets | None = None
@@ -399,7 +399,7 @@ class Model(nn.Module):
         """How many labels the loss is the mean over."""
         if batch.targets is not None:
             ignores = not self.num_labels or not batch.targets.is_floating_point()
-            return (batch.targets != IGNORED).sum() if ignores else batch.targets.numel()
+            return (batch.targets != IGNORE_INDEX).sum() if ignores else batch.targets.numel()
         return 0 if batch.labels is None else len(batch.labels)
 
     # What users call.
@@ -600,14 +600,15 @@ class Model(nn.Module):
 
         input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Call it with
         the same inputs on every rank: replicas share the rows, and stages work on groups of them in
-        turn. settings: those of `megazoo.decoding.Settings`, such as max_new_tokens or max_length,
-        do_sample, num_beams, num_return_sequences, no_repeat_ngram_size, stop, seed; eos_token_id
-        and pad_token_id are the checkpoint's by default. With num_return_sequences n there are n
-        rows for each prompt. Rows that ended are padded. use_cache False runs all tokens again for
-        each new one. streamer: for one row; its put(token ids) is called with each new token, its
-        end() at the end. UserError for a prompt or a setting that can't be.
+        turn. settings: those of `megazoo.generate.decoding.GenerationSettings`, such as
+        max_new_tokens or max_length, do_sample, num_beams, num_return_sequences,
+        no_repeat_ngram_size, stop, seed; eos_token_id and pad_token_id are the checkpoint's by
+        default. With num_return_sequences n there are n rows for each prompt. Rows that ended are
+        padded. use_cache False runs all tokens again for each new one. streamer: for one row; its
+        put(token ids) is called with each new token, its end() at the end. UserError for a prompt
+        or a setting that can't be.
         """
-        names = [f.name for f in fields(Settings)]
+        names = [f.name for f in fields(GenerationSettings)]
         for name in settings:
             if name not in names:
                 raise UserError(
@@ -618,7 +619,7 @@ class Model(nn.Module):
             for name in ("eos_token_id", "pad_token_id")
             if name in self.generation
         }
-        settings = Settings(**{**ids, **settings})
+        settings = GenerationSettings(**{**ids, **settings})
         return generate(
             self, input_ids, attention_mask, settings, use_cache=use_cache, streamer=streamer
         )

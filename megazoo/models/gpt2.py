@@ -36,8 +36,8 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face.config import Fields, head_to_hugging_face
-from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
+from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
@@ -79,7 +79,7 @@ class GPT2Config:
     }  # fmt: skip
 
     @classmethod
-    def from_hugging_face(cls, fields: Fields) -> "GPT2Config":
+    def from_hugging_face(cls, fields: ConfigReader) -> "GPT2Config":
         fields.only("add_cross_attention", False)
         return cls(**fields.renamed(cls.HUGGING_FACE, cls), **fields.head())
 
@@ -143,17 +143,17 @@ class GPT2(Model):
     # buffers in older files
     HUGGING_FACE_LEGACY = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
     HUGGING_FACE_NAMES: ClassVar = {
-        "embedding": Theirs("transformer.wte"),
-        "position_embedding": Theirs("transformer.wpe"),
-        "layers.{}.attention_norm": Theirs("transformer.h.{}.ln_1"),
-        "layers.{}.attention.qkv": Theirs("transformer.h.{}.attn.c_attn", transposed=True),
-        "layers.{}.attention.output": Theirs("transformer.h.{}.attn.c_proj", transposed=True),
-        "layers.{}.mlp_norm": Theirs("transformer.h.{}.ln_2"),
-        "layers.{}.mlp.up": Theirs("transformer.h.{}.mlp.c_fc", transposed=True),
-        "layers.{}.mlp.down": Theirs("transformer.h.{}.mlp.c_proj", transposed=True),
-        "norm": Theirs("transformer.ln_f"),
-        "head": Theirs("lm_head"),
-        "score": Theirs("score"),
+        "embedding": HFNames("transformer.wte"),
+        "position_embedding": HFNames("transformer.wpe"),
+        "layers.{}.attention_norm": HFNames("transformer.h.{}.ln_1"),
+        "layers.{}.attention.qkv": HFNames("transformer.h.{}.attn.c_attn", transposed=True),
+        "layers.{}.attention.output": HFNames("transformer.h.{}.attn.c_proj", transposed=True),
+        "layers.{}.mlp_norm": HFNames("transformer.h.{}.ln_2"),
+        "layers.{}.mlp.up": HFNames("transformer.h.{}.mlp.c_fc", transposed=True),
+        "layers.{}.mlp.down": HFNames("transformer.h.{}.mlp.c_proj", transposed=True),
+        "norm": HFNames("transformer.ln_f"),
+        "head": HFNames("lm_head"),
+        "score": HFNames("score"),
     }
 
     def __init__(self, config: GPT2Config, ctx: ParallelContext, seed: int = 0):

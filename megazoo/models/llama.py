@@ -37,8 +37,8 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face.config import Fields, head_to_hugging_face
-from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
+from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
@@ -82,7 +82,7 @@ class LlamaConfig:
     }  # fmt: skip
 
     @classmethod
-    def from_hugging_face(cls, fields: Fields) -> "LlamaConfig":
+    def from_hugging_face(cls, fields: ConfigReader) -> "LlamaConfig":
         fields.only("partial_rotary_factor", 1.0)
         theta, rope = fields.take("rope_theta", cls.rope_theta), fields.nested("rope_parameters")
         if "rope_scaling" in fields.values:  # the older form replaces the newer one
@@ -189,22 +189,22 @@ class Llama(Model):
     # a buffer in older files
     HUGGING_FACE_LEGACY = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     HUGGING_FACE_NAMES: ClassVar = {
-        "embedding": Theirs("model.embed_tokens"),
-        "layers.{}.attention_norm": Theirs("model.layers.{}.input_layernorm"),
-        "layers.{}.attention.qkv": Theirs(
+        "embedding": HFNames("model.embed_tokens"),
+        "layers.{}.attention_norm": HFNames("model.layers.{}.input_layernorm"),
+        "layers.{}.attention.qkv": HFNames(
             "model.layers.{}.self_attn.q_proj",
             "model.layers.{}.self_attn.k_proj",
             "model.layers.{}.self_attn.v_proj",
         ),
-        "layers.{}.attention.output": Theirs("model.layers.{}.self_attn.o_proj"),
-        "layers.{}.mlp_norm": Theirs("model.layers.{}.post_attention_layernorm"),
-        "layers.{}.mlp.gate_up": Theirs(
+        "layers.{}.attention.output": HFNames("model.layers.{}.self_attn.o_proj"),
+        "layers.{}.mlp_norm": HFNames("model.layers.{}.post_attention_layernorm"),
+        "layers.{}.mlp.gate_up": HFNames(
             "model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"
         ),
-        "layers.{}.mlp.down": Theirs("model.layers.{}.mlp.down_proj"),
-        "norm": Theirs("model.norm"),
-        "head": Theirs("lm_head"),
-        "score": Theirs("score"),
+        "layers.{}.mlp.down": HFNames("model.layers.{}.mlp.down_proj"),
+        "norm": HFNames("model.norm"),
+        "head": HFNames("lm_head"),
+        "score": HFNames("score"),
     }
 
     def __init__(self, config: LlamaConfig, ctx: ParallelContext, seed: int = 0):

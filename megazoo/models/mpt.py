@@ -46,8 +46,8 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face.config import Fields, head_to_hugging_face
-from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
+from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
@@ -97,7 +97,7 @@ class MPTConfig:
     }  # fmt: skip
 
     @classmethod
-    def from_hugging_face(cls, fields: Fields) -> "MPTConfig":
+    def from_hugging_face(cls, fields: ConfigReader) -> "MPTConfig":
         """What llm-foundry means by a config: Hugging Face's port ignores alibi, qk_ln, no_bias and
         more."""
         for name in ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads"):
@@ -240,19 +240,19 @@ class MPT(Model):
     HUGGING_FACE_PREFIX = "transformer."
     HUGGING_FACE_LEGACY = ""
     HUGGING_FACE_NAMES: ClassVar = {  # llm-foundry's, of which Hugging Face's port has a part
-        "embedding": Theirs("transformer.wte"),
-        "position_embedding": Theirs("transformer.wpe"),
-        "layers.{}.attention_norm": Theirs("transformer.blocks.{}.norm_1"),
-        "layers.{}.attention.qkv": Theirs("transformer.blocks.{}.attn.Wqkv"),
-        "layers.{}.attention.q_norm": Theirs("transformer.blocks.{}.attn.q_ln"),
-        "layers.{}.attention.k_norm": Theirs("transformer.blocks.{}.attn.k_ln"),
-        "layers.{}.attention.output": Theirs("transformer.blocks.{}.attn.out_proj"),
-        "layers.{}.mlp_norm": Theirs("transformer.blocks.{}.norm_2"),
-        "layers.{}.mlp.up": Theirs("transformer.blocks.{}.ffn.up_proj"),
-        "layers.{}.mlp.down": Theirs("transformer.blocks.{}.ffn.down_proj"),
-        "norm": Theirs("transformer.norm_f"),
-        "head": Theirs("lm_head"),
-        "score": Theirs("score"),
+        "embedding": HFNames("transformer.wte"),
+        "position_embedding": HFNames("transformer.wpe"),
+        "layers.{}.attention_norm": HFNames("transformer.blocks.{}.norm_1"),
+        "layers.{}.attention.qkv": HFNames("transformer.blocks.{}.attn.Wqkv"),
+        "layers.{}.attention.q_norm": HFNames("transformer.blocks.{}.attn.q_ln"),
+        "layers.{}.attention.k_norm": HFNames("transformer.blocks.{}.attn.k_ln"),
+        "layers.{}.attention.output": HFNames("transformer.blocks.{}.attn.out_proj"),
+        "layers.{}.mlp_norm": HFNames("transformer.blocks.{}.norm_2"),
+        "layers.{}.mlp.up": HFNames("transformer.blocks.{}.ffn.up_proj"),
+        "layers.{}.mlp.down": HFNames("transformer.blocks.{}.ffn.down_proj"),
+        "norm": HFNames("transformer.norm_f"),
+        "head": HFNames("lm_head"),
+        "score": HFNames("score"),
     }
 
     def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):

@@ -10,7 +10,7 @@ from megazoo.checkpoint.format import (
     NoCheckpoint,
     find_checkpoint,
     remove,
-    taking_the_place,
+    replace_directory,
 )
 from megazoo.checkpoint.save import files_of_rank, saving, write_manifest, write_rank
 from megazoo.errors import UserError
@@ -121,7 +121,7 @@ def one_of(function: str, directory, name: str, named):
 
 
 def load_weights(source: ModelSource, model) -> None:
-    """Fill this rank's parameters from an open source; its companions travel on. UserError for
+    """Fill this rank's parameters from an open source; its sidecar_files travel on. UserError for
     another model's.
 
     A classifier takes a language model's weights, too; its head is then drawn from the model's
@@ -144,7 +144,7 @@ def load_weights(source: ModelSource, model) -> None:
         raise UserError(f"{source.path} is not of this {type(model).__name__}: {what}")
     for entry in entries:
         source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
-    model.companions = source.companions if model.ctx.rank == 0 else {}
+    model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
     model.generation = source.generation
 
 
@@ -178,8 +178,8 @@ def save_parallelized(
         staging.mkdir(parents=True)
 
     def complete() -> None:
-        write_manifest(staging, model.family, model.config, ctx, written, {}, model.companions)
-        with taking_the_place(staging, shards):
+        write_manifest(staging, model.family, model.config, ctx, written, {}, model.sidecar_files)
+        with replace_directory(staging, shards):
             pass
         if merge_checkpoints:
             sizes = {"max_shard_size": max_shard_size, "save_config": save_config}

@@ -8,7 +8,7 @@ import torch
 
 from megazoo.errors import UserError, nearest
 from megazoo.files import json_object, read_bytes
-from megazoo.models.hugging_face.config import Fields
+from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.parallel.context import ParallelContext, current_context
 
 GIVE_A_DIRECTORY = (
@@ -69,8 +69,7 @@ def family_of(config) -> str:
 
 
 def presets() -> dict:
-    """The config of every preset, by its name, and of every family's tiny preset, by the family's.
-    """
+    """The config of every preset, by its name, and of every family's tiny preset, by the family's."""
     named = {
         preset: config for model in FAMILIES.values() for preset, config in model.presets.items()
     }
@@ -147,7 +146,7 @@ def config_from_hugging_face(values: dict):
         raise UserError(
             f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}"
         )
-    fields = Fields(values)
+    fields = ConfigReader(values)
     config = FAMILIES[family].Config.from_hugging_face(fields)
     fields.finish()
     one_layer = dataclasses.replace(config, layers=min(config.layers, 1))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import Lazy, check_replaceable, replaced_directory
+from megazoo.checkpoint.format import Lazy, check_replaceable, new_directory
 from megazoo.checkpoint.save import files_of_rank, write_manifest, write_rank
 from megazoo.files import in_threads
 from megazoo.models.hugging_face.export import Progress
@@ -58,9 +58,9 @@ def write_shards(
         )
         return write_rank(staging, files, ctx)
 
-    with replaced_directory(directory) as staging:
+    with new_directory(directory) as staging:
         written = in_threads(write, range(tp * pp))
         layout = ParallelContext.virtual(tp, pp)
         write_manifest(
-            staging, family.family, config, layout, written, source.trainer, source.companions
+            staging, family.family, config, layout, written, source.trainer, source.sidecar_files
         )

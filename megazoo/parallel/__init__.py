@@ -1,5 +1,4 @@
-"""Contexts, collectives, shards, schedules and the pipeline: what the layers and models stand on.
-"""
+"""Contexts, collectives, shards, schedules and the pipeline: what the layers and models stand on."""
 
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.module import ShardedModule

@@ -70,7 +70,7 @@ class GradientBuckets:
 
         def received(parameter: nn.Parameter) -> None:
             buckets = myself()
-            if buckets and parameter not in buckets.elsewhere:
+            if buckets and parameter not in buckets.deferred:
                 buckets.received(parameter)
 
         backwards = parameters[::-1]
@@ -90,7 +90,7 @@ class GradientBuckets:
         self.early = len(early)  # buckets that may leave before the end
         # backwards that each of them still waits for; empty when not counting
         self.missing: list[int] = []
-        self.elsewhere: Container[nn.Parameter] = ()
+        self.deferred: Container[nn.Parameter] = ()
         self.launched = 0
         self.works: list = []
         _alive.add(self)
@@ -105,8 +105,7 @@ class GradientBuckets:
         }
 
     def give_way_to(self, others: "GradientBuckets") -> None:
-        """End, because other parameters are trained now; what is known of the gradients goes over.
-        """
+        """End, because other parameters are trained now; what is known of the gradients goes over."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self.place.keys() - others.place.keys():
@@ -114,16 +113,16 @@ class GradientBuckets:
         others.sharded, others.fault, others.shared_out = self.sharded, self.fault, self.shared_out
         _alive.discard(self)
 
-    def start(self, backwards: int, elsewhere: Container[nn.Parameter] = ()) -> None:
+    def start(self, backwards: int, deferred: Container[nn.Parameter] = ()) -> None:
         """Free the gradients and expect `backwards` contributions to each before it is summed over
         the replicas.
 
-        elsewhere: parameters of which not autograd but a call of `received` tells that they have
+        deferred: parameters of which not autograd but a call of `received` tells that they have
         had one.
         """
         for parameter in self.place:
             parameter.grad = None
-        self.elsewhere, self.counting, self.fault = elsewhere, True, UNFINISHED
+        self.deferred, self.counting, self.fault = deferred, True, UNFINISHED
         self.missing = [len(members) * backwards for members in self.members[: self.early]]
         self.launched = 0
 

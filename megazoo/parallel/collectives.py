@@ -112,8 +112,7 @@ def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int
 
 
 def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
-    """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it.
-    """
+    """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it."""
     # ranks must send equal shapes
     padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
     parts = _gather(padded, group)

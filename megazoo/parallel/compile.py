@@ -1,5 +1,4 @@
-"""What torch.compile must not look into: collectives and seeded draws. They run between its graphs.
-"""
+"""What torch.compile must not look into: collectives and seeded draws. They run between its graphs."""
 
 import importlib.util
 import os

@@ -138,8 +138,7 @@ class ParallelContext:
         virtual: int = 1,
         stage_layers: str | Sequence[int] = "balanced",
     ) -> "ParallelContext":
-        """Rank `rank` of a tp x pp x dp world that need not exist. virtual: the stages of a rank.
-        """
+        """Rank `rank` of a tp x pp x dp world that need not exist. virtual: the stages of a rank."""
         if not 0 <= rank < tp * pp * dp:
             raise UserError(
                 f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks"
@@ -235,8 +234,7 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) 
 
 
 def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
-    """The number of ranks to start for a layout instead of `world`: the next multiple of a replica.
-    """
+    """The number of ranks to start for a layout instead of `world`: the next multiple of a replica."""
     return tp * pp * (dp or -(-world // (tp * pp)))
 
 

@@ -136,8 +136,7 @@ class _Call:
         return True
 
     def _first_cause(self, store: dist.Store) -> str | None:
-        """Wait a moment for what the first rank that failed says; None if it died without a word.
-        """
+        """Wait a moment for what the first rank that failed says; None if it died without a word."""
         until = time.monotonic() + PATIENCE / 2
         while not store.check([self.cause]):
             if time.monotonic() > until:

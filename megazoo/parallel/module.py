@@ -58,13 +58,15 @@ class ShardedModule(nn.Module):
         # parameters of which backward on this rank gives only a part of the gradient
         self._partial: set[str] = set()
 
-    def whole(self, name: str) -> torch.Tensor | None:
+    def replicated(self, name: str) -> torch.Tensor | None:
         """The parameter as the forward should use it: its gradient is summed over the tp ranks that
         hold copies."""
         parameter = getattr(self, name)
         if name not in self._partial or self.sums_later:
             return parameter
         return _summed_over_copies(parameter, self.specs[name], self.ctx)
+
+    whole = replicated  # its name in the first version
 
     def add_parameter(self, name: str, spec: ParameterSpec) -> None:
         """Register this rank's part of a parameter, with initial values unless it is on the meta

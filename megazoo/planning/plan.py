@@ -109,7 +109,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FoundLayout:
     """What a search has found. Of a step, of the rank that has most: total bytes of memory, and
     bytes sent over tp, pp and dp. bubble, step_flops: as bubble_of_stages and step_flops in Plan.
     time: step_flops, and as many more for each byte as FLOPS_A_BYTE says: what layouts are ranked
@@ -209,7 +209,7 @@ class Planner:
 
     def search(
         self, gpus: int, memory: int, parallel: ParallelOptions, training: TrainingOptions
-    ) -> Iterator["Layout"]:
+    ) -> Iterator["FoundLayout"]:
         """The layouts of `gpus` ranks of which each fits into `memory` bytes, in no order.
 
         Searched are tp (a power of two, at most LARGEST_TP), pp (no deeper than what fits without
@@ -255,7 +255,7 @@ class Planner:
 
     def _fitting(
         self, parallel: ParallelOptions, training: TrainingOptions, dp: int, memory: int
-    ) -> "Layout | None":
+    ) -> "FoundLayout | None":
         """The layout, if each rank fits."""
         p, t = parallel, training
         microbatches = t.global_batch_size // (dp * t.micro_batch_size)
@@ -283,7 +283,7 @@ class Planner:
         bubble, step_flops = _bubble(tables, flops)
         sent = {axis: max(getattr(rank, f"sent_{axis}") for rank in ranks) for axis in FLOPS_A_BYTE}
         time = step_flops + sum(n * FLOPS_A_BYTE[axis] for axis, n in sent.items())
-        return Layout(
+        return FoundLayout(
             p.tp, p.pp, dp, p.virtual_pp, t.recompute, p.sequence_parallel, p.zero, microbatches,
             max(rank.total for rank in ranks), bubble, sent["tp"], sent["pp"], sent["dp"], step_flops, time,
         )  # fmt: skip
@@ -347,8 +347,7 @@ class Planner:
         table: list[Action],
         costs: list,
     ) -> RankPlan:
-        """What a rank takes that runs `table`; `tp` is left empty. costs: of its stages' actions.
-        """
+        """What a rank takes that runs `table`; `tp` is left empty. costs: of its stages' actions."""
         ctx, static = model.ctx, self.static(model, parallel, training)
         pp_rank = table[0].stage % ctx.pp_size  # of the model's or of one that is like it
         by_stage = dict(zip(range(pp_rank, ctx.stage_count, ctx.pp_size), costs, strict=True))

@@ -1,5 +1,4 @@
-"""Ranks for tests: a pool of gloo processes on this machine, forked once and used again and again.
-"""
+"""Ranks for tests: a pool of gloo processes on this machine, forked once and used again and again."""
 
 import multiprocessing
 import os

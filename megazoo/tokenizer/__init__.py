@@ -11,7 +11,7 @@ from megazoo.tokenizer.byte import ByteTokenizer
 from megazoo.tokenizer.hugging_face import Unsupported, from_tokenizer_json, from_vocab_and_merges
 from megazoo.tokenizer.ranks import LINE, from_ranks
 from megazoo.tokenizer.sentence_piece import from_sentencepiece
-from megazoo.tokenizer.settings import SETTINGS, Settings, read_bytes, read_settings
+from megazoo.tokenizer.settings import SETTINGS, TokenizerSettings, read_bytes, read_settings
 
 __all__ = [
     "ByteTokenizer",
@@ -22,8 +22,8 @@ __all__ = [
     "tokenizer_files",
 ]
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-BESIDE = ("merges.txt", *SETTINGS)  # what may be beside them
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_SIDECARS = ("merges.txt", *SETTINGS)  # what may be beside them
 
 
 def open_tokenizer(where: str | Path) -> Tokenizer:
@@ -60,12 +60,15 @@ def tokenizer_files(where: str | Path) -> dict[str, bytes]:
         ((_, data),) = contents.items()
         contents = {_usual_name(files[0], data): data}
     return contents | {
-        name: read_bytes(directory / name) for name in BESIDE if (directory / name).is_file()
+        name: read_bytes(directory / name)
+        for name in TOKENIZER_SIDECARS
+        if (directory / name).is_file()
     }
 
 
 def _located(where: str | Path) -> tuple[Path, list[Path]]:
-    """The directory of a tokenizer, and the files of FILES there; or the one file that is named."""
+    """The directory of a tokenizer, and the files of TOKENIZER_FILES there; or the one file that is
+    named."""
     path = Path(where)
     if path.is_file():
         return path.parent, [path]
@@ -73,15 +76,15 @@ def _located(where: str | Path) -> tuple[Path, list[Path]]:
         raise UserError(
             f"unknown tokenizer {str(where)!r}: there is byte, or the directory or file of a tokenizer"
         )
-    if not any((path / name).is_file() for name in FILES):
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
         # with torch: only for checkpoints
         from megazoo.checkpoint.format import NoCheckpoint, find_checkpoint
 
         with suppress(NoCheckpoint):
             path = find_checkpoint(path)
-    files = [path / name for name in FILES if (path / name).is_file()]
+    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not files:
-        raise UserError(f"{path} has no tokenizer: none of {', '.join(FILES)}")
+        raise UserError(f"{path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
     return path, files
 
 
@@ -100,7 +103,7 @@ def _is_vocabulary(entries: dict) -> bool:
     return any(isinstance(value, int) for value in entries.values())
 
 
-def _from_file(path: Path, settings: Settings) -> Tokenizer:
+def _from_file(path: Path, settings: TokenizerSettings) -> Tokenizer:
     data = read_bytes(path)
     if LINE.match(data):
         return from_ranks(path, data, settings)

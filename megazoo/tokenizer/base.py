@@ -127,8 +127,7 @@ class Tokenizer:
         return EncodedBatch(ids, mask)
 
     def decode(self, ids, *, skip_special_tokens: bool = False) -> str:
-        """The text of ids. Broken UTF-8 is replaced (U+FFFD); ids that no token has are left out.
-        """
+        """The text of ids. Broken UTF-8 is replaced (U+FFFD); ids that no token has are left out."""
         return b"".join(map(self._reader(skip_special_tokens), map(int, ids))).decode(
             errors="replace"
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 from megazoo.errors import UserError
 from megazoo.tokenizer.added import AddedToken, check_id
 from megazoo.tokenizer.byte_bpe import GPT2_PATTERN, ByteLevelBPE
-from megazoo.tokenizer.settings import Settings, malformed, read_bytes
+from megazoo.tokenizer.settings import TokenizerSettings, malformed, read_bytes
 
 GPT2_CLASSES = (
     "GPT2Tokenizer",
@@ -33,7 +33,7 @@ def byte_of_character() -> dict[str, int]:
 BYTE_OF = byte_of_character()
 
 
-def from_tokenizer_json(path: Path, data: dict, settings: Settings) -> ByteLevelBPE:
+def from_tokenizer_json(path: Path, data: dict, settings: TokenizerSettings) -> ByteLevelBPE:
     """The tokenizer of a tokenizer.json, whose content is `data`. Raises Unsupported; UserError if
     malformed."""
     with malformed(path):
@@ -62,7 +62,9 @@ def from_tokenizer_json(path: Path, data: dict, settings: Settings) -> ByteLevel
     return settings.apply(tokenizer, id_of, template=template)
 
 
-def from_vocab_and_merges(vocab_path: Path, vocab: dict, settings: Settings) -> ByteLevelBPE:
+def from_vocab_and_merges(
+    vocab_path: Path, vocab: dict, settings: TokenizerSettings
+) -> ByteLevelBPE:
     """GPT-2's tokenizer from vocab.json, whose content is `vocab`, and the merges.txt beside it."""
     settings.refuse("tokenizer_class", *GPT2_CLASSES)
     settings.refuse("add_prefix_space", False)
@@ -164,8 +166,7 @@ def _read_pipeline(data: dict) -> tuple[str, bool, tuple[list[int], list[int]]]:
 
 
 def _steps(data: dict, field: str, inside: str) -> list[dict]:
-    """The steps of a normalizer, pre-tokenizer or post-processor: none, one, or a sequence of them.
-    """
+    """The steps of a normalizer, pre-tokenizer or post-processor: none, one, or a sequence of them."""
     value = data.get(field)
     if value is None:
         return []

@@ -7,7 +7,7 @@ from pathlib import Path
 from megazoo.errors import UserError
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN, ByteLevelBPE
-from megazoo.tokenizer.settings import Settings, malformed
+from megazoo.tokenizer.settings import TokenizerSettings, malformed
 
 LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?(\n|\Z)")
 NAMED = {
@@ -24,7 +24,7 @@ def special_tokens(first: int) -> list[AddedToken]:
     return [AddedToken(f"<|{name}|>", first + place) for place, name in enumerate(names)]
 
 
-def from_ranks(path: Path, data: bytes, settings: Settings) -> ByteLevelBPE:
+def from_ranks(path: Path, data: bytes, settings: TokenizerSettings) -> ByteLevelBPE:
     """The tokenizer of a file of ranks, whose content is `data`; the ranks are the ids. bos goes
     before a text."""
     tokens = {}

@@ -10,7 +10,7 @@ import sentencepiece
 from megazoo.errors import UserError
 from megazoo.tokenizer.added import AddedToken, Splitter
 from megazoo.tokenizer.base import Tokenizer
-from megazoo.tokenizer.settings import Settings
+from megazoo.tokenizer.settings import TokenizerSettings
 
 CLASSES = (
     "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast", "PreTrainedTokenizerFast",
@@ -60,7 +60,9 @@ class SentencePieceTokenizer(Tokenizer):
         return read
 
 
-def from_sentencepiece(path: Path, data: bytes, settings: Settings) -> SentencePieceTokenizer:
+def from_sentencepiece(
+    path: Path, data: bytes, settings: TokenizerSettings
+) -> SentencePieceTokenizer:
     """The tokenizer of a sentencepiece model, whose bytes are `data`. bos goes before a text, if
     there is one."""
     settings.refuse("tokenizer_class", *CLASSES)

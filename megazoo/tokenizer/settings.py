@@ -1,5 +1,4 @@
-"""What the JSON files beside a tokenizer say: which tokens are special, and which go around a text.
-"""
+"""What the JSON files beside a tokenizer say: which tokens are special, and which go around a text."""
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ USUAL = {
 
 
 @dataclass
-class Settings:
+class TokenizerSettings:
     """tokenizer_config.json, special_tokens_map.json, added_tokens.json, and the ids of
     config.json.
 
@@ -103,10 +102,10 @@ class Settings:
         return known[0] if known and known[0] < vocab_size else None
 
 
-def read_settings(directory: Path) -> Settings:
+def read_settings(directory: Path) -> TokenizerSettings:
     """The settings of a tokenizer's directory; the files may be missing. Raises UserError for a
     malformed one."""
-    settings = Settings(directory)
+    settings = TokenizerSettings(directory)
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         entries = _json_beside(directory / name)
         for role in (*ROLES, "unk"):

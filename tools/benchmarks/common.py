@@ -136,8 +136,7 @@ def resident(name: str) -> int:
 
 
 class Side(NamedTuple):
-    """What is timed: commands, one after the other. output: what they write; it is removed before.
-    """
+    """What is timed: commands, one after the other. output: what they write; it is removed before."""
 
     commands: list[list]
     output: Path

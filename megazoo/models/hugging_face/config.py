@@ -7,7 +7,7 @@ from typing import Any
 
 from megazoo.errors import UserError
 
-# Fields that say nothing of the mathematics: of all models, then of GPT-2, LLaMA and MPT.
+# ConfigReader that say nothing of the mathematics: of all models, then of GPT-2, LLaMA and MPT.
 HARMLESS = set(
     "model_type architectures auto_map transformers_version dtype torch_dtype use_cache return_dict use_return_dict "
     "output_hidden_states output_attentions bos_token_id eos_token_id pad_token_id unk_token_id tokenizer_class "
@@ -40,7 +40,7 @@ def head_to_hugging_face(config, language_model: str) -> dict[str, Any]:
     }
 
 
-class Fields:
+class ConfigReader:
     """The fields of a config, to be taken one by one.
 
     values: what JSON gave; inside: how messages call a nested config ("attn_config."). A field that
@@ -69,9 +69,9 @@ class Fields:
             )
         return value
 
-    def nested(self, name: str) -> "Fields":
+    def nested(self, name: str) -> "ConfigReader":
         """A config inside this one."""
-        return Fields(self.take(name, {}), f"{self.inside}{name}.")
+        return ConfigReader(self.take(name, {}), f"{self.inside}{name}.")
 
     def only(self, name: str, *supported: Any) -> None:
         """Take a field of which only some values are supported; the first is the default."""
@@ -86,8 +86,7 @@ class Fields:
         return {ours: self.take(theirs, getattr(defaults, ours)) for theirs, ours in names.items()}
 
     def head(self) -> dict[str, Any]:
-        """What a classifier of sequences, which the architecture names, has in the config besides.
-        """
+        """What a classifier of sequences, which the architecture names, has in the config besides."""
         architectures = self.values.get("architectures") or [""]
         if not isinstance(architectures, list) or not str(architectures[0]).endswith(CLASSIFIER):
             return {}

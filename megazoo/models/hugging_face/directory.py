@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import COMPANIONS, GENERATION, json_bytes
+from megazoo.checkpoint.format import GENERATION, SIDECAR_FILES, json_bytes
 from megazoo.checkpoint.source import pieces_of_file
 from megazoo.errors import UserError
 from megazoo.files import json_object
-from megazoo.models.hugging_face.names import Theirs
+from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.registry import config_from_file
 from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
@@ -47,10 +47,10 @@ class HuggingFaceDirectory(ModelSource):
                 )
 
     @cached_property
-    def companions(self) -> dict[str, bytes]:
+    def sidecar_files(self) -> dict[str, bytes]:
         found = {
             name: (self.path / name).read_bytes()
-            for name in COMPANIONS
+            for name in SIDECAR_FILES
             if (self.path / name).is_file()
         }
         return ({GENERATION: json_bytes(self.generation)} if self.generation else {}) | found
@@ -138,7 +138,7 @@ class HuggingFaceDirectory(ModelSource):
                 )
         return files
 
-    def _match(self) -> dict[str, Theirs]:
+    def _match(self) -> dict[str, HFNames]:
         """Where each tensor of ours is; refuses what is missing or left over."""
         model, names = self.model, set(self._file_of)
         if self.config.layers > len(names):
@@ -148,10 +148,10 @@ class HuggingFaceDirectory(ModelSource):
         prefix = model.HUGGING_FACE_PREFIX
         bare = not any(name.startswith(prefix) for name in names)  # a backbone is saved without it
 
-        def source(name: str) -> Theirs:
+        def source(name: str) -> HFNames:
             theirs = their_names(model, name)
             names = (name.removeprefix(prefix) if bare else name for name in theirs.names)
-            return Theirs(*names, transposed=theirs.transposed)
+            return HFNames(*names, transposed=theirs.transposed)
 
         tied = getattr(self.config, "tie_embeddings", False)
         if tied and HEAD in names:
@@ -163,7 +163,7 @@ class HuggingFaceDirectory(ModelSource):
                 )  # as transformers does
         sources = {name: source(name) for name in self.specs}
         if tied and HEAD in names and sources["embedding.weight"].names[0] not in names:
-            sources["embedding.weight"] = Theirs(HEAD)
+            sources["embedding.weight"] = HFNames(HEAD)
         wanted = {name for theirs in sources.values() for name in theirs.names}
         known = wanted | ({HEAD} if tied else set())
         extra = {
@@ -185,15 +185,14 @@ class HuggingFaceDirectory(ModelSource):
         return torch.equal(*whole)
 
 
-def their_names(model: type, name: str) -> Theirs:
-    """Hugging Face's name, or names, of a global tensor of ours, by the table in the model's file.
-    """
+def their_names(model: type, name: str) -> HFNames:
+    """Hugging Face's name, or names, of a global tensor of ours, by the table in the model's file."""
     layer = re.search(r"(?<=layers\.)\d+", name)
     module, _, kind = name.rpartition(".")
     pattern = module.replace(f"layers.{layer[0]}.", "layers.{}.") if layer else module
     theirs = model.HUGGING_FACE_NAMES[pattern]
     names = tuple(f"{part.format(layer and layer[0])}.{kind}" for part in theirs.names)
-    return Theirs(*names, transposed=theirs.transposed and kind == "weight")
+    return HFNames(*names, transposed=theirs.transposed and kind == "weight")
 
 
 def _some(names: set[str], shown: int = 5) -> str:

@@ -9,8 +9,8 @@ import torch
 from megazoo.checkpoint.format import (
     Lazy,
     check_replaceable,
-    replaced_directory,
-    write_at_once,
+    new_directory,
+    write_atomically,
     write_json,
     write_safetensors,
 )
@@ -72,11 +72,11 @@ def write_hugging_face(
     # Without these, transformers assumes the ids of its own models.
     values = {name: source.generation.get(name) for name in TOKEN_IDS} | values
     values["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    with replaced_directory(directory) as staging:
+    with new_directory(directory) as staging:
         if save_config:
             write_json(staging / CONFIG, values)
-        for name, data in source.companions.items():
-            write_at_once(staging / name, data)
+        for name, data in source.sidecar_files.items():
+            write_atomically(staging / name, data)
         count = len(files)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         names = names if count > 1 else ["model.safetensors"]

@@ -1,7 +1,7 @@
 """Hugging Face's names of tensors."""
 
 
-class Theirs:
+class HFNames:
     """Hugging Face's names of what is one tensor of ours: parts that follow one another along its
     rows.
 
