@@ -23,7 +23,7 @@ from megazoo.cli.parsing import run_file
 from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.export import parse_size
-from megazoo.planning.plan import Planner, note_on_mfu
+from megazoo.planning import Planner, find_layouts, note_on_mfu
 
 LISTED = 20  # layouts that a search tells
 USUAL_LENGTH = 4096
@@ -90,7 +90,8 @@ def main(arguments: list[str]) -> None:
     training = TrainingOptions(**given)
     planner = Planner(config, quick=options.search)
     if options.search:
-        found = planner.search(options.gpus, parse_size(options.memory), parallel, training)
+        memory = parse_size(options.memory)
+        found = find_layouts(planner, options.gpus, memory, parallel, training)
         layouts = sorted(found, key=lambda layout: layout.time)[:LISTED]
         if not layouts:
             raise UserError(
