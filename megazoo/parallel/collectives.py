@@ -1,6 +1,6 @@
 """Plain collectives, without autograd, counted in bytes on a virtual group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megazoo.errors import UserError
-from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
+from megazoo.parallel.context import NO_RANKS, Axis, ParallelContext, VirtualGroup
 from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.timing import spent
 from megazoo.torch_internals import renamed_collective
@@ -45,6 +45,17 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
         with spent("communication", "all_reduce"):
             return reducer.all_reduce(tensor, tensor, op)
     return _run(dist.all_reduce, tensor, group=group, whole=tensor, op=op, async_op=async_op)
+
+
+def all_reduce_over(
+    tensor: torch.Tensor, axes: Iterable[Axis], op: dist.ReduceOp = dist.ReduceOp.SUM
+) -> None:
+    """Reduce `tensor` in place over several axes of the mesh.
+
+    It goes over one axis after the other, in the order given, on which the rounding depends.
+    """
+    for axis in axes:
+        all_reduce(tensor, axis.group, op)
 
 
 def summed(tensor: torch.Tensor, group) -> torch.Tensor:
@@ -156,7 +167,7 @@ def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContex
     """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
     if ctx.pp_size > 1:
         with spent("communication", "broadcast"):
-            dist.broadcast(tensor, src=ctx.global_rank(pp_rank), group=ctx.pp_group)
+            dist.broadcast(tensor, src=ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
     return tensor
 
 

@@ -31,7 +31,7 @@ def exchange_with_stages(
 
     ops = [(dist.irecv, *each) for each in receives] + [(dist.isend, *each) for each in sends]
     ops = [
-        dist.P2POp(op, tensor, ctx.global_rank(peer), ctx.pp_group)
+        dist.P2POp(op, tensor, ctx.rank_at(pp=peer), ctx.pp_group)
         for op, tensor, peer in ops
         if not boxed(tensor)
     ]
@@ -51,7 +51,7 @@ def exchange_with_stages(
 def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
     """Start sending to a pipeline rank; `tensor` must live, unchanged, until the returned work is
     waited for."""
-    return dist.isend(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
+    return dist.isend(tensor, ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
 
 
 def receive_from_stage(
@@ -59,7 +59,7 @@ def receive_from_stage(
 ) -> torch.Tensor:
     """What a pipeline rank sends next; waits for it."""
     tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
-    dist.recv(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
+    dist.recv(tensor, ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
     return tensor
 
 
@@ -78,11 +78,11 @@ def sum_between_stages(
     for piece in tensor.view(-1).split(chunk):
         copies = {rank: torch.empty_like(piece) for rank in peers} | {ctx.pp_rank: piece.clone()}
         ops = [
-            dist.P2POp(dist.irecv, copies[rank], ctx.global_rank(rank), ctx.pp_group)
+            dist.P2POp(dist.irecv, copies[rank], ctx.rank_at(pp=rank), ctx.pp_group)
             for rank in peers
         ]
         ops += [
-            dist.P2POp(dist.isend, copies[ctx.pp_rank], ctx.global_rank(rank), ctx.pp_group)
+            dist.P2POp(dist.isend, copies[ctx.pp_rank], ctx.rank_at(pp=rank), ctx.pp_group)
             for rank in peers
         ]
         for work in dist.batch_isend_irecv(ops):
