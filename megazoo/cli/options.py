@@ -78,7 +78,7 @@ class ParallelOptions:
     """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their
     memory."""
     schedule: ScheduleName = "1f1b"
-    """Order of the pipeline's forwards and backwards: one of these, or one that --import adds. zb-h1
+    """Order of the pipeline's forwards and backwards: one of these, or what --import adds. zb-h1
     leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more
     memory on later stages."""
     zero: Literal[0, 1] = 0

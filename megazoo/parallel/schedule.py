@@ -128,12 +128,12 @@ def schedule_named(name: str) -> Schedule:
 
 
 def tables_of(schedule: Schedule, pp: int, virtual: int, microbatches: int) -> list[list[Action]]:
-    """Return the tables of all ranks; UserError if the schedule can't have so many stages a rank."""
+    """Return the tables of all ranks. UserError if the schedule can't have such stages."""
     return [schedule(rank, pp, virtual, microbatches) for rank in range(pp)]
 
 
 def check_schedule(name: str, pp: int, virtual: int) -> None:
-    """Raise UserError if there is no schedule of that name, or it can't have so many stages a rank."""
+    """Raise UserError if no schedule has that name, or it can't have so many stages a rank."""
     schedule_named(name)(0, pp, virtual, pp)
 
 
