@@ -133,13 +133,24 @@ def tables_of(schedule: Schedule, pp: int, virtual: int, microbatches: int) -> l
 
 
 def check_schedule(name: str, pp: int, virtual: int) -> None:
-    """Raise UserError if no schedule has that name, or it can't have so many stages a rank."""
-    schedule_named(name)(0, pp, virtual, pp)
+    """Raise UserError if no schedule has that name, or it can't have so many stages a rank, or it
+    has backwards in two parts beside whole ones."""
+    kinds = _kinds(schedule_named(name), pp, virtual)
+    if {"B", "I"} <= kinds:
+        raise UserError(f"schedule {name} has B beside I and W: split every backward, or none")
 
 
 def splits_backward(name: str, pp: int, virtual: int = 1) -> bool:
     """Say whether a schedule has I and W in place of B. UserError as from `check_schedule`."""
-    return any(action.kind == "I" for action in schedule_named(name)(0, pp, virtual, pp))
+    check_schedule(name, pp, virtual)
+    return "I" in _kinds(schedule_named(name), pp, virtual)
+
+
+@lru_cache(maxsize=256)
+def _kinds(schedule: Schedule, pp: int, virtual: int) -> frozenset[str]:
+    """Return the kinds of actions that any rank has."""
+    tables = tables_of(schedule, pp, virtual, microbatches=pp)
+    return frozenset(action.kind for table in tables for action in table)
 
 
 def backward_follows(table: Sequence["Action | Exchange"], stage: int) -> bool:
