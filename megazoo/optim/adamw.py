@@ -7,7 +7,7 @@ from megazoo.errors import UserError
 from megazoo.optim.clip import check_model, element_range, global_norm
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.collectives import all_reduce, gather_ranges
+from megazoo.parallel.collectives import all_reduce_over, gather_ranges
 from megazoo.parallel.failure import together
 from megazoo.parallel.module import Entry
 from megazoo.torch_internals import fused_adamw
@@ -251,8 +251,7 @@ class AdamW(torch.optim.Optimizer):
             if entry.parameter.grad is not None:
                 total += entry.parameter.grad.sum()
         overflow = (~torch.isfinite(total)).float()
-        for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
-            all_reduce(overflow, group)
+        all_reduce_over(overflow, self.ctx.axes)
         return bool(overflow)
 
     def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:

@@ -30,8 +30,10 @@ from megazoo.parallel.schedule import (
     in_flight,
     schedule_named,
     splits_backward,
+    tables_of,
     timeline,
 )
+from megazoo.parallel.stages import rank_of, stages_of
 from megazoo.planning.meter import (
     META,
     Cost,
@@ -183,16 +185,15 @@ class Planner:
         self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int
     ) -> ParallelContext:
         """Return the virtual context, on meta, of a rank of the first replica."""
-        ctx = ParallelContext.virtual(
+        world = ParallelContext.virtual(
             parallel.tp,
             parallel.pp,
             dp,
-            rank=pp_rank * dp * parallel.tp + tp_rank,
             sequence_parallel=parallel.sequence_parallel,
             virtual=parallel.virtual_pp,
             stage_layers=parse_stage_layers(parallel.stage_layers),
         )
-        return replace(ctx, device=META)
+        return replace(world, rank=world.rank_at(pp=pp_rank, tp=tp_rank), device=META)
 
     def build(self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int) -> Model:
         """Return a rank's stages, without memory."""
@@ -249,7 +250,8 @@ class Planner:
         stages, by their kind.
         """
         ctx, static = model.ctx, self.static(model, parallel, training)
-        by_stage = dict(zip(stages_in(table), costs, strict=True))
+        pp_rank = rank_of(table[0].stage, ctx.pp_size)
+        by_stage = dict(zip(stages_of(pp_rank, ctx.pp_size, ctx.virtual_size), costs, strict=True))
         taken = [by_stage[action.stage][action.kind] for action in table]
         boundary = 0  # bytes that a stage sends to another, of a micro-batch
         if ctx.pp_size > 1:
@@ -264,7 +266,7 @@ class Planner:
             a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W"
         )
         return RankPlan(
-            pp=table[0].stage % ctx.pp_size,
+            pp=pp_rank,
             tp=[],
             layers=sum(len(stage.layers) for stage in model.stages),
             parameters=static.parameters,
@@ -310,12 +312,7 @@ def schedule_tables(
 ) -> list[list[Action]]:
     """Return what each pipeline rank does in a step, in order."""
     schedule, count = schedule_named(parallel.schedule), microbatches_of(training, dp)
-    return [schedule(rank, parallel.pp, parallel.virtual_pp, count) for rank in range(parallel.pp)]
-
-
-def stages_in(table: list[Action]) -> list[int]:
-    """Return the numbers of the stages of which a table has actions, in order."""
-    return sorted({action.stage for action in table})
+    return tables_of(schedule, parallel.pp, parallel.virtual_pp, count)
 
 
 def _counted_parameters(model: Model) -> int:

@@ -7,13 +7,13 @@ from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.parallel.recompute import MODES
+from megazoo.parallel.stages import stages_of
 from megazoo.planning.plan import (
     Planner,
     RankPlan,
     bubble_and_time,
     microbatches_of,
     schedule_tables,
-    stages_in,
 )
 
 LARGEST_TP = 8  # tensor-parallel ranks that share a node
@@ -121,7 +121,8 @@ def _fitting(
     for pp_rank, table in enumerate(tables):
         ctx = planner.context(parallel, dp, pp_rank, 0)
         all_stages = planner.family.all_stages(planner.config, ctx)
-        stages = [all_stages[number] for number in stages_in(table)]
+        numbers = stages_of(pp_rank, parallel.pp, parallel.virtual_pp)
+        stages = [all_stages[number] for number in numbers]
         alike = tuple((stage.first, stage.last, len(stage.layers)) for stage in stages)
         if alike not in models:
             models[alike] = planner.build(parallel, dp, pp_rank, 0)
