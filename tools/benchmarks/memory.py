@@ -1,6 +1,7 @@
 """Measure the memory of processes, by what Linux tells in /proc. All sizes are in bytes."""
 
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,15 +18,15 @@ def proportional(command: list, kind: str = "Pss") -> int:
 
     kind: "Pss_Anon" leaves out the pages of files, which the system may take back.
     """
-    child = subprocess.Popen(
-        [str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    peak = 0
-    while child.poll() is None:
-        peak = max(peak, sum(_pss(pid, kind) for pid in _family(child.pid)))
-        time.sleep(0.2)
-    if child.returncode:
-        raise UserError(f"{' '.join(map(str, command))} failed", exit_code=1)
+    words, peak = [str(word) for word in command], 0
+    with tempfile.TemporaryFile("w+") as told:
+        child = subprocess.Popen(words, stdout=told, stderr=told)
+        while child.poll() is None:
+            peak = max(peak, sum(_pss(pid, kind) for pid in _family(child.pid)))
+            time.sleep(0.2)
+        if child.returncode:
+            told.seek(0)
+            raise UserError(f"{' '.join(words)} failed: {told.read()[-500:]}", exit_code=1)
     return peak
 
 
