@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
+from megazoo.torch_internals import default_store
 
 # seconds from a signal to the end of the step; then SIGTERM does what it does by itself
 PATIENCE = 20.0
@@ -106,7 +107,7 @@ def naming_absent_ranks(ctx: ParallelContext):
 
 def _tell_absent(ctx: ParallelContext, reason: str) -> None:
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         store.set(f"waited in vain/{ctx.rank}", "")
         time.sleep(GRACE)
         there = [rank for rank in range(ctx.world_size) if store.check([f"waited in vain/{rank}"])]

@@ -10,6 +10,7 @@ from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce, gather_ranges
 from megazoo.parallel.failure import together
 from megazoo.parallel.module import Entry
+from megazoo.torch_internals import fused_adamw
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 
@@ -256,17 +257,17 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:
         mine = [self._mine(e.parameter, e) for e in entries]
-        # The kernel behind torch.optim.AdamW(fused=True), whose constructor would import
-        # torch._dynamo.
-        torch._fused_adamw_(
+        fused_adamw(
             [self.state[e.name].get(MASTER, part) for e, part in zip(entries, mine, strict=True)],
             [self._mine(e.parameter.grad, e).to(self.device, torch.float32) for e in entries],
             *([self.state[e.name][moment] for e in entries] for moment in MOMENTS),
-            [],
             [self.steps] * len(entries),
-            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=grad_scale,
-        )  # fmt: skip
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=grad_scale,
+        )
         for e, part in zip(entries, mine, strict=True):
             if MASTER in self.state[e.name]:
                 part.copy_(self.state[e.name][MASTER])

@@ -11,10 +11,10 @@ from megazoo.errors import UserError
 from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
 from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.timing import spent
+from megazoo.torch_internals import renamed_collective
 
-# torch 2.13 renamed them. The old names are looked up only where the new ones are missing.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = renamed_collective("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def _run(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from megazoo.errors import UserError
+from megazoo.torch_internals import allow_recompilations
 
 _untraced: list[Callable] = []
 
@@ -29,7 +30,7 @@ def prepare_to_compile(device: torch.device) -> None:
     check_compiler(device.type)
     # A layer is compiled anew for training, evaluation, masks, and each scale that depends on its
     # index.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
+    allow_recompilations(128)
     while _untraced:
         function = _untraced.pop()
         owner, (*classes, name) = sys.modules[function.__module__], function.__qualname__.split(".")

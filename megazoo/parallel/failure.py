@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu import shared_memory
+from megazoo.torch_internals import default_store
 
 PATIENCE = 2.0  # seconds in which ranks that fail alike do so
 OUT_OF_REACH = 5.0  # seconds after which the job's store is given up
@@ -164,7 +165,7 @@ def _within_reach(ask: Callable):
 
     def run() -> None:
         with suppress(RuntimeError):
-            answers.append(ask(dist.distributed_c10d._get_default_store()))
+            answers.append(ask(default_store()))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from megazoo.torch_internals import profiler_runs
+
 PARTS = ("data", "forward", "backward", "communication", "optimizer")
 _running: "Stopwatch | None" = None
 
@@ -62,7 +64,7 @@ def spent(part: str, name: str | None = None):
     watch = _running
     before = watch.turn_to(part) if watch else None
     try:
-        if torch.autograd._profiler_enabled():
+        if profiler_runs():
             with torch.autograd.profiler.record_function(name or part):
                 yield
         else:
