@@ -1,4 +1,4 @@
-"""ZeRO-1 and the offloaded optimizer: the same parameters, half of the state, the same checkpoints."""
+"""ZeRO-1 and the offloaded optimizer: the same parameters and checkpoints, half of the state."""
 
 import itertools
 from itertools import pairwise
@@ -36,7 +36,7 @@ def parts(model):
 
 
 def trained(config, layout, dtype=torch.float32, steps=5, path=None, small_buckets=True, **how):
-    """Parameters, gradient norms and the bytes of optimizer state on this rank, after some steps."""
+    """Train some steps; returns parameters, gradient norms and elements of state on this rank."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, dtype=dtype, seed=3))
     if small_buckets:  # several of them, so that parameters begin and end within shards
