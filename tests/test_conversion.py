@@ -190,12 +190,12 @@ def test_transformers_takes_a_merged_directory_as_the_original(
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        with warnings.catch_warnings(record=True) as told, caplog.at_level(logging.WARNING):
+        with warnings.catch_warnings(record=True) as shown, caplog.at_level(logging.WARNING):
             warnings.simplefilter("always")
             text, merged_config, merged_generation = generated(tmp_path / "merged")
     finally:
         logger.removeHandler(caplog.handler)
-    assert [str(warning.message) for warning in told] == []
+    assert [str(warning.message) for warning in shown] == []
     assert caplog.messages == []
     assert text == expected
     assert {name: merged_config[name] for name in ids} == ids

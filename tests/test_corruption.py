@@ -58,23 +58,23 @@ def attempt(function, directory: Path):
 
 
 def corrupted(data: bytes, chance: random.Random) -> bytes:
-    """The bytes with something done to them, always to the effect that they differ."""
+    """Return the bytes with something done to them, so that they differ."""
     place = chance.randrange(len(data))
-    what = chance.choice(
+    kind = chance.choice(
         ["flip a bit", "flip a bit", "cut", "insert", "zeros", "swap", "first bytes"]
     )
-    if what == "cut":
+    if kind == "cut":
         return data[:place]
-    if what == "insert":
+    if kind == "insert":
         return data[:place] + chance.randbytes(8) + data[place:]
-    start, length = (0, 16) if what == "first bytes" else (place, chance.randrange(1, 64))
+    start, length = (0, 16) if kind == "first bytes" else (place, chance.randrange(1, 64))
     part = data[start : start + length]
     new = {
         "flip a bit": lambda: bytes([part[0] ^ 1 << chance.randrange(8)]) + part[1:],
         "zeros": lambda: bytes(len(part)),
         "swap": lambda: part[::-1],
         "first bytes": lambda: chance.randbytes(len(part)),
-    }[what]()
+    }[kind]()
     changed = data[:start] + new + data[start + length :]
     return changed if changed != data else corrupted(data, chance)
 

@@ -152,7 +152,7 @@ def save_expecting_refusal(directory, model):
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_full_disk_on_one_rank_is_told_by_all_and_costs_nothing(ranks, tmp_path, failing_rank):
+def test_a_full_disk_on_one_rank_is_reported_by_all_and_costs_nothing(ranks, tmp_path, failing_rank):
     ranks(run_steps, 2, {"tp": 2}, tiny_config(), 1, tmp_path)
     answers = ranks(save_with_full_disk, 2, tmp_path, failing_rank)
     assert answers[0] == answers[1]
@@ -177,10 +177,10 @@ def save_in_the_background(directory):
 
     weights = []
     ids, targets = make_batch(0)
-    said = []
+    reported = []
     saving.write_rank = slow
     try:
-        with Saver(directory, model, optimizer, background=True, report=said.append) as saver:
+        with Saver(directory, model, optimizer, background=True, report=reported.append) as saver:
             for step in (1, 2):
                 held.clear()
                 begun.clear()
@@ -192,11 +192,11 @@ def save_in_the_background(directory):
                 for _ in range(2):  # while the thread is held, collectives and all
                     model.train_batch(ids, targets=targets)
                     optimizer.step()
-                assert len(said) == step - 1
+                assert len(reported) == step - 1
                 held.set()
     finally:
         saving.write_rank = original
-    return weights, said
+    return weights, reported
 
 
 def test_training_goes_on_while_a_step_is_written(ranks, tmp_path):
@@ -207,7 +207,7 @@ def test_training_goes_on_while_a_step_is_written(ranks, tmp_path):
         assert torch.equal(
             model.embedding.weight, torch.cat([weights[step - 1] for weights, _ in results])
         )
-    assert [len(said) for _, said in results] == [2, 2]
+    assert [len(reported) for _, reported in results] == [2, 2]
     assert results[0][1][1] == f"saved {tmp_path}/step_00000002"
 
 
@@ -220,10 +220,10 @@ def fail_in_the_background(directory, may_fail):
     def full(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    told = io.StringIO()
+    stderr = io.StringIO()
     try:
         with (
-            contextlib.redirect_stderr(told),
+            contextlib.redirect_stderr(stderr),
             Saver(directory, model, optimizer, background=True) as saver,
         ):
             saver.save(1, {}, may_fail=may_fail)
@@ -236,10 +236,10 @@ def fail_in_the_background(directory, may_fail):
             writing.sync = original
             saver.save(3, {}, may_fail=may_fail)
     except UserError as error:
-        return str(error), told.getvalue()
+        return str(error), stderr.getvalue()
     finally:
         writing.sync = original
-    return None, told.getvalue()
+    return None, stderr.getvalue()
 
 
 @pytest.mark.parametrize("may_fail", [False, True])

@@ -6,7 +6,7 @@
     tensors                  of each global tensor its {"shape", "dtype", "shard", "file"}
     crc32                    of the manifest itself
 
-Which files there are, and when they appear, is told in places.py.
+places.py says which files there are, and when they appear.
 """
 
 import json

@@ -186,7 +186,7 @@ def saving_together(directory: Path, staging: Path, ctx: ParallelContext, group=
     every rank, or on rank 0 alone, and returns what `work` returned on each rank.
 
     If one rank fails, all raise the same UserError, and `staging`, which was begun, is removed.
-    group: the process group over which the ranks say how it went; the world's by default.
+    group: the process group over which the ranks report to each other; the world's by default.
     """
 
     def run_together(work: Callable, only_rank_zero: bool = False) -> list:

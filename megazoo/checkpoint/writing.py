@@ -15,7 +15,7 @@ import torch
 
 from megazoo.checkpoint.format import DTYPES
 
-PIECE_BYTES = 8 << 20  # what is held of a tensor while it is written
+PIECE_BYTES = 8 << 20  # of a tensor that are in memory at a time while it is written
 BLOCK = 4096  # of a disk, or a multiple of it
 BytesWritten = Callable[[int], None]  # is called with the number of bytes that were just written
 
