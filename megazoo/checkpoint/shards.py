@@ -31,34 +31,36 @@ def files_of_rank(
     """Return a rank's files and their tensors. A file's name has {tp} where the tp rank stands.
 
     Each parameter is written once: a replicated one by tp rank 0, a tied one by the first stage
-    that has it, the weights by dp rank 0. The replicas share the writing of the optimizer's states.
+    that has it, all of them by the first replica. The replicas share the writing of the optimizer's states.
     """
-    ctx = model.ctx
+    ctx, replicas = model.ctx, model.ctx.gradient_axis
     owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]
     entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
     place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}
-    if ctx.dp_rank == 0:
+    if replicas.rank == 0:
         weights = {entry.name: (entry.spec, weight_of(entry)) for entry in entries}
         files[f"model_{place}.safetensors"] = weights
     if states_of:
-        writer_of = _writers(owned, ctx.dp_size)  # of the same entries, so the same on all tp ranks
+        writer_of = _writers(
+            owned, replicas.size
+        )  # of the same entries, so the same on all tp ranks
         states = {}
         for entry in entries:
             tensors = states_of(entry, writer_of[entry.name])
-            if writer_of[entry.name] == ctx.dp_rank:
+            if writer_of[entry.name] == replicas.rank:
                 for state, tensor in tensors.items():
                     states[f"{entry.name}.{state}"] = (entry.spec, tensor)
-        files[f"optimizer_{place}_dp_{ctx.dp_rank}.safetensors"] = states
+        files[f"optimizer_{place}_dp_{replicas.rank}.safetensors"] = states
     return files
 
 
-def _writers(entries: list[Entry], dp_size: int) -> dict[str, int]:
+def _writers(entries: list[Entry], replicas: int) -> dict[str, int]:
     """Choose the replica that writes each parameter's optimizer state: contiguous shares of about
     equal size."""
     sizes = {entry.name: torch.Size(entry.spec.shape).numel() for entry in entries}
     total, before, writers = sum(sizes.values()), 0, {}
     for name, size in sizes.items():
-        writers[name] = (2 * before + size) * dp_size // (2 * total)
+        writers[name] = (2 * before + size) * replicas // (2 * total)
         before += size
     return writers
 

@@ -7,7 +7,7 @@ from megazoo.optim.base import ModelOptimizer
 from megazoo.optim.clip import check_model, element_range, global_norm
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.collectives import all_reduce, gather_ranges
+from megazoo.parallel.collectives import all_reduce_over, gather_ranges
 from megazoo.parallel.failure import together
 from megazoo.parallel.module import Entry
 from megazoo.torch_internals import fused_adamw
@@ -68,10 +68,13 @@ class AdamW(ModelOptimizer):
         self.device = torch.device("cpu") if offload else self.ctx.device
         model.agree_on_frozen()
         self.entries = model.trained_entries()
-        self.sharded = bool(zero) and self.ctx.dp_size > 1
+        self.replicas = self.ctx.gradient_axis
+        self.sharded = bool(zero) and self.replicas.size > 1
         self.buckets: GradientBuckets = model.fit_buckets()
         self.buckets.sharded = self.sharded
-        self.ranges = {entry.name: self.range_of(entry, self.ctx.dp_rank) for entry in self.entries}
+        self.ranges = {
+            entry.name: self.range_of(entry, self.replicas.rank) for entry in self.entries
+        }
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         matrices = [entry for entry in self.entries if entry.parameter.dim() > 1]
         vectors = [entry for entry in self.entries if entry.parameter.dim() <= 1]
@@ -112,10 +115,10 @@ class AdamW(ModelOptimizer):
             self.buckets.gather()
         return norm
 
-    def range_of(self, entry: Entry, dp_rank: int) -> tuple[int, int]:
+    def range_of(self, entry: Entry, replica: int) -> tuple[int, int]:
         """Return which elements of a parameter, flattened, a replica has the state of: (first, last
         + 1)."""
-        return element_range(entry, self.buckets, dp_rank)
+        return element_range(entry, self.buckets, replica)
 
     def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
         """Return a parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others
@@ -128,10 +131,10 @@ class AdamW(ModelOptimizer):
             if name == MASTER and entry.parameter.dtype == torch.float32:
                 continue  # the parameter itself, on the CPU
             if self.sharded:
-                ranges = [self.range_of(entry, dp_rank) for dp_rank in range(self.ctx.dp_size)]
+                ranges = [self.range_of(entry, rank) for rank in range(self.replicas.size)]
                 whole = tensor.new_empty(entry.parameter.numel())
                 whole[slice(*self.ranges[entry.name])] = tensor
-                gather_ranges(whole, ranges, writer, self.ctx.dp_group)
+                gather_ranges(whole, ranges, writer, self.replicas.group)
                 tensor = whole
             states[name] = tensor.view(entry.parameter.shape)
         return states
@@ -177,8 +180,7 @@ class AdamW(ModelOptimizer):
             if entry.parameter.grad is not None:
                 total += entry.parameter.grad.sum()
         overflow = (~torch.isfinite(total)).float()
-        for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
-            all_reduce(overflow, group)
+        all_reduce_over(overflow, self.ctx.axes)
         return bool(overflow)
 
     def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:

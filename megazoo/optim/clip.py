@@ -5,7 +5,7 @@ from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.module import Entry
 
@@ -44,17 +44,17 @@ def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
     for entry in entries:
         if entry.parameter.grad is not None:
             total += _counted_square_sum(entry, buckets)
-    for group in (ctx.tp_group, ctx.pp_group, ctx.dp_group if buckets.sharded else None):
-        all_reduce(total, group)
+    shared_out = [ctx.gradient_axis] if buckets.sharded else []
+    all_reduce_over(total, [ctx.axis("tp"), ctx.axis("pp"), *shared_out])
     return total.sqrt().float()
 
 
-def element_range(entry: Entry, buckets: GradientBuckets, dp_rank: int) -> tuple[int, int]:
+def element_range(entry: Entry, buckets: GradientBuckets, replica: int) -> tuple[int, int]:
     """Return of which elements of a parameter, flattened, a replica has the summed gradient:
     (first, last + 1)."""
     if not buckets.sharded:
         return 0, entry.parameter.numel()
-    return buckets.range_of(entry.parameter, dp_rank)
+    return buckets.range_of(entry.parameter, replica)
 
 
 def _counted_square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
@@ -65,7 +65,7 @@ def _counted_square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor 
     counted = torch.zeros(gradient.shape, dtype=torch.bool, device=gradient.device)
     for piece in pieces:
         counted[piece.index()] = True
-    mine = slice(*element_range(entry, buckets, buckets.ctx.dp_rank))
+    mine = slice(*element_range(entry, buckets, buckets.ctx.gradient_axis.rank))
     counted, gradient = counted.view(-1)[mine], gradient.view(-1)[mine]
     return square_sum(gradient if counted.all() else gradient[counted])
 

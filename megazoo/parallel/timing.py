@@ -1,4 +1,4 @@
-"""What the time of a step goes on, and the names of its parts in a profiler's trace."""
+"""What the time of a step is spent on, and the names of its parts in a profiler's trace."""
 
 import time
 from contextlib import contextmanager
@@ -56,8 +56,7 @@ class Stopwatch:
 
 @contextmanager
 def spent(part: str, name: str | None = None):
-    """Count this block's time for a part, to a Stopwatch if one runs; what a block within it counts
-    is its own alone.
+    """Count this block's time for a part, if a Stopwatch runs; a block within it counts for itself.
 
     A profiler that runs shows the block as `name`, by default the part's.
     """
