@@ -12,6 +12,7 @@ from megazoo.generate.decoding import BeamSearch, Choice, GenerationSettings, Sa
 from megazoo.layers import KVCache
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.p2p import receive_from_stage, send_to_stage
+from megazoo.parallel.stages import rank_of
 
 
 def generate(
@@ -208,7 +209,7 @@ def _run(model, groups: list[_Group], steps: int, streamer) -> None:
                 if stage.first:
                     x = batch.input_ids
                 else:
-                    before = (ctx.pp_rank - 1) % ctx.pp_size
+                    before = rank_of(stage.index - 1, ctx.pp_size)
                     x = receive_from_stage(
                         (*batch.shape, model.hidden_size), model.dtype, before, ctx
                     )
@@ -218,7 +219,7 @@ def _run(model, groups: list[_Group], steps: int, streamer) -> None:
                 if stage.last:
                     choose(group, model.whole_logits(model.outputs(x, batch), batch)[:, -1])
                 else:
-                    send(x.contiguous(), (ctx.pp_rank + 1) % ctx.pp_size)
+                    send(x.contiguous(), rank_of(stage.index + 1, ctx.pp_size))
     for work, _ in sent:
         work.wait()
 

@@ -77,8 +77,7 @@ def _located(where: str | Path) -> tuple[Path, list[Path]]:
             f"unknown tokenizer {str(where)!r}: there is byte, or the directory or file of a tokenizer"
         )
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        # with torch: only for checkpoints
-        from megazoo.checkpoint.format import NoCheckpoint, find_checkpoint
+        from megazoo.checkpoint.places import NoCheckpoint, find_checkpoint
 
         with suppress(NoCheckpoint):
             path = find_checkpoint(path)
