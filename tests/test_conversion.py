@@ -1,10 +1,10 @@
 """Hugging Face to shards to other shards and back: bit for bit, as transformers takes it, and in
 little memory."""
 
-import dataclasses
 import functools
 import logging
 import random
+import textwrap
 import warnings
 from itertools import product
 from pathlib import Path
@@ -144,7 +144,7 @@ def tokenizer(tmp_path_factory):
     special = ["<pad>", "<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train(
-        [dataclasses.__file__],
+        [textwrap.__file__],
         trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
     )
     return PreTrainedTokenizerFast(
