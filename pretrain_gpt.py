@@ -33,6 +33,7 @@ from megazoo.cli.metrics import Metrics, Progress, peak_flops, traced_steps
 from megazoo.cli.options import DataOptions, OptimizerOptions, Options, settings_to_resume
 from megazoo.cli.parsing import each_once, parse_options, run_file
 from megazoo.cli.rules import check_run, check_steps, model_config, parse_stage_layers, settle_steps
+from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import (
     Batches,
     check_data,
@@ -72,7 +73,8 @@ def main(arguments: list[str]) -> None:
         options = parse_options(arguments, __doc__, resumed=state["settings"])
     training, parallel, log = options.training, options.parallel, options.logging
     config = model_config(options.model, source)
-    tokenizer = open_tokenizer(options.data.tokenizer or (source and source.tokenizer) or "byte")
+    named = options.data.tokenizer or (source and source.tokenizer) or "byte"
+    tokenizer = open_tokenizer(find_tokenizer(named))
     sources = check_data(options.data.data, options.data.split)
     check_template(options.data.chat_template)
     first_step, consumed, consumed_tokens = (

@@ -4,6 +4,7 @@ little memory."""
 import functools
 import logging
 import random
+import textwrap
 import warnings
 from itertools import product
 from pathlib import Path
@@ -137,14 +138,14 @@ def test_there_and_back_through_every_pair_of_layouts(originals, tmp_path, name,
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A byte-level BPE tokenizer of 300 tokens, trained on this file."""
+    """A byte-level BPE tokenizer of 300 tokens, trained on a file of the standard library."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train(
-        [__file__],
+        [textwrap.__file__],
         trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
     )
     return PreTrainedTokenizerFast(

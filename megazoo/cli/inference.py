@@ -12,6 +12,7 @@ from megazoo.cli.launch import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption
 from megazoo.cli.parsing import required
 from megazoo.cli.rules import parse_stage_layers
+from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.environment import is_rank_zero, world_size
 from megazoo.errors import UserError
 from megazoo.models.base import Model
@@ -54,7 +55,7 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Cal
         raise UserError(
             f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
         )
-    tokenizer = open_tokenizer(where)
+    tokenizer = open_tokenizer(find_tokenizer(where))
     source.model.check(source.config, options.tp, options.pp)
     how = {"stage_layers": parse_stage_layers(options.stage_layers)}
     source.model.all_stages(source.config, ParallelContext.virtual(options.tp, options.pp, **how))
