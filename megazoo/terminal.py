@@ -5,6 +5,12 @@ import sys
 from megazoo.environment import is_rank_zero
 
 
+def print_rank_0(*words, end: str = "\n") -> None:
+    """Print on rank 0 alone, at once."""
+    if is_rank_zero():
+        print(*words, end=end, flush=True)
+
+
 def clock(seconds: float) -> str:
     """Seconds as 1:05 or 2:03:04."""
     minutes, seconds = divmod(round(seconds), 60)

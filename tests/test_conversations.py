@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import test_conversion
 import torch
+from helpers_pretrain import close, losses
 from test_conversion import tokenizer  # noqa: F401, a fixture
-from test_pretrain import close, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain_gpt

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from helpers_pretrain import SMALL, TORCHRUN, close, losses, records
 from programs import MARK, marked, python
-from test_pretrain import SMALL, TORCHRUN, close, losses, records
 
 import pretrain_gpt
 from megazoo.cli.parsing import parse_options

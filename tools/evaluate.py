@@ -23,7 +23,7 @@ from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import evaluate_texts, score_choices
-from megazoo.terminal import byte_bar
+from megazoo.terminal import byte_bar, print_rank_0
 
 
 @dataclass
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"--output: {options.output.parent} is not a directory")
     requests = read_choices(options.choices) if options.choices else None
     documents = read_texts(options.text, options.json_key) if options.text else None
-    model, tokenizer, say = load_for_inference(options)
+    model, tokenizer = load_for_inference(options)
     if documents is not None:
         longest = model.longest_sequence(model.config)
         length = options.seq_length or min(longest, 2048)
@@ -66,16 +66,16 @@ def main(arguments: list[str]) -> None:
         how = {"length": length, "stride": options.stride, "batch": options.batch_size}
         with byte_bar(sum(map(len, documents))) as bar:
             result = evaluate_texts(model, tokenizer, documents, **how, progress=bar.update)
-        say(
+        print_rank_0(
             f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
         )
-        say(f"loss            {result.loss:.6f} nats a token")
-        say(f"perplexity      {result.perplexity:.4f}")
-        say(f"bits a byte     {result.bits_per_byte:.6f}")
+        print_rank_0(f"loss            {result.loss:.6f} nats a token")
+        print_rank_0(f"perplexity      {result.perplexity:.4f}")
+        print_rank_0(f"bits a byte     {result.bits_per_byte:.6f}")
         lines = [{**vars(result), "loss": result.loss, "perplexity": result.perplexity}]
         lines[0]["bits_per_byte"] = result.bits_per_byte
     else:
-        lines = scored_choices(model, tokenizer, requests, options.batch_size, say)
+        lines = scored_choices(model, tokenizer, requests, options.batch_size, print_rank_0)
     if options.output and is_rank_zero():
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if dist.is_initialized():

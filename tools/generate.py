@@ -22,6 +22,7 @@ from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects
+from megazoo.terminal import print_rank_0
 
 
 @dataclass
@@ -129,13 +130,13 @@ def main(arguments: list[str]) -> None:
         if options.prompts
         else None
     )
-    model, tokenizer, say = load_for_inference(options)
-    session = Session(model, tokenizer, say, settings_of(options, model, tokenizer))
+    model, tokenizer = load_for_inference(options)
+    session = Session(model, tokenizer, print_rank_0, settings_of(options, model, tokenizer))
     if prompts is None:
         converse(session)
     for first in range(0, len(prompts or ()), options.batch_size):
         session.answer(prompts[first : first + options.batch_size])
-    say(f"\n{session}")
+    print_rank_0(f"\n{session}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
