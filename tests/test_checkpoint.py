@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -126,6 +128,19 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "megazoo.json").write_text("{}")
     with pytest.raises(UserError, match="is not a manifest"):
         Checkpoint(tmp_path)
+
+
+def test_a_step_is_found_without_torch(tmp_path):
+    path = save(tmp_path, 7, megazoo.from_config(tiny_config()))
+    script = """
+import sys
+from megazoo.checkpoint.places import find_checkpoint
+print(find_checkpoint(sys.argv[1]))
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    found = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    assert found.stdout.strip() == str(path)
 
 
 def test_a_newer_format_is_refused(tmp_path):

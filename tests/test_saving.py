@@ -152,7 +152,9 @@ def save_expecting_refusal(directory, model):
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_full_disk_on_one_rank_is_reported_by_all_and_costs_nothing(ranks, tmp_path, failing_rank):
+def test_a_full_disk_on_one_rank_is_reported_by_all_and_costs_nothing(
+    ranks, tmp_path, failing_rank
+):
     ranks(run_steps, 2, {"tp": 2}, tiny_config(), 1, tmp_path)
     answers = ranks(save_with_full_disk, 2, tmp_path, failing_rank)
     assert answers[0] == answers[1]

@@ -30,8 +30,8 @@ def files_of_rank(
 ) -> Files:
     """Return a rank's files and their tensors. A file's name has {tp} where the tp rank stands.
 
-    Each parameter is written once: a replicated one by tp rank 0, a tied one by the first stage
-    that has it, all of them by the first replica. The replicas share the writing of the optimizer's states.
+    Each parameter is written once: by the first replica; a replicated one by tp rank 0, a tied one
+    by the first stage that has it. The replicas share the writing of the optimizer's states.
     """
     ctx, replicas = model.ctx, model.ctx.gradient_axis
     owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]

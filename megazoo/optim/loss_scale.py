@@ -14,7 +14,7 @@ class LossScale:
     value: what the loss is multiplied by, a power of two, at least 1. growth_interval: good steps
     in a row after which it doubles. hysteresis: which overflow halves it, counted since it last
     grew; so does each further one. With 2, one overflow is tolerated. good_steps and patience
-    (overflows until it is halved) count; they are saved with a checkpoint.
+    (overflows until it is halved) are counters, and saved with a checkpoint.
     """
 
     value: float = 2.0**16
