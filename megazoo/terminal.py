@@ -12,15 +12,15 @@ def print_rank_0(*words, end: str = "\n") -> None:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 1:05 or 2:03:04."""
+    """Return seconds as 1:05 or 2:03:04."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def byte_bar(total: int):
-    """A progress bar on rank 0's terminal, with rate and time left: `with byte_bar(n) as bar:
-    bar.update(bytes)`."""
+    """Return a progress bar for rank 0's terminal, with rate and time left: `with byte_bar(n) as
+    bar: bar.update(bytes)`."""
     from tqdm import tqdm
 
     shown = sys.stderr.isatty() and is_rank_zero()

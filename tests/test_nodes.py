@@ -48,7 +48,7 @@ def faulty(self, *arguments, step=None, **named):
 
 base.Model.train_batch = faulty
 import pretrain_gpt
-from megazoo.launch import run_program
+from megazoo.cli.launch import run_program
 run_program(pretrain_gpt.main)
 """
 
@@ -328,7 +328,8 @@ def free_port() -> int:
 def test_the_slurm_script_goes_on_after_a_rank_has_died(tmp_path):
     """With stand-ins for srun, which fails once, and for the nodes."""
     (tmp_path / "srun").write_text(
-        '#!/bin/bash\necho "$@" >> calls\nmkdir -p runs/job\ntouch runs/job/latest\n[ $(wc -l < calls) -gt 1 ]\n'
+        '#!/bin/bash\necho "$@" >> calls\nmkdir -p runs/job\ntouch runs/job/latest\n'
+        "[ $(wc -l < calls) -gt 1 ]\n"
     )
     (tmp_path / "srun").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "job"}
@@ -384,9 +385,13 @@ def test_what_launchers_say_is_understood():
     assert adopt_launcher(["--tp", "2"], environment) == ["--tp", "2"]
     ours = {name: environment[name] for name in environment.keys() - slurm.keys()}
     assert ours == {
-        "RANK": "9", "WORLD_SIZE": "11", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "gpu007",
+        "RANK": "9",
+        "WORLD_SIZE": "11",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu007",
         "MASTER_PORT": "23456",
-    }  # fmt: skip
+    }
     for arguments in (["--local-rank=3", "--tp", "2"], ["--tp", "2", "--local_rank", "3"]):
         environment = {}
         assert adopt_launcher(arguments, environment) == ["--tp", "2"]
