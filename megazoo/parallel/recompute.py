@@ -15,8 +15,8 @@ MODES = ("none", "selective", "full")
 
 
 def replay(function: Callable, generator: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """function(*inputs), with a graph, and from a state of the random generator, for a Dropout
-    without a seed."""
+    """Run function(*inputs) with a graph, drawing from a state of the random generator, as a
+    Dropout without a seed does."""
     now = torch.get_rng_state()
     torch.set_rng_state(generator)
     with torch.enable_grad():
@@ -43,6 +43,8 @@ class _Recompute(torch.autograd.Function):
 
 @untraced
 def recomputed(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
-    """function(*inputs), keeping only the inputs for backward. At least one input must require a
-    gradient."""
+    """Return function(*inputs), keeping only the inputs for backward.
+
+    At least one input must require a gradient.
+    """
     return _Recompute.apply(function, *inputs)
