@@ -12,8 +12,8 @@ import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.layers import fused
-from megazoo.parallel.cpu import products
 from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.cpu import products
 
 
 def test_gradients_accumulate_in_fp32_and_follow_fp32():
