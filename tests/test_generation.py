@@ -8,7 +8,7 @@ from helpers_generation import FAMILIES, NEW, PAD, SIZES, generate, of_transform
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.generate.decoding import GenerationSettings
+from megazoo.generate import GenerationSettings
 from megazoo.generate.generate import _generating, _groups
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig

@@ -9,7 +9,8 @@ from transformers.generation import NoRepeatNGramLogitsProcessor
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.generate.decoding import GenerationSettings, repeating
+from megazoo.generate import GenerationSettings
+from megazoo.generate.decoding import repeating
 
 
 def test_penalty_and_least_length_equal_transformers(tmp_path):

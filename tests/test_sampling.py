@@ -7,7 +7,8 @@ from helpers_generation import prompts
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 import megazoo
-from megazoo.generate.decoding import GenerationSettings, draw, keep_likely
+from megazoo.generate import GenerationSettings
+from megazoo.generate.decoding import draw, keep_likely
 
 
 def test_top_k_and_top_p_keep_the_tokens_that_transformers_keeps():
