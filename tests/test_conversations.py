@@ -38,7 +38,7 @@ class FewTokens(Tokenizer):
 
 
 def encoded(value, template=CHATML):
-    """The text that carries no loss and that which does, in turn, with special tokens spelled out."""
+    """The text that carries no loss and that which does, in turn; special tokens spelled out."""
     ids, loss_mask = encode_conversation(FewTokens(), value, template)
     assert len(ids) == len(loss_mask)
     spelled = {300: "<|im_end|>", 301: "[bos]", 302: "\n\n", 256: "[eod]"}
