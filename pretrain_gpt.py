@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import megazoo
 from megazoo.checkpoint import load
-from megazoo.checkpoint.format import LATEST
+from megazoo.checkpoint.places import LATEST
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.launch import after_rank_zero, data_parallel_size, run_program, start_missing_ranks
 from megazoo.cli.parsing import parse_options, run_file
@@ -23,6 +23,7 @@ from megazoo.cli.recorder import Recorder
 from megazoo.cli.rules import check_run, model_config, parse_stage_layers
 from megazoo.cli.run import Run, resumed_state
 from megazoo.cli.summary import summary
+from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import (
     Batches,
     check_data,
@@ -87,7 +88,8 @@ def prepare(arguments: list[str]) -> Run:
     if resuming:
         options = parse_options(arguments, __doc__, resumed=state["settings"])
     config = model_config(options.model, source)
-    tokenizer = open_tokenizer(options.data.tokenizer or (source and source.tokenizer) or "byte")
+    named = options.data.tokenizer or (source and source.tokenizer) or "byte"
+    tokenizer = open_tokenizer(find_tokenizer(named))
     sources = check_data(options.data.data, options.data.split)
     check_template(options.data.chat_template)
     dp = data_parallel_size(options.parallel.tp, options.parallel.pp)

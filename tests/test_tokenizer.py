@@ -30,8 +30,9 @@ from tokenizers import (
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from megazoo.checkpoint.format import MANIFEST
+from megazoo.checkpoint.places import MANIFEST
 from megazoo.cli.launch import run_program
+from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data.corpus import standard_library
 from megazoo.data.dataset import _stream
 from megazoo.errors import UserError
@@ -434,9 +435,10 @@ def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path):
     step = tmp_path / "step_00000001"
     shutil.copytree(directory / "llama3_ranks", step)
     (step / MANIFEST).write_text("{}")
-    assert open_tokenizer(tmp_path).encode(text) == open_tokenizer(directory / "llama3").encode(
-        text
-    )
+    found = open_tokenizer(find_tokenizer(tmp_path))
+    assert found.encode(text) == open_tokenizer(directory / "llama3").encode(text)
+    for where in ("byte", str(tmp_path / "none"), str(directory / "gpt2"), str(step)):
+        assert find_tokenizer(where) == where
 
 
 def edited(directory, form, tmp_path, **changes):

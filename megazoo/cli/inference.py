@@ -11,6 +11,7 @@ from megazoo.cli.launch import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption
 from megazoo.cli.parsing import required
 from megazoo.cli.rules import parse_stage_layers
+from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.models.base import Model
@@ -52,7 +53,7 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
         raise UserError(
             f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
         )
-    tokenizer = open_tokenizer(where)
+    tokenizer = open_tokenizer(find_tokenizer(where))
     source.model.check(source.config, options.tp, options.pp)
     stage_layers = parse_stage_layers(options.stage_layers)
     layout = ParallelContext.virtual(options.tp, options.pp, stage_layers=stage_layers)

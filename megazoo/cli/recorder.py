@@ -56,7 +56,7 @@ class Recorder:
             self.optimizer,
             background=keep.async_save,
             keep_last=keep.keep_last,
-            say=print_rank_0,
+            report=print_rank_0,
             after=lambda step, path: callbacks.after_save(step, path, self.model),
         )
         with ExitStack() as stack:

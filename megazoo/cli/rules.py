@@ -10,7 +10,7 @@ from megazoo.cli.options import ModelOptions, Options, TrainingOptions
 from megazoo.errors import UserError
 from megazoo.models.registry import find_config
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.schedule import splits_backward
+from megazoo.parallel.schedule import check_schedule
 
 AT_LEAST_1 = (
     "tp pp virtual_pp steps epochs global_batch_size micro_batch_size seq_length log_interval "
@@ -100,7 +100,7 @@ def _check_layout(options: Options, model, config) -> None:
     parallel, pattern = options.parallel, options.training.train_only
     model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
     # Each of the next two refuses what can't be.
-    splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)
+    check_schedule(parallel.schedule, parallel.pp, parallel.virtual_pp)
     layout = ParallelContext.virtual(
         parallel.tp,
         parallel.pp,
