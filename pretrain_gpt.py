@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, Saver, load
-from megazoo.checkpoint.format import LATEST
+from megazoo.checkpoint.places import LATEST
 from megazoo.cli import callbacks
 from megazoo.cli.elastic import StopSignal, is_restart, naming_absent_ranks
 from megazoo.cli.launch import (

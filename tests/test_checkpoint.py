@@ -21,7 +21,7 @@ import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, Saver, load, save
 from megazoo.checkpoint import format as checkpoint_format
-from megazoo.checkpoint.format import step_name
+from megazoo.checkpoint.places import step_name
 from megazoo.errors import UserError
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel import ParallelContext

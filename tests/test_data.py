@@ -312,7 +312,7 @@ WAITING = """
 import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from megazoo.launch import after_rank_zero
+from megazoo.cli.launch import after_rank_zero
 store = after_rank_zero(lambda: (time.sleep(3), open(sys.argv[1], "w").close()))
 assert os.path.exists(sys.argv[1])
 dist.init_process_group("gloo", timeout=timedelta(seconds=2))

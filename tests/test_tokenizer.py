@@ -30,7 +30,7 @@ from tokenizers import (
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from megazoo.checkpoint.format import MANIFEST
+from megazoo.checkpoint.places import MANIFEST
 from megazoo.cli.launch import run_program
 from megazoo.data.corpus import standard_library
 from megazoo.data.dataset import _stream

@@ -1,17 +1,4 @@
-"""Checkpoints on disk: streamed safetensors files, the manifest that makes a directory whole, and
-how one is found.
-
-    ckpt/latest                                            text: step_00000100
-    ckpt/step_00000100/megazoo.json                        the manifest, written last
-    ckpt/step_00000100/model_tp_0_pp_0.safetensors         one for each (tp, pp) rank
-    ckpt/step_00000100/optimizer_tp_0_pp_0_dp_0.safetensors
-    ckpt/step_00000100/trainer.json                        step, consumed samples, seed ...
-
-A step is written in a hidden directory and renamed when its manifest is on disk. A manifest appears
-at once, after all that it names, and is the first to go when a directory is removed. So a directory
-that has one is whole, hidden or not, and a kill at any moment leaves the old checkpoint or the new
-one.
-"""
+"""Checkpoints on disk: streamed safetensors files, and the manifest that makes a directory whole."""
 
 import errno
 import fcntl
@@ -19,7 +6,6 @@ import json
 import math
 import mmap
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,21 +15,17 @@ from typing import NamedTuple
 
 import torch
 
+from megazoo.checkpoint.places import LATEST, MANIFEST, step_name
 from megazoo.errors import UserError
 from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS
 
 FORMAT_VERSION = 1
-MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 PIECE_BYTES = 8 << 20  # what is held of a tensor while it is written
 BLOCK = 4096  # of a disk, or a multiple of it
 GENERATION = "generation_config.json"
 # Files that travel along with the weights, so that what is written runs as it is.
 SIDECAR_FILES = (GENERATION, *TOKENIZER_FILES, *TOKENIZER_SIDECARS, "chat_template.jinja")
-
-
-def step_name(step: int) -> str:
-    return f"step_{step:08d}"
 
 
 class Lazy(NamedTuple):
@@ -291,35 +273,3 @@ def new_directory(directory: Path):
     except BaseException:
         remove(staging, ignore_errors=True)
         raise
-
-
-class NoCheckpoint(UserError):
-    """There is no checkpoint where one was looked for."""
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """The directory of one step: `path` itself, what its `latest` names, or else its newest whole
-    step.
-
-    Raises NoCheckpoint if there is none.
-    """
-    path = Path(path)
-    if (path / MANIFEST).is_file():
-        return path
-    if (path / LATEST).is_file():
-        name = (path / LATEST).read_text(errors="replace").strip()
-        if re.fullmatch(r"step_\d+", name) and (path / name / MANIFEST).is_file():
-            return path / name
-    whole = [
-        manifest.parent
-        for manifest in [*path.glob("step_*/" + MANIFEST), *path.glob(".step_*/" + MANIFEST)]
-    ]
-    if not path.exists():  # killed while a new one took its place
-        asides = (path.parent / f".{path.name}.{kind}" for kind in ("partial", "replaced"))
-        whole = [aside for aside in asides if (aside / MANIFEST).is_file()][:1]
-    if not whole:
-        why = (
-            "no such directory" if not path.is_dir() else f"it has neither {LATEST} nor {MANIFEST}"
-        )
-        raise NoCheckpoint(f"{path} is not a checkpoint: {why}")
-    return max(whole, key=lambda step: step.name.strip("."))

@@ -13,12 +13,10 @@ from megazoo.checkpoint.format import (
     DTYPES,
     FORMAT_VERSION,
     GENERATION,
-    MANIFEST,
     SIDECAR_FILES,
-    TRAINER,
-    find_checkpoint,
     manifest_checksum,
 )
+from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
 from megazoo.checkpoint.source import Source, pieces_of_file
 from megazoo.errors import UserError
 from megazoo.files import json_object

@@ -5,14 +5,9 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import (
-    MANIFEST,
-    NoCheckpoint,
-    find_checkpoint,
-    remove,
-    replace_directory,
-)
-from megazoo.checkpoint.save import files_of_rank, saving, write_manifest, write_rank
+from megazoo.checkpoint.format import remove, replace_directory
+from megazoo.checkpoint.places import MANIFEST, NoCheckpoint, find_checkpoint
+from megazoo.checkpoint.saving import files_of_rank, saving, write_manifest, write_rank
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.directory import CONFIG, HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_hugging_face

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from megazoo.checkpoint.format import Lazy, check_replaceable, new_directory
-from megazoo.checkpoint.save import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.saving import files_of_rank, write_manifest, write_rank
 from megazoo.files import in_threads
 from megazoo.models.hugging_face.export import Progress
 from megazoo.models.source import ModelSource

@@ -13,18 +13,16 @@ import torch
 
 from megazoo.checkpoint.format import (
     FORMAT_VERSION,
-    MANIFEST,
-    TRAINER,
     Lazy,
     manifest_checksum,
     publish,
     remove,
     staging_directory,
-    step_name,
     write_atomically,
     write_json,
     write_safetensors,
 )
+from megazoo.checkpoint.places import MANIFEST, TRAINER, step_name
 from megazoo.checkpoint.reader import Checkpoint, describe
 from megazoo.errors import UserError
 from megazoo.optim.adamw import MASTER, AdamW
