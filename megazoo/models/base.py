@@ -11,8 +11,8 @@ from torch import nn
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.step import TrainingStep
 from megazoo.errors import UserError, advise
-from megazoo.generate.decoding import GenerationSettings
 from megazoo.generate.generate import generate
+from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import ClassificationHead, VocabParallelEmbedding, VocabParallelHead
 from megazoo.models.config import ModelConfig, check_sizes
 from megazoo.models.freezing import Freezing
@@ -166,16 +166,16 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """Make the token embedding, on the first stage; and where it is tied to the head a copy
         that stays equal, on the last."""
         if self.has_first or (self.has_last and self.head_is_tied):
-            self.embedding = VocabParallelEmbedding(
-                self.config.vocab_size, self.config.hidden_size
-            )
+            self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
         if self.head_is_tied:
             self.tie("embedding.weight", 0, -1)
 
     def add_layers(self) -> None:
         """Make this rank's layers, each a Block."""
         indices = (index for stage in self.stages for index in stage.layers)
-        self.layers = nn.ModuleDict({str(index): self.Block(self.config, index) for index in indices})
+        self.layers = nn.ModuleDict(
+            {str(index): self.Block(self.config, index) for index in indices}
+        )
 
     def add_head(self) -> None:
         """Make what the last stage ends in: a classifier's scores, or the matrix of the logits,
@@ -295,7 +295,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
 
         input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Call it with
         the same inputs on every rank: replicas share the rows, and stages work on groups of them in
-        turn. settings: those of `megazoo.generate.decoding.GenerationSettings`, such as
+        turn. settings: those of `megazoo.generate.settings.GenerationSettings`, such as
         max_new_tokens or max_length, do_sample, num_beams, num_return_sequences,
         no_repeat_ngram_size, stop, seed; eos_token_id and pad_token_id are the checkpoint's by
         default. With num_return_sequences n there are n rows for each prompt. Rows that ended are

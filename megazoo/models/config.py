@@ -80,11 +80,7 @@ def _check_one_by_one(config) -> None:
 def _check_tensor_parallel(config, tp: int) -> None:
     """Refuse a tp over which the heads, or the inner features of the MLPs, can't be cut."""
     heads, kv_heads = config.heads, config.kv_heads or config.heads
-    fits = [
-        n
-        for n in range(1, min(heads, config.ffn_size) + 1)
-        if _heads_fit(heads, kv_heads, n)
-    ]
+    fits = [n for n in range(1, min(heads, config.ffn_size) + 1) if _heads_fit(heads, kv_heads, n)]
     if tp in fits:
         return
     if config.ffn_size < tp:

@@ -41,11 +41,7 @@ class LanguageModeling:
 
         shape: (batch, sequence). own_loss: labels are for a loss of the user's own: of any shape.
         """
-        if (
-            labels is not None
-            and tuple(labels.shape) == shape
-            and not labels.is_floating_point()
-        ):
+        if labels is not None and tuple(labels.shape) == shape and not labels.is_floating_point():
             targets = torch.full_like(labels, IGNORE_INDEX)
             targets[:, :-1] = labels[:, 1:]
         vocabulary = f"the vocabulary of {self.vocab_size}"

@@ -27,25 +27,23 @@ from torch import nn
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers import (
     CausalSelfAttention,
-    ClassificationHead,
     GatedMLP,
     RMSNorm,
     Rotary,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     activation_named,
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.config import ModelConfig
+from megazoo.models.hugging_face import llama as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(ModelConfig):
     """The defaults are LLaMA-1's smallest, 7 billion parameters."""
 
     vocab_size: int = 32000
@@ -64,45 +62,17 @@ class LlamaConfig:
     mlp_bias: bool = False  # on gate_up and down
     attention_dropout: float = 0.0  # of the attention probabilities
     tie_embeddings: bool = False
-    # above 0: a classifier of sequences; with the next two as transformers has them
-    num_labels: int = 0
-    problem_type: str | None = None
-    pad_token_id: int | None = None
 
     def __post_init__(self):
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
 
-    HUGGING_FACE: ClassVar = {
-        "vocab_size": "vocab_size", "max_position_embeddings": "max_positions", "hidden_size": "hidden_size",
-        "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
-        "head_dim": "head_size", "intermediate_size": "ffn_size", "hidden_act": "activation",
-        "rms_norm_eps": "norm_epsilon", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias",
-        "attention_dropout": "attention_dropout", "tie_word_embeddings": "tie_embeddings",
-    }  # fmt: skip
-
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> "LlamaConfig":
-        fields.only("partial_rotary_factor", 1.0)
-        theta, rope = fields.take("rope_theta", cls.rope_theta), fields.nested("rope_parameters")
-        if "rope_scaling" in fields.values:  # the older form replaces the newer one
-            rope = fields.nested("rope_scaling")
-        older_type = rope.take("type", "default")
-        kind, theta = rope.take("rope_type", older_type), rope.take("rope_theta", float(theta))
-        rope.only("partial_rotary_factor", 1.0)
-        scaling = {"rope_type": kind, **rope.values} if kind != "default" else None
-        values = fields.renamed(cls.HUGGING_FACE, cls)
-        if values["head_size"] * values["heads"] == values["hidden_size"]:
-            values["head_size"] = 0
-        return cls(**values, **fields.head(), rope_theta=theta, rope_scaling=scaling)
+        return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
-        values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
-        values["head_dim"] = self.head_size or self.hidden_size // self.heads
-        values["rms_norm_eps"] = float(self.norm_epsilon)
-        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
-        head = head_to_hugging_face(self, "LlamaForCausalLM")
-        return {**head, "model_type": "llama", **values, "rope_parameters": rope}
+        return hugging_face.write_config(self)
 
 
 LLAMA3_SCALING = {
@@ -123,7 +93,7 @@ def _rotary(c: LlamaConfig) -> Rotary:
 class Block(nn.Module):
     """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, index: int):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
@@ -160,7 +130,7 @@ class Block(nn.Module):
 
 @register("llama")
 class Llama(Model):
-    Config = LlamaConfig
+    Config, Block = LlamaConfig, Block
     presets = {
         "llama-tiny": LlamaConfig(
             vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2, ffn_size=384
@@ -185,46 +155,18 @@ class Llama(Model):
         ),
     }  # fmt: skip
 
-    HUGGING_FACE_PREFIX = "model."
-    # a buffer in older files
-    HUGGING_FACE_LEGACY = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-    HUGGING_FACE_NAMES: ClassVar = {
-        "embedding": HFNames("model.embed_tokens"),
-        "layers.{}.attention_norm": HFNames("model.layers.{}.input_layernorm"),
-        "layers.{}.attention.qkv": HFNames(
-            "model.layers.{}.self_attn.q_proj",
-            "model.layers.{}.self_attn.k_proj",
-            "model.layers.{}.self_attn.v_proj",
-        ),
-        "layers.{}.attention.output": HFNames("model.layers.{}.self_attn.o_proj"),
-        "layers.{}.mlp_norm": HFNames("model.layers.{}.post_attention_layernorm"),
-        "layers.{}.mlp.gate_up": HFNames(
-            "model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"
-        ),
-        "layers.{}.mlp.down": HFNames("model.layers.{}.mlp.down_proj"),
-        "norm": HFNames("model.norm"),
-        "head": HFNames("lm_head"),
-        "score": HFNames("score"),
-    }
+    HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
+    HUGGING_FACE_PREFIX = hugging_face.PREFIX
+    HUGGING_FACE_LEGACY = hugging_face.LEGACY
 
     def __init__(self, config: LlamaConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
-        c, first, last = config, self.stages[0].first, self.stages[-1].last
-        tied = c.tie_embeddings and not c.num_labels
-        self.rotary = _rotary(c)
-        if first or (last and tied):  # the last stage's copy is its head
-            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleDict(
-            {str(i): Block(c) for stage in self.stages for i in stage.layers}
-        )
-        if last:
-            self.norm = RMSNorm(c.hidden_size, c.norm_epsilon)
-            if c.num_labels:
-                self.score = ClassificationHead(c.hidden_size, c.num_labels)
-            elif not tied:
-                self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if tied:
-            self.tie("embedding.weight", 0, -1)
+        self.rotary = _rotary(config)
+        self.add_embedding()
+        self.add_layers()
+        if self.has_last:
+            self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.add_head()
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]

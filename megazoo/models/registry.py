@@ -8,6 +8,7 @@ import torch
 
 from megazoo.errors import UserError, nearest
 from megazoo.files import json_object, read_bytes
+from megazoo.models.config import add_missing_fields
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.parallel.context import ParallelContext, current_context
 
@@ -56,6 +57,7 @@ def register(name: str):
             if type(config) is not model.Config:
                 what = f"the preset {preset} is a {type(config).__name__}"
                 raise UserError(f"{what}: make it a {model.Config.__name__}, the Config of {name}")
+        add_missing_fields(model.Config)
         FAMILIES[name] = model
         model.family = name
         return model
