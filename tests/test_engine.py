@@ -21,8 +21,8 @@ from helpers import (
 )
 
 import megazoo
-from megazoo.engine import pipeline
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.pipeline import PipelineRun
 from megazoo.errors import UserError
 from megazoo.layers import PositionEmbedding, segment_mask
 from megazoo.models.gpt2 import GPT2
@@ -246,7 +246,7 @@ def refused():
     if not model.stages[0].first:
         return None
     ids, targets = make_batch(0)
-    run = pipeline.Run(model, [MicroBatch(tuple(ids.shape), ids, targets)], torch.ones(()))
+    run = PipelineRun(model, [MicroBatch(tuple(ids.shape), ids, targets)], torch.ones(()))
     with pytest.raises(UserError) as told:
         run.forward(Action("F", 0, 0), train=True)
     return str(told.value)
@@ -260,7 +260,7 @@ def test_what_a_stage_returns_must_be_what_the_next_one_expects(ranks):
 def outputs_alive(microbatches):
     """The most bytes that outputs awaiting their backward held on this rank at any time."""
     model = megazoo.from_config(tiny_config(), context(pp=2), seed=3)
-    most, exchange = 0, pipeline.Run.exchange
+    most, exchange = 0, PipelineRun.exchange
 
     def watched(run, item):
         nonlocal most
@@ -269,12 +269,12 @@ def outputs_alive(microbatches):
             most, sum(output.untyped_storage().nbytes() for _, output in run.graphs.values())
         )
 
-    pipeline.Run.exchange = watched
+    PipelineRun.exchange = watched
     try:
         ids, targets = make_batch(0, batch=microbatches)
         model.train_batch(ids, targets=targets, num_microbatches=microbatches, schedule="gpipe")
     finally:
-        pipeline.Run.exchange = exchange
+        PipelineRun.exchange = exchange
     return most
 
 

@@ -22,7 +22,7 @@ from helpers import (
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.errors import UserError
-from megazoo.models.base import names_matching
+from megazoo.models.freezing import names_matching
 from megazoo.parallel import failure
 
 CONFIGS = {

@@ -8,7 +8,6 @@ import pytest
 
 import pretrain_gpt
 from megazoo import from_config, register
-from megazoo.checkpoint import Checkpoint
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.launch import run_program
 from megazoo.cli.options import ParallelOptions, TrainingOptions
@@ -17,6 +16,7 @@ from megazoo.errors import UserError
 from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.models.registry import FAMILIES, find_config
+from megazoo.models.source import SavedModel
 from megazoo.planning.plan import Planner
 
 ROOT = Path(__file__).parent.parent
@@ -61,11 +61,11 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(tmp_p
     common = ["--import", str(file), "--device", "cpu", "--eval-steps", "0", "--save", str(saved)]
     batch = ["--seq-length", "32", "--global-batch-size", "4", "--micro-batch-size", "2"]
     pretrain_gpt.main([*common, *batch, "--model", "louder", "--steps", "2"])
-    assert Checkpoint(saved).manifest["family"] == "louder"
-    assert Checkpoint(saved).config.loudness == 2.0
+    assert SavedModel(saved).manifest["family"] == "louder"
+    assert SavedModel(saved).config.loudness == 2.0
     FAMILIES.pop("louder")
     pretrain_gpt.main([*common, "--load", str(saved), "--steps", "3"])
-    assert Checkpoint(saved).trainer["step"] == 3
+    assert SavedModel(saved).trainer["step"] == 3
 
 
 def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path, capsys, monkeypatch):

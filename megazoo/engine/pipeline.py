@@ -278,7 +278,8 @@ class PipelineRun:
         return buffer
 
     def shape(self, microbatch: int) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between stages, and of their gradients."""
+        """Return the shape of a micro-batch's activations between stages, and of their
+        gradients."""
         batch, sequence = self.batches[microbatch].shape
         parts = self.ctx.tp_size if self.ctx.sequence_parallel else 1
         return batch, sequence // parts, self.model.hidden_size
@@ -288,7 +289,8 @@ class PipelineRun:
         return torch.empty(self.shape(microbatch), dtype=self.model.dtype, device=self.ctx.device)
 
     def _release(self, transfer: Transfer) -> None:
-        """Free an output's memory once it is on its way: backward needs its graph, not its values."""
+        """Free an output's memory once it is on its way: backward needs its graph, not its
+        values."""
         kind, stage, microbatch = transfer.consumer
         if kind == "F" and (graph := self.graphs.get((stage - 1, microbatch))):
             output = graph[1]

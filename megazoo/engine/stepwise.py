@@ -42,7 +42,8 @@ class StepwiseRun(PipelineRun):
     """A run of one micro-batch at a time through all stages, each waiting for the one before."""
 
     def forward_through(self, number: int) -> torch.Tensor:
-        """Run a micro-batch's forward; returns its part of the mean loss, the same on every rank."""
+        """Run a micro-batch's forward; returns its part of the mean loss, the same on every
+        rank."""
         for stage in self.model.stages:
             action = Action("F", stage.index, number)
             if not stage.first:

@@ -200,7 +200,8 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
             self.tied[name] = ranks
 
     def entries(self) -> Iterator[Entry]:
-        """Yield this rank's parameters with their global names and cuts, in the order of the forward."""
+        """Yield this rank's parameters with their global names and cuts, in the order of the
+        forward."""
         for prefix, module in self.named_modules():
             if isinstance(module, ShardedModule):
                 for name, spec in module.specs.items():
@@ -236,7 +237,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         return self
 
     def run_layers(self, x: torch.Tensor, stage: Stage, *arguments) -> torch.Tensor:
-        """The layers of a stage, one after the other: x = layer(x, *arguments)."""
+        """Run the layers of a stage, one after the other: x = layer(x, *arguments)."""
 
         def run(x: torch.Tensor, layers: range) -> torch.Tensor:
             for i in layers:

@@ -1,4 +1,4 @@
-"""The fields that the rest of megazoo asks of any model's config, and the sizes that fit a layout."""
+"""What the rest of megazoo asks of any model's config, and the sizes that fit a layout."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -71,7 +71,8 @@ def _check_one_by_one(config) -> None:
         )
     if config.problem_type not in (None, *PROBLEMS):
         raise UserError(
-            f"problem_type {config.problem_type!r} is not supported: there are {', '.join(PROBLEMS)}"
+            f"problem_type {config.problem_type!r} is not supported: "
+            f"there are {', '.join(PROBLEMS)}"
         )
     if config.heads % (config.kv_heads or config.heads):
         raise UserError(f"kv-heads {config.kv_heads} don't divide heads {config.heads}")

@@ -1,16 +1,21 @@
 """GPT-2 (Radford et al. 2019) and GPT-3's shape: learned positions, pre-norm blocks, GELU, tied
 embeddings.
 
-    x = dropout(embedding(ids) + position_embedding(positions))    first stage
-    x = x + dropout(attention(attention_norm(x)))                  each layer, the norms before, not after
-    x = x + dropout(down(activation(up(mlp_norm(x)))))
-    logits = norm(x) @ embedding.weight^T                          last stage; head.weight^T if it is not tied
-
+    x = dropout(embedding(ids) + position_embedding(positions))   first stage
+    x = x + dropout(attention(attention_norm(x)))                 each layer, the norms before,
+    x = x + dropout(down(activation(up(mlp_norm(x)))))            not after
+    logits = norm(x) @ embedding.weight^T                         last stage; head.weight^T if the
+                                                                  head is not tied
 Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
 each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
-    embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
-    mlp.up            rows: inner features            attention.output   columns: whole heads
-    mlp.down          columns: inner features         norms, position_embedding, biases of output and down: not cut
+
+    embedding, head                      rows: the vocabulary
+    attention.qkv                        rows: whole heads of each of q, k, v
+    attention.output                     columns: whole heads
+    mlp.up                               rows: inner features
+    mlp.down                             columns: inner features
+    norms, position_embedding, biases of output and down: not cut
+
 Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter
 where one stage has both, else two copies, on the first stage and the last, that stay equal.
 """
@@ -73,15 +78,15 @@ class GPT2Config(ModelConfig):
 
 
 class Block(nn.Module):
-    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth, as
-    GPT-2's do."""
+    """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
+    depth, as GPT-2's do. index: of the layer in the whole model."""
 
     def __init__(self, config: GPT2Config, index: int):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
         scale = (c.hidden_size // c.heads) ** -0.5 if c.scale_attention else 1.0
         if c.scale_by_inverse_layer:
-            scale /= index + 1  # index: of the layer in the whole model
+            scale /= index + 1
         self.attention_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.attention = CausalSelfAttention(
             c.hidden_size,
@@ -101,9 +106,8 @@ class Block(nn.Module):
         self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None
     ) -> torch.Tensor:
         seed = batch.dropout_seed
-        x = x + self.attention_dropout(
-            self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache), seed
-        )
+        attended = self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache)
+        x = x + self.attention_dropout(attended, seed)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 

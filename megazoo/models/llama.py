@@ -2,15 +2,21 @@
 grouped queries, SwiGLU.
 
     x = embedding(ids)                                              first stage
-    x = x + attention(attention_norm(x))                            each layer, the norms before, not after; rotary
-    x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))   positions turn queries and keys
-    logits = norm(x) @ head.weight^T                                last stage; embedding.weight^T if it is tied
-
+    x = x + attention(attention_norm(x))                            each layer, the norms before,
+    x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))   not after; rotary positions
+                                                                    turn queries and keys
+    logits = norm(x) @ head.weight^T                                last stage; embedding.weight^T
+                                                                    if the head is tied
 Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
 each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
-    embedding, head   rows: the vocabulary                    attention.qkv      rows: whole heads of each of q, k, v
-    mlp.gate_up       rows: inner features of each of both    attention.output   columns: whole heads
-    mlp.down          columns: inner features                 norms, biases of output and down: not cut
+
+    embedding, head                      rows: the vocabulary
+    attention.qkv                        rows: whole heads of each of q, k, v
+    attention.output                     columns: whole heads
+    mlp.gate_up                          rows: inner features of each of both
+    mlp.down                             columns: inner features
+    norms, biases of output and down: not cut
+
 KV heads go with their queries; where tp exceeds their number, several ranks hold the same one.
 Biases of qkv and gate_up, if any, are cut like their rows. Embedding and head are apart by default;
 if tied: one parameter where one stage has both, else two copies, on the first stage and the last,
@@ -85,13 +91,13 @@ LLAMA3_SCALING = {
 
 
 def _rotary(c: LlamaConfig) -> Rotary:
-    return Rotary(
-        c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling
-    )
+    head_size = c.head_size or c.hidden_size // c.heads
+    return Rotary(head_size, c.rope_theta, c.max_positions, c.rope_scaling)
 
 
 class Block(nn.Module):
-    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth."""
+    """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
+    depth. index: of the layer in the whole model."""
 
     def __init__(self, config: LlamaConfig, index: int):
         super().__init__()
@@ -133,25 +139,31 @@ class Llama(Model):
     Config, Block = LlamaConfig, Block
     presets = {
         "llama-tiny": LlamaConfig(
-            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2, ffn_size=384
+            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2,
+            ffn_size=384,
         ),
         "llama-7b": LlamaConfig(),
         "llama-13b": LlamaConfig(hidden_size=5120, layers=40, heads=40, ffn_size=13824),
         "llama-30b": LlamaConfig(hidden_size=6656, layers=60, heads=52, ffn_size=17920),
-        "llama-65b": LlamaConfig(hidden_size=8192, layers=80, heads=64, ffn_size=22016, norm_epsilon=1e-5),
+        "llama-65b": LlamaConfig(
+            hidden_size=8192, layers=80, heads=64, ffn_size=22016, norm_epsilon=1e-5
+        ),
         "llama2-70b": LlamaConfig(
-            max_positions=4096, hidden_size=8192, layers=80, heads=64, kv_heads=8, ffn_size=28672, norm_epsilon=1e-5
+            max_positions=4096, hidden_size=8192, layers=80, heads=64, kv_heads=8, ffn_size=28672,
+            norm_epsilon=1e-5,
         ),
         "llama3-8b": LlamaConfig(
-            vocab_size=128256, max_positions=8192, kv_heads=8, ffn_size=14336, norm_epsilon=1e-5, rope_theta=5e5
+            vocab_size=128256, max_positions=8192, kv_heads=8, ffn_size=14336, norm_epsilon=1e-5,
+            rope_theta=5e5,
         ),
         "llama3-70b": LlamaConfig(
-            vocab_size=128256, max_positions=8192, hidden_size=8192, layers=80, heads=64, kv_heads=8, ffn_size=28672,
-            norm_epsilon=1e-5, rope_theta=5e5,
+            vocab_size=128256, max_positions=8192, hidden_size=8192, layers=80, heads=64,
+            kv_heads=8, ffn_size=28672, norm_epsilon=1e-5, rope_theta=5e5,
         ),
         "llama3.2-1b": LlamaConfig(
-            vocab_size=128256, max_positions=131072, hidden_size=2048, layers=16, heads=32, kv_heads=8, ffn_size=8192,
-            norm_epsilon=1e-5, rope_theta=5e5, rope_scaling=LLAMA3_SCALING, tie_embeddings=True,
+            vocab_size=128256, max_positions=131072, hidden_size=2048, layers=16, heads=32,
+            kv_heads=8, ffn_size=8192, norm_epsilon=1e-5, rope_theta=5e5,
+            rope_scaling=LLAMA3_SCALING, tie_embeddings=True,
         ),
     }  # fmt: skip
 
@@ -178,16 +190,15 @@ class Llama(Model):
 
     @classmethod
     def longest_sequence(cls, config: LlamaConfig) -> int:
-        """Tokens of the longest sequence that the model takes: max_positions, or more with a rotary
+        """Return how many tokens the longest sequence has: max_positions, or more with a rotary
         scaling that stretches them (see `Rotary.longest`)."""
         return _rotary(config).longest
 
     @classmethod
     def can_cache(cls, config: LlamaConfig, length: int) -> bool:
         # Past the model's context dynamic scaling turns all keys anew with every token.
-        return (config.rope_scaling or {}).get(
-            "rope_type"
-        ) != "dynamic" or length <= config.max_positions
+        kind = (config.rope_scaling or {}).get("rope_type")
+        return kind != "dynamic" or length <= config.max_positions
 
     @classmethod
     def stage_costs(cls, config: LlamaConfig) -> tuple[float, float, float]:

@@ -1,21 +1,28 @@
 """MPT (MosaicML 2023) as llm-foundry means it: ALiBi or learned positions, pre-norm blocks, exact
 GELU.
 
-    x = dropout(embedding(ids) [+ position_embedding(positions)])   first stage; learned positions only without ALiBi
-    x = x + dropout(attention(attention_norm(x)))                   each layer, the norms before, not after; ALiBi is
-    x = x + dropout(down(gelu(up(mlp_norm(x)))))                    added to the attention scores
-    logits = norm(x) @ embedding.weight^T [* logit_scale]           last stage; head.weight^T if it is not tied
-
+    x = dropout(embedding(ids) [+ position_embedding(positions)])   first stage; learned positions
+                                                                    only without ALiBi
+    x = x + dropout(attention(attention_norm(x)))                   each layer, the norms before,
+    x = x + dropout(down(gelu(up(mlp_norm(x)))))                    not after; ALiBi is added to the
+                                                                    attention scores
+    logits = norm(x) @ embedding.weight^T [* logit_scale]           last stage; head.weight^T if the
+                                                                    head is not tied
 Queries, keys and values can be clipped (clip_qkv), and then queries and keys normalised, each over
 all heads (qk_norm), with an epsilon of 1e-5 whatever norm_epsilon is: llm-foundry does not hand its
 norm_eps on to q_ln and k_ln.
 
 Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
 each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
-    embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
-    mlp.up            rows: inner features            attention.output   columns: whole heads
-    mlp.down          columns: inner features         attention.q_norm, k_norm: whole heads
+
+    embedding, head                      rows: the vocabulary
+    attention.qkv                        rows: whole heads of each of q, k, v
+    attention.q_norm, attention.k_norm   whole heads
+    attention.output                     columns: whole heads
+    mlp.up                               rows: inner features
+    mlp.down                             columns: inner features
     position_embedding, the other norms, biases of output and down: not cut
+
 A rank adds the ALiBi slopes of its own heads. KV heads go with their queries; where tp exceeds
 their number, several ranks hold the same one. Biases of qkv and up, if any, are cut like their
 rows. Embedding and head are tied by default: one parameter where one stage has both, else two
@@ -92,7 +99,8 @@ class MPTConfig(ModelConfig):
 
 
 class Block(nn.Module):
-    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth."""
+    """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
+    depth. index: of the layer in the whole model."""
 
     def __init__(self, config: MPTConfig, index: int):
         super().__init__()

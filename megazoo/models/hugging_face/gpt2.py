@@ -39,7 +39,8 @@ FIELDS = {
 
 
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
-    """Return the values of a GPT2Config. defaults: its class. UserError for what is not supported."""
+    """Return the values of a GPT2Config. defaults: its class. UserError for what is not
+    supported."""
     fields.only("add_cross_attention", False)
     return {**fields.renamed(FIELDS, defaults), **fields.head()}
 

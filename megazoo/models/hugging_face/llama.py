@@ -44,7 +44,8 @@ FIELDS = {
 
 
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
-    """Return the values of a LlamaConfig. defaults: its class. UserError for what is not supported."""
+    """Return the values of a LlamaConfig. defaults: its class. UserError for what is not
+    supported."""
     fields.only("partial_rotary_factor", 1.0)
     theta, scaling = _read_rotary(fields, defaults.rope_theta)
     values = fields.renamed(FIELDS, defaults)
