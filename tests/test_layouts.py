@@ -377,7 +377,10 @@ def without(what):
     target, replacement = {
         "copy": ("megazoo.layers.linear.enter_tensor_parallel", lambda x, ctx: x),
         "reduce": ("megazoo.layers.linear.leave_tensor_parallel", lambda x, ctx: x),
-        "cross-entropy": ("megazoo.layers.cross_entropy.all_reduce", lambda *_, **__: None),
+        "cross-entropy": (
+            "megazoo.layers.fused_cross_entropy.all_reduce",
+            lambda *_, **__: None,
+        ),
         "copies over tp": ("megazoo.engine.step.sum_over_copies", lambda *_: None),
         "sequence's gather": (
             "megazoo.parallel.regions.all_gather_sequence",

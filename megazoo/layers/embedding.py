@@ -53,8 +53,15 @@ class _VocabParallel(ShardedModule):
         """The sum of the losses of `logits(x)`, which are made a few tokens at a time: see
         linear_cross_entropy."""
         x = enter_tensor_parallel(x, self.ctx).flatten(0, -2)
-        how = {"rows": self.tokens_at_once, "factor": factor, "ctx": self.ctx}
-        return linear_cross_entropy(x, self.weight, targets.flatten(), self.start, **how)
+        return linear_cross_entropy(
+            x,
+            self.weight,
+            targets.flatten(),
+            self.start,
+            rows=self.tokens_at_once,
+            factor=factor,
+            ctx=self.ctx,
+        )
 
     def loss_saves_memory(self, tokens: int, differentiated: bool) -> bool:
         """Whether loss_sum takes less than all logits of so many tokens, and their gradient if it

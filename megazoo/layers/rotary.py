@@ -6,7 +6,8 @@ import math
 import torch
 
 from megazoo.errors import UserError
-from megazoo.layers.fused import _Rotate
+from megazoo.layers import fused
+from megazoo.layers.fused import runs_as
 
 SCALINGS = {  # and what each must be given
     "default": (),
@@ -15,15 +16,16 @@ SCALINGS = {  # and what each must be given
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-OPTIONS = {
+OPTIONS = {  # that may be given, too
     "rope_type",
     "original_max_position_embeddings",
     "beta_fast",
     "beta_slow",
     "attention_factor",
     "mscale",
+    "mscale_all_dim",
+    "truncate",
 }
-OPTIONS |= {"mscale_all_dim", "truncate"}
 
 
 class Rotary:
@@ -46,14 +48,10 @@ class Rotary:
     def __init__(
         self, head_size: int, theta: float, max_positions: int, scaling: dict | None = None
     ):
-        self.head_size, self.theta, self.max_positions, self.scaling = (
-            head_size,
-            theta,
-            max_positions,
-            scaling or {},
-        )
+        self.head_size, self.theta, self.max_positions = head_size, theta, max_positions
+        self.scaling = scaling or {}
         self.kind = self.scaling.get("rope_type", "default")
-        # frequencies, unless they change
+        # frequencies and factor on each device, unless they change with the length
         self._kept: dict[torch.device, tuple[torch.Tensor, float]] = {}
         if head_size % 2:
             raise UserError(f"rotary positions need heads of an even size, not {head_size}")
@@ -169,8 +167,13 @@ class Rotary:
         return self.scaling.get("original_max_position_embeddings") or self.max_positions
 
 
+@runs_as(fused.rotate)
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, head_size]."""
+    """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, head_size].
+
+    (a, b) -> (a cos - b sin, b cos + a sin), a being the first half of a head, b the second.
+    """
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
-    return _Rotate.apply(x, cos, sin)
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin

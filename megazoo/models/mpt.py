@@ -42,11 +42,13 @@ from megazoo.layers import (
     MLP,
     CausalSelfAttention,
     Dropout,
+    HeadwiseLayerNorm,
     LayerNorm,
     PositionEmbedding,
     alibi_bias,
     alibi_slopes,
     segment_mask,
+    units_of_heads,
 )
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
@@ -98,6 +100,11 @@ class MPTConfig(ModelConfig):
         return hugging_face.write_config(self)
 
 
+def _head_norm(config: MPTConfig, heads: int, unit: int) -> HeadwiseLayerNorm:
+    features = config.hidden_size // config.heads * heads
+    return HeadwiseLayerNorm(features, unit, QK_NORM_EPSILON, bias=config.bias)
+
+
 class Block(nn.Module):
     """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
     depth. index: of the layer in the whole model."""
@@ -106,6 +113,7 @@ class Block(nn.Module):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
         self.attention_norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
+        query_unit, kv_unit, _ = units_of_heads(c.heads, c.kv_heads, c.hidden_size // c.heads)
         self.attention = CausalSelfAttention(
             c.hidden_size,
             c.heads,
@@ -113,7 +121,8 @@ class Block(nn.Module):
             dropout=c.attention_dropout,
             scale=c.softmax_scale,
             clip_qkv=c.clip_qkv,
-            qk_norm_epsilon=QK_NORM_EPSILON if c.qk_norm else None,
+            q_norm=_head_norm(c, c.heads, query_unit) if c.qk_norm else None,
+            k_norm=_head_norm(c, c.kv_heads, kv_unit) if c.qk_norm else None,
             bias=c.bias,
             output_std=residual_std,
         )
