@@ -8,14 +8,17 @@ from megazoo.errors import UserError
 from megazoo.parallel.cpu.shared_memory import Mailboxes
 from megazoo.parallel.schedule import (
     COST,
+    SCHEDULES,
     Action,
     Exchange,
     Transfer,
+    check_schedule,
     forward_only,
     gpipe,
     in_flight,
     one_f_one_b,
     program,
+    splits_backward,
     timeline,
     zb_h1,
 )
@@ -238,3 +241,20 @@ def test_steady_state_sends_and_receives_in_one_exchange():
     exchanges = [item for item in program(one_f_one_b, 1, 4, 1, 8) if isinstance(item, Exchange)]
     fused = [e for e in exchanges if e.sends and e.receives]
     assert len(fused) >= 0.3 * len(exchanges), exchanges
+
+
+@pytest.mark.parametrize("split", [lambda action: action.microbatch, lambda action: action.stage])
+def test_a_schedule_that_splits_some_backwards_is_refused(monkeypatch, split):
+    """The weights' gradients of a whole backward would wait for a W that never comes."""
+
+    def some(rank, pp, virtual, microbatches):
+        table = []
+        for action in gpipe(rank, pp, virtual, microbatches):
+            halves = action.kind == "B" and split(action)
+            table += [action._replace(kind=kind) for kind in ("IW" if halves else action.kind)]
+        return table
+
+    monkeypatch.setitem(SCHEDULES, "some", some)
+    for ask in (check_schedule, splits_backward):
+        with pytest.raises(UserError, match="schedule some has B beside I and W: split every"):
+            ask("some", 2, 1)

@@ -16,10 +16,11 @@ import tyro
 
 from megazoo.cli.flags import parse_flags
 from megazoo.cli.launch import run_program
-from megazoo.cli.options import ImportOption
+from megazoo.cli.options import ImportOption, ScheduleName
 from megazoo.cli.parsing import run_file
 from megazoo.errors import UserError
-from megazoo.parallel.schedule import COST, schedule_named, source_of, timeline
+from megazoo.parallel.schedule import COST, schedule_named, source_of, tables_of, timeline
+from megazoo.parallel.stages import rank_of
 
 COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
 
@@ -28,8 +29,8 @@ COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
 class Options(ImportOption):
     """Which schedule, and how long its actions take."""
 
-    schedule: Annotated[str, tyro.conf.arg(metavar="NAME")] = "1f1b"
-    """Order of the forwards and backwards: 1f1b, gpipe, zb-h1, or one that --import adds."""
+    schedule: ScheduleName = "1f1b"
+    """Order of the forwards and backwards: one of these, or one that --import adds."""
     pp: int = 4
     """Pipeline-parallel size: ranks."""
     virtual_pp: int = 1
@@ -65,9 +66,7 @@ def main(arguments: list[str]) -> None:
     forward, inputs, weights = options.cost
     cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
     schedule = schedule_named(options.schedule)
-    tables = [
-        schedule(r, options.pp, options.virtual_pp, options.microbatches) for r in range(options.pp)
-    ]
+    tables = tables_of(schedule, options.pp, options.virtual_pp, options.microbatches)
     spans = timeline(tables, cost)
     end = max(span.end for span in spans.values())
     figure, axes = pyplot.subplots(figsize=(min(40.0, 2 + end * 0.35), 1 + 0.6 * options.pp))
@@ -99,7 +98,7 @@ def main(arguments: list[str]) -> None:
                 axes.annotate(
                     "",
                     (span.start, rank),
-                    (span.start, source.stage % options.pp),
+                    (span.start, rank_of(source.stage, options.pp)),
                     arrowprops=arrow,
                 )
             free = span.end

@@ -11,9 +11,10 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
-from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
+from megazoo.torch_internals import default_store
 
 # seconds from a signal to the end of the step; then SIGTERM does what it does by itself
 PATIENCE = 20.0
@@ -65,8 +66,7 @@ class StopSignal:
     def agreed(self) -> str | None:
         """The name of a signal that some rank was sent, the same on every rank; None if none was."""
         number = torch.tensor(self.noted, device=self.ctx.device)
-        for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
-            all_reduce(number, group, dist.ReduceOp.MAX)
+        all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
         if number:
             self._answered.set()
         return signal.Signals(number.item()).name if number else None
@@ -106,7 +106,7 @@ def naming_absent_ranks(ctx: ParallelContext):
 
 def _tell_absent(ctx: ParallelContext, reason: str) -> None:
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         store.set(f"waited in vain/{ctx.rank}", "")
         time.sleep(GRACE)
         there = [rank for rank in range(ctx.world_size) if store.check([f"waited in vain/{rank}"])]
@@ -125,5 +125,5 @@ def _tell_absent(ctx: ParallelContext, reason: str) -> None:
 
 
 def _place(rank: int, ctx: ParallelContext) -> str:
-    here = ParallelContext.virtual(ctx.tp_size, ctx.pp_size, ctx.dp_size, rank=rank)
-    return f"tp {here.tp_rank}, pp {here.pp_rank}, dp {here.dp_rank}"
+    place = ctx.place_of(rank)
+    return f"tp {place['tp']}, pp {place['pp']}, dp {place['dp']}"

@@ -9,6 +9,7 @@ import tyro
 
 from megazoo.cli.flags import Argument, File, Name, optional
 from megazoo.data.conversations import CHATML
+from megazoo.parallel.schedule import SCHEDULES
 
 # The fields' docstrings are the flags' help.
 
@@ -16,6 +17,7 @@ from megazoo.data.conversations import CHATML
 Size = optional(int, "INT", "the preset's")
 Rate = optional(float, "FLOAT", "the preset's")
 Switch = optional(bool, "{True,False}", "the preset's")
+ScheduleName = Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(SCHEDULES)},...}}")]
 AS_STORED = tyro.conf.arg(
     metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)"
 )
@@ -75,10 +77,10 @@ class ParallelOptions:
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their
     memory."""
-    schedule: Annotated[str, tyro.conf.arg(metavar="NAME")] = "1f1b"
-    """Order of the pipeline's forwards and backwards: 1f1b, gpipe, zb-h1, or one that --import
-    adds. zb-h1 leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble,
-    for more memory on later stages."""
+    schedule: ScheduleName = "1f1b"
+    """Order of the pipeline's forwards and backwards: one of these, or what --import adds. zb-h1
+    leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more
+    memory on later stages."""
     zero: Literal[0, 1] = 0
     """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them.
     """

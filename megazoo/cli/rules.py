@@ -10,7 +10,7 @@ from megazoo.cli.options import ModelOptions, Options, groups_of
 from megazoo.errors import UserError
 from megazoo.models.registry import find_config
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.schedule import splits_backward
+from megazoo.parallel.schedule import check_schedule
 
 
 def settle_steps(
@@ -78,8 +78,7 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
     """
     training, parallel = options.training, options.parallel
     model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
-    # refuses what it can't have
-    splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)
+    check_schedule(parallel.schedule, parallel.pp, parallel.virtual_pp)
     how = {
         "virtual": parallel.virtual_pp,
         "stage_layers": parse_stage_layers(parallel.stage_layers),

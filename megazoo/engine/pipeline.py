@@ -24,6 +24,7 @@ from megazoo.parallel.schedule import (
 )
 from megazoo.parallel.stages import Stage
 from megazoo.parallel.timing import spent
+from megazoo.torch_internals import run_backward
 
 MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest one
 
@@ -223,17 +224,7 @@ class PipelineRun:
         if gradient is None:
             gradient = torch.full_like(output, self.loss_scale * factor)
         if output.requires_grad:  # else all of a first stage is frozen
-            # The engine itself: torch.autograd.backward insists on an output that still has its
-            # memory.
-            torch.autograd.Variable._execution_engine.run_backward(
-                (output,),
-                (gradient,),
-                False,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            run_backward(output, gradient)
         if action.kind == "I":
             self.weights[action.stage, action.microbatch] = self.weight_queue.take()
         if received is not None:

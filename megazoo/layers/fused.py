@@ -15,6 +15,7 @@ from megazoo.parallel.compile import untraced
 from megazoo.parallel.cpu.products import product_dtype
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.recompute import replay
+from megazoo.torch_internals import shares_storage
 
 CosAndSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -206,7 +207,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(inner)
         gate, up = inner.chunk(2, dim=-1)
         activated = activation(gate)
-        if activated.untyped_storage()._cdata == inner.untyped_storage()._cdata:  # the identity's
+        if shares_storage(activated, inner):  # the identity's
             return activated * up
         return activated.mul_(up)
 

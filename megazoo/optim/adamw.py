@@ -7,9 +7,10 @@ from megazoo.errors import UserError
 from megazoo.optim.clip import check_model, element_range, global_norm
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.collectives import all_reduce, gather_ranges
+from megazoo.parallel.collectives import all_reduce_over, gather_ranges
 from megazoo.parallel.failure import together
 from megazoo.parallel.module import Entry
+from megazoo.torch_internals import fused_adamw
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 
@@ -250,23 +251,22 @@ class AdamW(torch.optim.Optimizer):
             if entry.parameter.grad is not None:
                 total += entry.parameter.grad.sum()
         overflow = (~torch.isfinite(total)).float()
-        for group in (self.ctx.tp_group, self.ctx.pp_group, self.ctx.dp_group):
-            all_reduce(overflow, group)
+        all_reduce_over(overflow, self.ctx.axes)
         return bool(overflow)
 
     def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:
         mine = [self._mine(e.parameter, e) for e in entries]
-        # The kernel behind torch.optim.AdamW(fused=True), whose constructor would import
-        # torch._dynamo.
-        torch._fused_adamw_(
+        fused_adamw(
             [self.state[e.name].get(MASTER, part) for e, part in zip(entries, mine, strict=True)],
             [self._mine(e.parameter.grad, e).to(self.device, torch.float32) for e in entries],
             *([self.state[e.name][moment] for e in entries] for moment in MOMENTS),
-            [],
             [self.steps] * len(entries),
-            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=grad_scale,
-        )  # fmt: skip
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=grad_scale,
+        )
         for e, part in zip(entries, mine, strict=True):
             if MASTER in self.state[e.name]:
                 part.copy_(self.state[e.name][MASTER])

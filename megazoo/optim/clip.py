@@ -5,7 +5,7 @@ from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.module import Entry
 
@@ -44,8 +44,8 @@ def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
     for entry in entries:
         if entry.parameter.grad is not None:
             total += _square_sum(entry, buckets)
-    for group in (ctx.tp_group, ctx.pp_group, ctx.dp_group if buckets.sharded else None):
-        all_reduce(total, group)
+    shared_out = [ctx.gradient_axis] if buckets.sharded else []
+    all_reduce_over(total, [ctx.axis("tp"), ctx.axis("pp"), *shared_out])
     return total.sqrt().float()
 
 

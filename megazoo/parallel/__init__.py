@@ -1,4 +1,7 @@
-"""Contexts, collectives, shards, schedules and the pipeline: what the layers and models stand on."""
+"""Where ranks stand and how they talk: the mesh, collectives, shards, schedules, gradient buckets.
+
+Layers and models stand on this; it knows neither. Read first: context.py, shard.py, module.py.
+"""
 
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.module import ShardedModule

@@ -1,6 +1,6 @@
-"""Plain collectives, without autograd, counted in bytes on a virtual group."""
+"""Plain collectives, without autograd. On a virtual group they do nothing but count their bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -8,32 +8,13 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megazoo.errors import UserError
-from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
+from megazoo.parallel.context import NO_RANKS, Axis, ParallelContext, VirtualGroup
 from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.timing import spent
+from megazoo.torch_internals import renamed_collective
 
-# torch 2.13 renamed them. The old names are looked up only where the new ones are missing.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _run(
-    collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options
-):
-    """collective(*tensors, group=group, **options), which is of torch.distributed.
-
-    whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the
-    bytes of it that a rank sends are counted instead: each rank's part goes round a ring, in an
-    all-reduce twice (NCCL's algorithm).
-    """
-    if not isinstance(group, VirtualGroup):
-        with spent("communication", collective.__name__):
-            return collective(*tensors, group=group, **options)
-    if not whole.is_meta:
-        raise UserError(NO_RANKS)
-    rounds = 2 if collective is dist.all_reduce else 1
-    group.sent += rounds * (group.size() - 1) / group.size() * whole.numel() * whole.element_size()
-    return None
+_all_gather = renamed_collective("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool = False):
@@ -47,8 +28,19 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
     return _run(dist.all_reduce, tensor, group=group, whole=tensor, op=op, async_op=async_op)
 
 
+def all_reduce_over(
+    tensor: torch.Tensor, axes: Iterable[Axis], op: dist.ReduceOp = dist.ReduceOp.SUM
+) -> None:
+    """Reduce `tensor` in place over several axes of the mesh.
+
+    It goes over one axis after the other, in the order given, on which the rounding depends.
+    """
+    for axis in axes:
+        all_reduce(tensor, axis.group, op)
+
+
 def summed(tensor: torch.Tensor, group) -> torch.Tensor:
-    """A new tensor, the sum of every rank's."""
+    """Return a new tensor, the sum of every rank's."""
     tensor = tensor.contiguous()
     if reducer := _reducer_for(tensor, group):
         total = torch.empty_like(tensor)
@@ -58,16 +50,6 @@ def summed(tensor: torch.Tensor, group) -> torch.Tensor:
         total = tensor.clone()
         all_reduce(total, group)
     return total
-
-
-def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
-    """What moves this tensor between CPU ranks of one host; None where torch.distributed has to.
-    All ranks of a group have a tensor of the same dtype and device, so that they agree."""
-    if isinstance(group, VirtualGroup) or group.size() == 1:
-        return None
-    if tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
-        return None
-    return shared_memory.shared_by(group, shared_memory.Reducer)
 
 
 def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
@@ -81,18 +63,16 @@ def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
 
 
 def all_gather_shards(flat: torch.Tensor, group) -> None:
-    """Give every rank of `group` each one's part of `flat` [n], n / size long, in place."""
+    """Give all ranks of `group` each one's part of `flat` [n], n / size long, in place."""
     if group is not None and group.size() > 1:
         _run(_all_gather, flat, _own_shard(flat, group), group=group, whole=flat)
 
 
-def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:
-    return flat.view(group.size(), -1)[group.rank()]
-
-
 def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group) -> None:
-    """Give rank `target` of `group` every rank's elements of `flat` [n], from ranges[rank], in
-    place; all call it."""
+    """Give rank `target` of `group` the elements ranges[rank] of each rank's `flat` [n], in place.
+
+    All ranks of the group call it.
+    """
     sources = [rank for rank, (first, last) in enumerate(ranges) if rank != target and first < last]
     if group.rank() == target:
         ops = [(dist.irecv, rank) for rank in sources]
@@ -112,7 +92,7 @@ def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int
 
 
 def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
-    """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it."""
+    """Concatenate every rank's `tensor` along the last dimension, of which rank r has sizes[r]."""
     # ranks must send equal shapes
     padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
     parts = _gather(padded, group)
@@ -127,8 +107,8 @@ def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
-    """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [...,
-    part, size]."""
+    """Sum `tensor`; each rank gets its part of the sequence, dimension -2: [..., sequence, size] ->
+    [..., part, size]."""
     parts = rearrange(
         tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()
     ).contiguous()
@@ -141,8 +121,56 @@ def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     return mine
 
 
+def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
+    """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
+    if ctx.pp_size > 1:
+        with spent("communication", "broadcast"):
+            dist.broadcast(tensor, src=ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
+    return tensor
+
+
+def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
+    """Return every rank's small Python value, in the order of the world's ranks.
+
+    group: a group of all ranks; by default the world's.
+    """
+    values = [value] * ctx.world_size
+    if ctx.world_size > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _run(
+    collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options
+):
+    """Call a collective of torch.distributed: collective(*tensors, group=group, **options).
+
+    whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the
+    bytes of it that a rank sends are counted instead: each rank's part goes round a ring, in an
+    all-reduce twice (NCCL's algorithm).
+    """
+    if not isinstance(group, VirtualGroup):
+        with spent("communication", collective.__name__):
+            return collective(*tensors, group=group, **options)
+    if not whole.is_meta:
+        raise UserError(NO_RANKS)
+    rounds = 2 if collective is dist.all_reduce else 1
+    group.sent += rounds * (group.size() - 1) / group.size() * whole.numel() * whole.element_size()
+    return None
+
+
+def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
+    """Return what moves this tensor between CPU ranks of one host; None where torch.distributed has
+    to. All ranks of a group have a tensor of the same dtype and device, so that they agree."""
+    if isinstance(group, VirtualGroup) or group.size() == 1:
+        return None
+    if tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
+        return None
+    return shared_memory.shared_by(group, shared_memory.Reducer)
+
+
 def _gather(tensor: torch.Tensor, group) -> torch.Tensor:
-    """Every rank's contiguous tensor, [ranks, *shape]."""
+    """Return every rank's contiguous tensor, [ranks, *shape]."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
     if reducer := _reducer_for(tensor, group):
         with spent("communication", "all_gather"):
@@ -152,18 +180,6 @@ def _gather(tensor: torch.Tensor, group) -> torch.Tensor:
     return parts
 
 
-def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
-    """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
-    if ctx.pp_size > 1:
-        with spent("communication", "broadcast"):
-            dist.broadcast(tensor, src=ctx.global_rank(pp_rank), group=ctx.pp_group)
-    return tensor
-
-
-def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
-    """Every rank's small Python value, in the order of the world's ranks. group: of all ranks; the
-    world's."""
-    values = [value] * ctx.world_size
-    if ctx.world_size > 1:
-        dist.all_gather_object(values, value, group=group)
-    return values
+def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:
+    """Return this rank's part of `flat` [n], n / size long."""
+    return flat.view(group.size(), -1)[group.rank()]

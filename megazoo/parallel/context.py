@@ -1,13 +1,12 @@
-"""Where a rank stands: the (pp, dp, tp) mesh of ranks, its process groups, and the stages of the
-pipeline."""
+"""Where a rank stands: the mesh of all ranks, and the process groups along its axes."""
 
+import math
 import os
 import uuid
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
 from numbers import Integral
 
 import torch
@@ -17,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megazoo.errors import UserError
 from megazoo.parallel.device import choose_device, share_cores
 
-AXES = ("pp", "dp", "tp")  # slowest to fastest: tp ranks are neighbours, so that they share a node
+# The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
+AXES = ("pp", "dp", "tp")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not run it"
 
@@ -38,8 +38,23 @@ class VirtualGroup:
 
 
 @dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the mesh, as a rank sees it: the ranks that differ from it in this axis alone.
+
+    rank: which of the `size` ranks it is. group: through which they talk; None in a world of one.
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | VirtualGroup | None
+
+
+@dataclass(frozen=True, eq=False)
 class ParallelContext:
-    """One rank's place in a world of pp x dp x tp ranks, and the groups through which it talks.
+    """One rank's place in the mesh of all ranks, and the groups through which it talks.
+
+    `axis("tp")` says how many ranks lie along an axis, which of them this is, and how they talk;
+    tp_size, tp_rank and tp_group are short for that, and so for each of AXES.
 
     A context is an explicit value: layers take the ambient one when they are built (`with ctx:`)
     and keep it. The default is a world of one, which needs no process group. A virtual context has
@@ -47,24 +62,29 @@ class ParallelContext:
     the meta device, without values.
     """
 
-    tp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    tp_rank: int = 0
-    pp_rank: int = 0
-    dp_rank: int = 0
+    sizes: tuple[int, ...] = (1,) * len(AXES)  # along each of AXES
+    rank: int = 0  # in the world
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
     # between tensor-parallel regions each tp rank has its part of the sequence
     sequence_parallel: bool = False
-    virtual_size: int = 1  # stages of a rank: stage s lives on pipeline rank s % pp_size
+    virtual_size: int = 1  # stages of a rank
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
     # the same on all ranks, and of no other context of the job
     name: str = field(default="", repr=False)
     calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
 
     def __post_init__(self):
-        if self.tp_size == 1:
+        place = self.place_of(self.rank)
+        axes = {
+            name: Axis(size, place[name], self._group_along(name, size, place[name]))
+            for name, size in zip(AXES, self.sizes, strict=True)
+        }
+        object.__setattr__(self, "_axes", axes)
+        for name, axis in axes.items():  # tp_size, tp_rank, tp_group, and so on
+            for what in ("size", "rank", "group"):
+                object.__setattr__(self, f"{name}_{what}", getattr(axis, what))
+        if axes["tp"].size == 1:
             object.__setattr__(self, "sequence_parallel", False)
 
     @classmethod
@@ -106,9 +126,16 @@ class ParallelContext:
             dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         )
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
-        stages = {"virtual": virtual_pipeline_size, "stage_layers": stage_layers}
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        here = cls.virtual(tp, pp, dp, rank=rank, sequence_parallel=sequence_parallel, **stages)
+        here = cls.virtual(
+            tp,
+            pp,
+            dp,
+            rank=rank,
+            sequence_parallel=sequence_parallel,
+            virtual=virtual_pipeline_size,
+            stage_layers=stage_layers,
+        )
         device = choose_device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -119,8 +146,8 @@ class ParallelContext:
                 return replace(here, device=device)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout)
-        ranks = torch.arange(world).view(pp, dp, tp)
-        groups = [_axis_group(ranks, axis, timeout) for axis in range(3)]
+        ranks = torch.arange(world).view(here.sizes)
+        groups = [_new_group_along(dim, ranks, timeout) for dim in range(len(AXES))]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
@@ -138,34 +165,51 @@ class ParallelContext:
         virtual: int = 1,
         stage_layers: str | Sequence[int] = "balanced",
     ) -> "ParallelContext":
-        """Rank `rank` of a tp x pp x dp world that need not exist. virtual: the stages of a rank."""
-        if not 0 <= rank < tp * pp * dp:
-            raise UserError(
-                f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks"
-            )
-        here = {"tp_rank": rank % tp, "dp_rank": rank // tp % dp, "pp_rank": rank // (tp * dp)}
+        """Return the context of rank `rank` of a world that need not exist.
+
+        virtual: the stages of a rank. UserError if the world has no such rank, or can't have such
+        stages.
+        """
+        size = {"tp": tp, "pp": pp, "dp": dp}
+        sizes = tuple(size[axis] for axis in AXES)
+        if not 0 <= rank < math.prod(sizes):
+            world = f"tp {tp} x pp {pp} x dp {dp} = {math.prod(sizes)} ranks"
+            raise UserError(f"rank {rank} is not in a world of {world}")
         if virtual > 1 and pp == 1:
             raise UserError(f"virtual-pp {virtual} cuts the stages of a pipeline: use pp 2 or more")
-        stage_layers = stage_layers if isinstance(stage_layers, str) else tuple(stage_layers)
-        more = {"virtual_size": virtual, "stage_layers": stage_layers}
-        return cls(tp, pp, dp, **here, sequence_parallel=sequence_parallel, **more)
+        return cls(
+            sizes,
+            rank,
+            sequence_parallel=sequence_parallel,
+            virtual_size=virtual,
+            stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
+        )
 
-    @cached_property
-    def tp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self._group("tp", self.tp_size, self.tp_rank)
+    def axis(self, name: str) -> Axis:
+        """Return the axis of that name, one of AXES."""
+        return self._axes[name]
 
-    @cached_property
-    def pp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self._group("pp", self.pp_size, self.pp_rank)
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes, in the order of AXES: what is reduced over each of them is over the world."""
+        return tuple(self._axes.values())
 
-    @cached_property
-    def dp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self._group("dp", self.dp_size, self.dp_rank)
+    @property
+    def token_axis(self) -> Axis:
+        """The axis along which ranks have different tokens.
 
-    def _group(self, axis: str, size: int, rank: int) -> dist.ProcessGroup | VirtualGroup | None:
-        if self.mesh is None:
-            return VirtualGroup(size, rank) if size > 1 else None
-        return self.mesh.get_group(axis)
+        The loss and the count of its labels are summed over it, and each of its ranks draws dropout
+        masks of its own.
+        """
+        return self.axis("dp")
+
+    @property
+    def gradient_axis(self) -> Axis:
+        """The axis along which ranks have the same parameters, and gradients that are to be summed.
+
+        Its ranks share out the optimizer's state and update (ZeRO-1).
+        """
+        return self.axis("dp")
 
     def new_cpu_group(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup | None:
         """A group of all ranks for CPU tensors, for a thread of its own; every rank calls it. None
@@ -184,15 +228,29 @@ class ParallelContext:
 
     @property
     def world_size(self) -> int:
-        return self.tp_size * self.pp_size * self.dp_size
+        return math.prod(self.sizes)
 
-    @property
-    def rank(self) -> int:
-        return self.global_rank(self.pp_rank)
+    def rank_at(self, **ranks: int) -> int:
+        """Return the rank in the world of the one that has the given ranks along the axes named,
+        rank_at(pp=3), and this rank's along all others."""
+        here = 0
+        for name, axis in self._axes.items():
+            here = here * axis.size + ranks.get(name, axis.rank)
+        return here
 
-    def global_rank(self, pp_rank: int) -> int:
-        """The rank in the world that holds pipeline position pp_rank for this rank's dp and tp."""
-        return (pp_rank * self.dp_size + self.dp_rank) * self.tp_size + self.tp_rank
+    def place_of(self, rank: int) -> dict[str, int]:
+        """Return where a rank of the world lies along each axis."""
+        place = {}
+        for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def _group_along(
+        self, name: str, size: int, rank: int
+    ) -> dist.ProcessGroup | VirtualGroup | None:
+        if self.mesh is None:
+            return VirtualGroup(size, rank) if size > 1 else None
+        return self.mesh.get_group(name)
 
     def __enter__(self) -> "ParallelContext":
         _ambient.set((*_ambient.get(), self))
@@ -222,26 +280,27 @@ def _check_size(name: str, size) -> None:
 
 
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
-    """The data-parallel size of `world` ranks; UserError when tp x pp (x dp) doesn't fit them."""
+    """Return the data-parallel size of `world` ranks; UserError if tp x pp (x dp) doesn't fit."""
     if min(tp, pp) < 1:
         raise UserError(f"tp {tp} and pp {pp} must each be at least 1")
     if world % (tp * pp) or (dp is not None and world != tp * pp * dp):
         asked = f"tp {tp} x pp {pp}" + (f" x dp {dp}" if dp is not None else "")
-        raise UserError(
-            f"a world of {world} ranks does not fit {asked}: start {ranks_that_fit(world, tp, pp, dp)}"
-        )
+        enough = ranks_that_fit(world, tp, pp, dp)
+        raise UserError(f"a world of {world} ranks does not fit {asked}: start {enough}")
     return world // (tp * pp)
 
 
 def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
-    """The number of ranks to start for a layout instead of `world`: the next multiple of a replica."""
+    """Return how many ranks to start for a layout instead of `world`: whole replicas, enough."""
     return tp * pp * (dp or -(-world // (tp * pp)))
 
 
-def _axis_group(ranks: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group along one axis of the mesh. Every rank makes every group, in the same
-    order."""
-    rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+def _new_group_along(dim: int, ranks: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
+    """Make the groups along one dimension of the mesh, and return this rank's.
+
+    ranks: of the world, as they lie in the mesh. Every rank makes every group, in the same order.
+    """
+    rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     # new_group does not inherit the world's timeout
     groups = [dist.new_group(row, timeout=timeout) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)

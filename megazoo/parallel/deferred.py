@@ -6,7 +6,7 @@ import torch
 
 
 class WeightQueue:
-    """Weight gradients that wait for an idle moment of the pipeline (Qi et al. 2023).
+    """Keeps weight gradients until an idle moment of the pipeline (Qi et al. 2023).
 
     received: called once for each weight that a micro-batch has added to. weights: all that have
     ever waited.
@@ -23,8 +23,7 @@ class WeightQueue:
         self.weights.add(weight)
 
     def take(self) -> Callable[[], None]:
-        """A function that computes what has been put so far, in the order in which autograd would
-        have."""
+        """Return a function that computes what has been put so far, in autograd's order."""
         waiting, self._waiting = self._waiting, []
 
         def compute() -> None:

@@ -8,8 +8,7 @@ from megazoo.errors import UserError
 
 
 def choose_device(device: str | torch.device, local_world: int | None = None) -> torch.device:
-    """This rank's device. "auto" is CUDA if every rank of this machine can have a device of its
-    own.
+    """Choose this rank's device. "auto" is CUDA if each rank of this machine can have a device.
 
     local_world: ranks on this machine; None takes the launcher's word. UserError if CUDA has too
     few devices.
@@ -21,7 +20,8 @@ def choose_device(device: str | torch.device, local_world: int | None = None) ->
     kind = torch.device(device).type
     if kind == "cuda" and available < local_world:
         raise UserError(
-            f"cuda: {local_world} ranks here but {available} CUDA devices: use fewer, or --device cpu"
+            f"cuda: {local_world} ranks here but {available} CUDA devices: use fewer, or "
+            "--device cpu"
         )
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 

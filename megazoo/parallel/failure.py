@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from megazoo.errors import UserError
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.cpu import shared_memory
+from megazoo.torch_internals import default_store
 
 PATIENCE = 2.0  # seconds in which ranks that fail alike do so
 OUT_OF_REACH = 5.0  # seconds after which the job's store is given up
@@ -39,7 +40,7 @@ def failing_together(ctx: ParallelContext, in_replica: bool = False):
     The one that fails raises its own exception, the others a UserError with its text, exit code 1.
     in_replica: only the ranks of a replica enter together, and replicas go on without one another.
     """
-    ranks = ctx.tp_size * ctx.pp_size if in_replica else ctx.world_size
+    ranks = ctx.world_size // ctx.dp_size if in_replica else ctx.world_size
     if (
         ctx.mesh is None
         or ranks == 1
@@ -83,7 +84,7 @@ def together_in_replica(function: Callable) -> Callable:
 
 
 def is_of_communication(error: Exception) -> bool:
-    """Whether the error is torch's, or shared memory's, word for a rank that is gone or late."""
+    """Say whether the error is torch's, or shared memory's, for a rank that is gone or late."""
     words = ("gloo", "nccl", "pair closure", shared_memory.LOST)
     told = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
     return told or isinstance(error, dist.DistError)
@@ -94,24 +95,20 @@ class _Call:
 
     def __init__(self, ctx: ParallelContext, ranks: int, in_replica: bool):
         self.ctx, self.ranks = ctx, ranks
-        self.groups = [ctx.tp_group, ctx.pp_group] + (
-            [] if in_replica else [ctx.dp_group, dist.group.WORLD]
-        )
+        self.groups = [ctx.axis(name).group for name in AXES if not (in_replica and name == "dp")]
+        self.groups += [] if in_replica else [dist.group.WORLD]
         # Keys of the store, which may be older than this context, and have seen others with as many
         # calls.
         scope = f"megazoo/{ctx.name}" + (f"/replica {ctx.dp_rank}" if in_replica else "")
         ctx.calls[scope] = ctx.calls.get(scope, 0) + 1
-        self.count, self.cause = (
-            f"{scope}/failed in call {ctx.calls[scope]}",
-            f"megazoo/{ctx.name}/cause",
-        )
+        self.count = f"{scope}/failed in call {ctx.calls[scope]}"
+        self.cause = f"megazoo/{ctx.name}/cause"
 
     def fail(self, error: Exception) -> None:
         """Tell the others, or raise what another one tells."""
         if is_of_communication(error):
             if "timed out" in str(error).lower():
-                # nobody has said anything: all ranks time out, and `naming_absent_ranks` tells who
-                # is missing
+                # Nobody has said anything: all ranks time out, and the program tells who is absent.
                 return
             self._close_connections()
             if cause := _within_reach(self._first_cause):
@@ -136,7 +133,7 @@ class _Call:
         return True
 
     def _first_cause(self, store: dist.Store) -> str | None:
-        """Wait a moment for what the first rank that failed says; None if it died without a word."""
+        """Wait a moment for what the first rank that failed says; None if it died in silence."""
         until = time.monotonic() + PATIENCE / 2
         while not store.check([self.cause]):
             if time.monotonic() > until:
@@ -164,7 +161,7 @@ def _within_reach(ask: Callable):
 
     def run() -> None:
         with suppress(RuntimeError):
-            answers.append(ask(dist.distributed_c10d._get_default_store()))
+            answers.append(ask(default_store()))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

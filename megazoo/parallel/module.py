@@ -1,4 +1,8 @@
-"""Modules whose parameters know how they are cut: their initial values, and sums over copies."""
+"""Modules whose parameters know how they are cut, and what follows from the cuts.
+
+What follows: a parameter's values at the start, the sum of its gradient over the ranks that hold
+copies, and which of its elements count in sums over the whole model.
+"""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,32 +21,15 @@ from megazoo.parallel.shard import ParameterSpec, Piece
 TILE = 128  # rows and columns of the blocks in which initial values are drawn
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A parameter of this rank under its global name. stages: the pipeline ranks that hold it, the
-    first its owner."""
-
-    name: str
-    parameter: nn.Parameter
-    spec: ParameterSpec
-    stages: tuple[int, ...]
-
-    def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
-        """This rank's pieces that count in sums over the model: copies over tp or between stages
-        count once."""
-        if ctx.pp_rank != self.stages[0]:
-            return []
-        return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
-
-
 class ShardedModule(nn.Module):
-    """A module whose parameters know how they are cut. `specs` names them; it survives deepcopy,
-    to() and to_empty().
+    """A module whose parameters know how they are cut: `specs` has the cut of each by its name.
 
     ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward takes
-    a parameter that several tp ranks hold through `whole`, so that its gradient is the sum of what
-    they contribute. sums_later: whoever runs backward makes those sums himself, once for many
-    backwards (`sum_over_copies`). weight_queue: where gradients of linear weights wait, if they do.
+    a parameter that several tp ranks hold through `replicated`, so that its gradient is the sum of
+    what they contribute. The cuts survive deepcopy, to() and to_empty().
+
+    sums_later: whoever runs backward makes those sums himself, once for many backwards
+    (`sum_over_copies`). weight_queue: where gradients of linear weights wait, if they do.
     multiplied: names of the parameters that are matrices by which every token is multiplied, for
     `flops_per_token` to count.
     """
@@ -59,8 +46,8 @@ class ShardedModule(nn.Module):
         self._partial: set[str] = set()
 
     def replicated(self, name: str) -> torch.Tensor | None:
-        """The parameter as the forward should use it: its gradient is summed over the tp ranks that
-        hold copies."""
+        """Return the parameter as the forward should use it: its gradient is summed over the tp
+        ranks that hold copies."""
         parameter = getattr(self, name)
         if name not in self._partial or self.sums_later:
             return parameter
@@ -83,6 +70,26 @@ class ShardedModule(nn.Module):
             self._partial.add(name)
         if not parameter.is_meta:
             initialize(parameter, spec, self.ctx, derive_seed(torch.randint(1 << 62, ()).item()))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of this rank under its global name.
+
+    stages: the pipeline ranks that hold it; the first is its owner.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    spec: ParameterSpec
+    stages: tuple[int, ...]
+
+    def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
+        """Return this rank's pieces that count in sums over the model, in which copies, over tp or
+        between stages, count once."""
+        if ctx.pp_rank != self.stages[0]:
+            return []
+        return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
 
 
 class _SumOverCopies(torch.autograd.Function):
@@ -150,12 +157,11 @@ def sum_over_copies(
 def initialize(
     parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext, seed: int
 ) -> None:
-    """Fill this rank's part of a parameter with its initial values: the same global tensor in every
-    layout.
+    """Fill this rank's part of a parameter with its initial values.
 
-    The global tensor is drawn in tiles of TILE x TILE, each from a generator seeded by (seed,
-    tile): a rank draws the tiles that its boxes touch, one tile of scratch at a time, on the CPU
-    whatever the device.
+    They are parts of one global tensor, the same in every layout. That is drawn in tiles of
+    TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the tiles that its boxes
+    touch, one tile of scratch at a time, on the CPU whatever the device.
     """
     generator = torch.Generator("cpu")
     for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
@@ -171,12 +177,7 @@ def initialize(
                 tile = torch.empty(min(TILE, height - top), min(TILE, width - left), device="cpu")
                 generator.manual_seed(derive_seed(seed, top, left))
                 tile.normal_(spec.mean, spec.std, generator=generator)
-                up, down, west, east = (
-                    max(top, y0),
-                    min(top + TILE, y1),
-                    max(left, x0),
-                    min(left + TILE, x1),
-                )
-                view[up - y0 : down - y0, west - x0 : east - x0] = tile[
-                    up - top : down - top, west - left : east - left
-                ]
+                north, south = max(top, y0), min(top + TILE, y1)
+                west, east = max(left, x0), min(left + TILE, x1)
+                ours = tile[north - top : south - top, west - left : east - left]
+                view[north - y0 : south - y0, west - x0 : east - x0] = ours

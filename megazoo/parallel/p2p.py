@@ -13,7 +13,7 @@ def exchange_with_stages(
     sends: list[tuple[torch.Tensor, int]],
     ctx: ParallelContext,
 ) -> tuple[list[list], list]:
-    """Start receiving into tensors from pipeline ranks, and sending tensors to them, all in one go.
+    """Start receiving into tensors from pipeline ranks, and sending tensors to them, in one go.
 
     Returns, for each tensor to come, the works to wait for before it is read; and the works to wait
     for before what is sent may change: until then it must live. Tensors are contiguous; both sides
@@ -31,7 +31,7 @@ def exchange_with_stages(
 
     ops = [(dist.irecv, *each) for each in receives] + [(dist.isend, *each) for each in sends]
     ops = [
-        dist.P2POp(op, tensor, ctx.global_rank(peer), ctx.pp_group)
+        dist.P2POp(op, tensor, ctx.rank_at(pp=peer), ctx.pp_group)
         for op, tensor, peer in ops
         if not boxed(tensor)
     ]
@@ -51,15 +51,15 @@ def exchange_with_stages(
 def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
     """Start sending to a pipeline rank; `tensor` must live, unchanged, until the returned work is
     waited for."""
-    return dist.isend(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
+    return dist.isend(tensor, ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
 
 
 def receive_from_stage(
     shape: tuple[int, ...], dtype: torch.dtype, pp_rank: int, ctx: ParallelContext
 ) -> torch.Tensor:
-    """What a pipeline rank sends next; waits for it."""
+    """Wait for what a pipeline rank sends next, and return it."""
     tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
-    dist.recv(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
+    dist.recv(tensor, ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
     return tensor
 
 
@@ -67,22 +67,21 @@ def receive_from_stage(
 def sum_between_stages(
     tensor: torch.Tensor, pp_ranks: list[int], ctx: ParallelContext, chunk: int = 1 << 22
 ) -> None:
-    """Sum `tensor` in place over the pipeline ranks `pp_ranks`, of which this is one: the gradient
-    of a tied parameter.
+    """Sum `tensor`, the gradient of a tied parameter, in place over the pipeline ranks `pp_ranks`.
 
-    Point to point, so that any set of stages can share a parameter without a process group of its
-    own; every rank adds in the same order, so all copies stay equal to the bit. chunk: elements of
-    scratch for each peer.
+    This is one of them. It goes point to point, so that any set of stages can share a parameter
+    without a process group of its own; every rank adds in the same order, so all copies stay equal
+    to the bit. chunk: elements of scratch for each peer.
     """
     peers = [rank for rank in pp_ranks if rank != ctx.pp_rank]
     for piece in tensor.view(-1).split(chunk):
         copies = {rank: torch.empty_like(piece) for rank in peers} | {ctx.pp_rank: piece.clone()}
         ops = [
-            dist.P2POp(dist.irecv, copies[rank], ctx.global_rank(rank), ctx.pp_group)
+            dist.P2POp(dist.irecv, copies[rank], ctx.rank_at(pp=rank), ctx.pp_group)
             for rank in peers
         ]
         ops += [
-            dist.P2POp(dist.isend, copies[ctx.pp_rank], ctx.global_rank(rank), ctx.pp_group)
+            dist.P2POp(dist.isend, copies[ctx.pp_rank], ctx.rank_at(pp=rank), ctx.pp_group)
             for rank in peers
         ]
         for work in dist.batch_isend_irecv(ops):

@@ -1,5 +1,4 @@
-"""Activation recomputation: keep a function's inputs instead of what it saves for backward, and run
-it again there.
+"""Recompute activations: keep a function's inputs, not what it saves, and run it again in backward.
 
 Dropout draws the same masks again, because it is seeded by names (see random.py).
 (torch.utils.checkpoint does as much, but its first call imports torch._dynamo: 70 MB.)
@@ -15,8 +14,10 @@ MODES = ("none", "selective", "full")
 
 
 def replay(function: Callable, generator: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """function(*inputs), with a graph, and from a state of the random generator, for a Dropout
-    without a seed."""
+    """Run function(*inputs) again, with a graph.
+
+    generator: the state in which torch's random generator was, for a Dropout without a seed.
+    """
     now = torch.get_rng_state()
     torch.set_rng_state(generator)
     with torch.enable_grad():
@@ -43,6 +44,8 @@ class _Recompute(torch.autograd.Function):
 
 @untraced
 def recomputed(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
-    """function(*inputs), keeping only the inputs for backward. At least one input must require a
-    gradient."""
+    """Run function(*inputs), keeping only the inputs for backward.
+
+    At least one input must require a gradient.
+    """
     return _Recompute.apply(function, *inputs)

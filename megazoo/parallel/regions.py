@@ -1,6 +1,6 @@
 """Entering and leaving a tensor-parallel region: pairs of collectives that autograd uses.
 
-What is a sum forward is a copy backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section
+What is a sum forward is a copy backward, and the reverse (Megatron-LM: Shoeybi et al. 2019, section
 3).
 """
 
@@ -66,8 +66,8 @@ class _GatherFromTensorParallel(torch.autograd.Function):
         return all_gather_last_dim(x, group, sizes)
 
     @staticmethod
-    # what follows a gather is the same on every rank, so each keeps its own part
     def backward(ctx, grad):
+        # what follows a gather is the same on every rank, so each keeps its own part
         return grad.split(ctx.sizes, dim=-1)[ctx.group.rank()].contiguous(), None, None
 
 
@@ -110,13 +110,13 @@ def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
 
 
 def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """The same x on every rank, which goes on differently on each; its gradient is summed over
-    them."""
+    """Return x, which is the same on every rank and goes on differently on each; its gradient is
+    summed over them."""
     return _apply(_CopyToTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
 def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """The sum of every rank's x, which goes on alike on all; its gradient passes as it is."""
+    """Return the sum of all ranks' x, which goes on alike on each; its gradient passes as it is."""
     return _apply(_ReduceFromTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 

@@ -1,8 +1,19 @@
-"""Stages of the pipeline, and how layers are cut into them."""
+"""Stages of the pipeline: which rank has which, and how layers are cut into them."""
 
 from dataclasses import dataclass
 
 from megazoo.errors import UserError
+
+
+def rank_of(stage: int, pp: int) -> int:
+    """Return the pipeline rank that has a stage: the stages are dealt out to the ranks in turn."""
+    return stage % pp
+
+
+def stages_of(rank: int, pp: int, virtual: int) -> range:
+    """Return the stages of a pipeline rank, which has `virtual` of them, in the order of the
+    forward."""
+    return range(rank, pp * virtual, pp)
 
 
 @dataclass(frozen=True)
@@ -29,12 +40,12 @@ def cut_into_stages(
     how: str | tuple[int, ...],
     costs: tuple[float, float, float] = (1.0, 0.0, 0.0),
 ) -> list[Stage]:
-    """`count` contiguous stages. how: "uniform", "balanced", or the layers of each stage; UserError
-    for another.
+    """Cut so many layers into `count` contiguous stages.
 
-    costs: of a layer, and of what comes before and after the layers. balanced: the slowest stage is
-    as fast as can be: each layer goes to the stage that is cheapest with it, earlier stages first;
-    with equal layers this is optimal.
+    how: "uniform", "balanced", or the layers of each stage; UserError for another, or too few
+    layers. costs: of a layer, and of what comes before and after the layers. balanced: the slowest
+    stage is as fast as can be: each layer goes to the stage that is cheapest with it, earlier
+    stages first; with equal layers this is optimal.
     """
     if layers < count:
         raise UserError(
@@ -42,8 +53,10 @@ def cut_into_stages(
         )
     if isinstance(how, tuple):
         if len(how) != count or sum(how) != layers or min(how) < 1:
-            what = f"stage-layers {','.join(map(str, how))}"
-            raise UserError(f"{what} must be {count} numbers above 0 that add up to {layers}")
+            raise UserError(
+                f"stage-layers {','.join(map(str, how))} must be {count} numbers above 0 "
+                f"that add up to {layers}"
+            )
         counts = list(how)
     elif how in ("uniform", "balanced"):
         layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)

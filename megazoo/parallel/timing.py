@@ -1,9 +1,11 @@
-"""What the time of a step goes on, and the names of its parts in a profiler's trace."""
+"""What the time of a step is spent on, and the names of its parts in a profiler's trace."""
 
 import time
 from contextlib import contextmanager
 
 import torch
+
+from megazoo.torch_internals import profiler_runs
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer")
 _running: "Stopwatch | None" = None
@@ -54,15 +56,14 @@ class Stopwatch:
 
 @contextmanager
 def spent(part: str, name: str | None = None):
-    """Count this block's time for a part, to a Stopwatch if one runs; what a block within it counts
-    is its own alone.
+    """Count this block's time for a part, if a Stopwatch runs; a block within it counts for itself.
 
     A profiler that runs shows the block as `name`, by default the part's.
     """
     watch = _running
     before = watch.turn_to(part) if watch else None
     try:
-        if torch.autograd._profiler_enabled():
+        if profiler_runs():
             with torch.autograd.profiler.record_function(name or part):
                 yield
         else:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from megazoo.cli.options import TrainingOptions
 from megazoo.engine.microbatch import MicroBatch
@@ -21,13 +19,18 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.schedule import Action, backward_follows
 from megazoo.parallel.stages import Stage
+from megazoo.torch_internals import (
+    TorchDispatchMode,
+    flash_attention_operators,
+    flop_formulas,
+    results_are_new,
+    run_backward,
+    storage_key,
+)
 
 META = torch.device("meta")
 
-aten = torch.ops.aten
-_flash, _flash_backward = (
-    getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")
-)
+_flash, _flash_backward = flash_attention_operators()
 
 
 @dataclass(frozen=True)
@@ -54,24 +57,25 @@ class Meter(TorchDispatchMode):
         self.flops = self.live = self.peak = 0
         self._group, self._sent = group, group.sent if group else 0.0
         self._storages: dict[int, weakref.ref] = {}
+        self._formulas = flop_formulas()
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
-        packet = function._overloadpacket
+        packet = function.overloadpacket
         if packet is _flash:
             self.flops += _attention_flops(*arguments[:3])
         elif packet is _flash_backward:  # the scores, which the kernel computes again, not counted
             self.flops += 2 * _attention_flops(*arguments[1:4])
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*arguments, **(options or {}), out_val=result)
+        elif packet in self._formulas:
+            self.flops += self._formulas[packet](*arguments, **(options or {}), out_val=result)
         results = result if isinstance(result, tuple | list) else (result,)
-        for tensor, returned in zip(results, function._schema.returns, strict=False):
-            if isinstance(tensor, torch.Tensor) and returned.alias_info is None:
+        for tensor, is_new in zip(results, results_are_new(function), strict=False):
+            if isinstance(tensor, torch.Tensor) and is_new:
                 self._made(tensor.untyped_storage())
         return result
 
     def _made(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         if key in self._storages:
             return
 
@@ -156,9 +160,7 @@ def costs_of(
             if stage.last
             else torch.empty(shape, dtype=model.dtype, device=META)
         )
-        torch.autograd.Variable._execution_engine.run_backward(
-            (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        run_backward(output, gradient)
         weights = queue.take() if queue else None
     del received, output, gradient
     costs["I" if queue else "B"] = meter.take()

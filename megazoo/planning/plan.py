@@ -34,8 +34,10 @@ from megazoo.parallel.schedule import (
     in_flight,
     schedule_named,
     splits_backward,
+    tables_of,
     timeline,
 )
+from megazoo.parallel.stages import rank_of, stages_of
 from megazoo.planning.meter import (
     META,
     Cost,
@@ -156,8 +158,7 @@ class Planner:
         """The plan of a run that `check` allows."""
         p, t = parallel, training
         microbatches = t.global_batch_size // (dp * t.micro_batch_size)
-        schedule = schedule_named(p.schedule)
-        tables = [schedule(rank, p.pp, p.virtual_pp, microbatches) for rank in range(p.pp)]
+        tables = tables_of(schedule_named(p.schedule), p.pp, p.virtual_pp, microbatches)
         ranks, slowest, counted, model_flops = [], {}, 0, 0.0
         for pp_rank in range(p.pp):
             alike: dict[tuple, RankPlan] = {}
@@ -293,11 +294,15 @@ class Planner:
     ) -> ParallelContext:
         """The virtual context of a rank, on meta."""
         p = parallel
-        ctx = ParallelContext.virtual(
-            p.tp, p.pp, dp, rank=pp_rank * dp * p.tp + tp_rank, sequence_parallel=p.sequence_parallel,
-            virtual=p.virtual_pp, stage_layers=parse_stage_layers(p.stage_layers),
-        )  # fmt: skip
-        return replace(ctx, device=META)
+        world = ParallelContext.virtual(
+            p.tp,
+            p.pp,
+            dp,
+            sequence_parallel=p.sequence_parallel,
+            virtual=p.virtual_pp,
+            stage_layers=parse_stage_layers(p.stage_layers),
+        )
+        return replace(world, rank=world.rank_at(pp=pp_rank, tp=tp_rank), device=META)
 
     def build(self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int) -> Model:
         """A rank's stages, without memory."""
@@ -325,7 +330,7 @@ class Planner:
         keys = [(*how, key) for key in _keys(model)]
         if new := [number for number, key in enumerate(keys) if key not in self._known]:
             # Replicas change nothing here, and without them the buckets sum nothing.
-            ctx = replace(model.ctx, dp_size=1, dp_rank=0)
+            ctx = self.context(parallel, 1, model.ctx.pp_rank, model.ctx.tp_rank)
             low = self.family.empty(self.config, ctx, dtype=getattr(torch, t.dtype))
             low.recompute(t.recompute, t.recompute_interval)
             buckets = low.gradient_buckets  # they say of what precision gradients are
@@ -349,8 +354,8 @@ class Planner:
     ) -> RankPlan:
         """What a rank takes that runs `table`; `tp` is left empty. costs: of its stages' actions."""
         ctx, static = model.ctx, self.static(model, parallel, training)
-        pp_rank = table[0].stage % ctx.pp_size  # of the model's or of one that is like it
-        by_stage = dict(zip(range(pp_rank, ctx.stage_count, ctx.pp_size), costs, strict=True))
+        pp_rank = rank_of(table[0].stage, ctx.pp_size)  # of the model's or of one that is like it
+        by_stage = dict(zip(stages_of(pp_rank, ctx.pp_size, ctx.virtual_size), costs, strict=True))
         itemsize = getattr(torch, training.dtype).itemsize
         boundary = math.prod(boundary_shape(training, model)) * itemsize if ctx.pp_size > 1 else 0
         # that are on their way

@@ -7,7 +7,7 @@ from itertools import product
 
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, family_of
-from megazoo.parallel.schedule import SCHEDULES, splits_backward
+from megazoo.parallel.schedule import SCHEDULES, check_schedule
 
 SIZES = {"tp": "tp", "pp": "pp", "dp": "dp", "v": "virtual"}
 
@@ -64,7 +64,7 @@ class Layout:
         if self.sequence_parallel and self.tp == 1:
             raise UserError(f"{self}: sequence parallelism needs tp above 1")
         try:
-            splits_backward(self.schedule, self.pp, self.virtual)  # refuses what it can't have
+            check_schedule(self.schedule, self.pp, self.virtual)
             FAMILIES[family_of(config)].check(config, self.tp, self.pp, self.virtual)
         except UserError as error:
             raise UserError(f"{self}: {error}") from None

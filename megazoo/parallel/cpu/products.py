@@ -4,6 +4,8 @@ import functools
 
 import torch
 
+from megazoo.torch_internals import has_amx
+
 WIDENED_ROWS = 128  # see product_dtype
 
 
@@ -27,7 +29,4 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 @functools.cache
 def _has_bfloat16_units() -> bool:
     """AMX, on x86; of other CPUs torch does not tell, and they multiply it as it is."""
-    return (
-        not torch.backends.cpu.get_cpu_capability().startswith("AVX")
-        or torch.cpu._is_amx_tile_supported()
-    )
+    return not torch.backends.cpu.get_cpu_capability().startswith("AVX") or has_amx()

@@ -15,6 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megazoo.torch_internals import timeout_of
+
 SLOT_BYTES = 1 << 22
 LOST = "connection closed by peer"  # begins what is raised where a rank can't be waited for
 # two lines of the cache for each flag, so that those who wait don't slow down those who write
@@ -238,8 +240,7 @@ def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
     dist.all_gather_object(told, memory is not None, group=group)
     if file >= 0:
         os.close(file)
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return kind(memory, list(pids), rank, timeout) if all(told) else None
+    return kind(memory, list(pids), rank, timeout_of(group)) if all(told) else None
 
 
 def _new_file(length: int) -> int:
