@@ -197,7 +197,7 @@ def main(arguments: list[str]) -> None:
         first_step, training.steps, log.log_interval, rank_flops / peak if peak else None
     )
     keep, eval_loss, test_loss = options.checkpoint, None, None
-    how = {"background": keep.async_save, "keep_last": keep.keep_last, "say": say}
+    how = {"background": keep.async_save, "keep_last": keep.keep_last, "report": say}
     saver = Saver(
         keep.save,
         model,

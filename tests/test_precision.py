@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from helpers import context, make_batch, replica_rows, tiny_config
-from test_checkpoint import run_steps
+from helpers_checkpoint import run_steps
 
 import megazoo
 import pretrain_gpt

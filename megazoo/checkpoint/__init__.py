@@ -8,7 +8,7 @@ __getattr__ = lazily(
     {
         "Checkpoint": "megazoo.checkpoint.reader",
         "Saver": "megazoo.checkpoint.saving",
-        "load": "megazoo.checkpoint.saving",
+        "load": "megazoo.checkpoint.loading",
         "save": "megazoo.checkpoint.saving",
     },
 )

@@ -116,7 +116,7 @@ class TrainingOptions:
     loss_scale_window: int = 1000
     """Steps in a row without overflow, after which the loss scale doubles."""
     hysteresis: int = 2
-    """Overflows after which each further one halves the loss scale."""
+    """Which overflow halves the loss scale, and so does each further one; 2 tolerates one."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Run parts again in backward instead of keeping their activations: attention and the MLPs'
     activations, or all."""
