@@ -83,7 +83,8 @@ class Batch:
             shared["position_ids"] |= padding > 0
             shared["scored"] = not task.labels_are_of_tokens
             tensors = _from_first_stage(tensors, padded_shape, shared, ctx)
-        seeds = [derive_seed(seed, "dropout", step, index, ctx.dp_rank) for index in range(count)]
+        replica = ctx.token_axis.rank
+        seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
         return _cut(tensors, padded_shape, length=shape[1], dropout_seeds=seeds)
 
 

@@ -13,7 +13,8 @@ class Output:
     vocabulary], or None.
 
     Like an output of transformers it can be indexed and given on as keywords: output[0],
-    output[:2], output["loss"], f(**output). Only what is not None counts. Iterating over it raises UserError.
+    output[:2], output["loss"], f(**output). Only what is not None counts. Iterating over it raises
+    UserError.
     """
 
     loss: torch.Tensor | None = None

@@ -90,7 +90,7 @@ def run_pipeline(
     two differ, and only the first is independent of the layout.
     """
     ctx, last = model.ctx, model.stages[-1].last
-    replicas = ctx.dp_group if global_batch else None
+    replicas = ctx.token_axis.group if global_batch else None
     labelled = count_labels(model, batches, replicas)
     table = program(
         schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)

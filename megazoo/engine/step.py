@@ -13,7 +13,7 @@ from megazoo.engine.pipeline import run_pipeline
 from megazoo.engine.stepwise import run_stepwise, with_backward
 from megazoo.errors import UserError
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
-from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.failure import failing_together, together, together_in_replica
 from megazoo.parallel.module import Entry, ShardedModule, sum_over_copies
@@ -167,8 +167,9 @@ class TrainingStep:
         if buckets.fault != UNSUMMED:
             buckets.check()
         pending = torch.tensor(float(buckets.fault == UNSUMMED), device=self.ctx.device)
-        for group in (self.ctx.pp_group, self.ctx.dp_group):
-            all_reduce(pending, group, op=dist.ReduceOp.MAX)
+        all_reduce_over(
+            pending, [self.ctx.axis("pp"), self.ctx.gradient_axis], op=dist.ReduceOp.MAX
+        )
         if pending:
             buckets.complete()
             self._sum_tied(self.trained_entries())

@@ -12,6 +12,7 @@ from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.p2p import receive_from_stage, send_to_stage
 from megazoo.parallel.schedule import Action
+from megazoo.parallel.stages import rank_of
 
 
 def run_stepwise(
@@ -26,7 +27,7 @@ def run_stepwise(
     """
     ctx = model.ctx
     with failing_together(ctx):
-        labelled = count_labels(model, batches, ctx.dp_group)
+        labelled = count_labels(model, batches, ctx.token_axis.group)
     # A loss scaler of the user's own, which float16 needs, comes with the gradient.
     known = model.dtype != torch.float16 or model.loss_scale is not None
     run = StepwiseRun(model, batches, labelled, loss_scale=loss_scale, backward_is_next=known)
@@ -53,7 +54,7 @@ class StepwiseRun(PipelineRun):
                 self._send(action._replace(stage=stage.index + 1))
         last = self.model.stages[-1].last
         loss = self.losses[-1].float() if last else torch.zeros((), device=self.ctx.device)
-        all_reduce(loss, self.ctx.dp_group if last else None)
+        all_reduce(loss, self.ctx.token_axis.group if last else None)
         return broadcast_from_stage(loss, self.ctx.pp_size - 1, self.ctx)
 
     def backward_through(self, number: int, gradient: float) -> None:
@@ -69,15 +70,14 @@ class StepwiseRun(PipelineRun):
 
     def _receive(self, action: Action, stage: int) -> None:
         """Receive an action's input from another stage."""
-        shape, rank = self.shape(action.microbatch), stage % self.ctx.pp_size
+        shape, rank = self.shape(action.microbatch), rank_of(stage, self.ctx.pp_size)
         self.arrived[action] = (receive_from_stage(shape, self.model.dtype, rank, self.ctx), [])
 
     def _send(self, action: Action) -> None:
         """Send the input of an action of another stage."""
         tensor = self.leaving.pop(action).contiguous()
-        self.open.append(
-            ([send_to_stage(tensor, action.stage % self.ctx.pp_size, self.ctx)], tensor)
-        )
+        work = send_to_stage(tensor, rank_of(action.stage, self.ctx.pp_size), self.ctx)
+        self.open.append(([work], tensor))
 
 
 def with_backward(loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:

@@ -26,7 +26,7 @@ from megazoo.parallel.failure import together
 from megazoo.parallel.module import Entry, ShardedModule, initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
-from megazoo.parallel.stages import Stage, cut_into_stages
+from megazoo.parallel.stages import Stage, cut_into_stages, rank_of, stages_of
 
 
 class Model(TrainingStep, LastStage, Freezing, nn.Module):
@@ -51,7 +51,9 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         super().__init__()
         self.check(config, ctx.tp_size, ctx.pp_size, ctx.virtual_size)
         self.config, self.ctx, self.seed = config, ctx, seed
-        self.stages: list[Stage] = self.all_stages(config, ctx)[ctx.pp_rank :: ctx.pp_size]
+        mine = stages_of(ctx.pp_rank, ctx.pp_size, ctx.virtual_size)
+        all_stages = self.all_stages(config, ctx)
+        self.stages: list[Stage] = [all_stages[index] for index in mine]
         # global name -> the pipeline ranks that share the parameter
         self.tied: dict[str, tuple[int, ...]] = {}
         self._recompute, self._interval = "none", 1
@@ -193,9 +195,8 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
 
         Its gradients are summed, it counts once in the norm, and a checkpoint has it once.
         """
-        ranks = tuple(
-            dict.fromkeys(stage % self.ctx.stage_count % self.ctx.pp_size for stage in stages)
-        )
+        indices = [stage % self.ctx.stage_count for stage in stages]
+        ranks = tuple(dict.fromkeys(rank_of(index, self.ctx.pp_size) for index in indices))
         if len(ranks) > 1:
             self.tied[name] = ranks
 
