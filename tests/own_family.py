@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import megazoo
 from megazoo.layers import CausalSelfAttention, RMSNorm
@@ -29,13 +28,13 @@ class Block(llama.Block):
 @megazoo.register("qwen")
 class Qwen(llama.Llama):
     Config, Block = QwenConfig, Block
-    presets: ClassVar = {
+    presets = {
         "qwen-tiny": QwenConfig(
             vocab_size=61, max_positions=16, hidden_size=32, layers=5, heads=4, kv_heads=2,
             ffn_size=48, head_size=12
         )
     }  # fmt: skip
-    HUGGING_FACE_NAMES: ClassVar = llama.Llama.HUGGING_FACE_NAMES | {
+    HUGGING_FACE_NAMES = llama.Llama.HUGGING_FACE_NAMES | {
         f"layers.{{}}.attention.{name}": HFNames(f"model.layers.{{}}.self_attn.{name}")
         for name in ("q_norm", "k_norm")
     }
