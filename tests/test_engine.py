@@ -70,7 +70,8 @@ def plain_autograd_gradients(model="gpt2", microbatches=MICROBATCHES):
 
 
 def library_gradients(layout, microbatches):
-    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has several."""
+    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has
+    several."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     ctx = context(**layout)
@@ -120,10 +121,17 @@ def test_one_process_equals_plain_autograd():
 
 
 PIPELINES = [
-    ("1f1b", dict(pp=2)), ("1f1b", dict(pp=4)), ("gpipe", dict(pp=2)), ("gpipe", dict(pp=4)), ("zb-h1", dict(pp=2)),
-    ("zb-h1", dict(pp=4)), ("1f1b", dict(pp=2, v=2)), ("1f1b", dict(pp=2, v=3)), ("1f1b", dict(pp=4, v=2)),
+    ("1f1b", dict(pp=2)),
+    ("1f1b", dict(pp=4)),
+    ("gpipe", dict(pp=2)),
+    ("gpipe", dict(pp=4)),
+    ("zb-h1", dict(pp=2)),
+    ("zb-h1", dict(pp=4)),
+    ("1f1b", dict(pp=2, v=2)),
+    ("1f1b", dict(pp=2, v=3)),
+    ("1f1b", dict(pp=4, v=2)),
     ("gpipe", dict(pp=2, v=2)),
-]  # fmt: skip
+]
 BITS = [
     (*pipeline, *more)
     for pipeline in PIPELINES
@@ -195,7 +203,8 @@ def test_the_weights_of_all_linear_layers_wait_under_zb_h1_and_only_there(ranks)
 
 
 class TiedInThree(GPT2):
-    """A GPT-2 that adds one more table of positions at the start of several stages: one parameter."""
+    """A GPT-2 that adds one more table of positions at the start of several stages: one
+    parameter."""
 
     def __init__(self, config, ctx, seed=0):
         super().__init__(config, ctx, seed)
@@ -253,7 +262,10 @@ def refused():
 
 
 def test_what_a_stage_returns_must_be_what_the_next_one_expects(ranks):
-    told = "forward_stage of stage 0 returns torch.bfloat16 [8, 16, 32]: stages send torch.float32 [8, 16, 32]"
+    told = (
+        "forward_stage of stage 0 returns torch.bfloat16 [8, 16, 32]: "
+        "stages send torch.float32 [8, 16, 32]"
+    )
     assert ranks(refused, 2)[0] == told
 
 

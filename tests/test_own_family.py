@@ -86,8 +86,9 @@ def test_it_generates_with_a_cache_what_it_generates_without(config):
     prompt = torch.randint(0, 61, (3, 5), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
     mask[0, :2] = 0
-    with mock.patch.object(Model := type(model), "forward_stage", autospec=True,
-                           side_effect=Model.forward_stage) as stage:  # fmt: skip
+    forward = type(model).forward_stage
+    watched = mock.patch.object(type(model), "forward_stage", autospec=True, side_effect=forward)
+    with watched as stage:
         cached = model.generate(prompt, mask, max_new_tokens=8)
     assert stage.call_args.args[1].shape == (3, 1), "a step takes one token"
     assert torch.equal(cached, model.generate(prompt, mask, max_new_tokens=8, use_cache=False))

@@ -12,8 +12,8 @@ import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.layers import fused
-from megazoo.parallel.cpu import products
 from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.cpu import products
 
 
 def test_gradients_accumulate_in_fp32_and_follow_fp32():
@@ -178,7 +178,10 @@ def curve(dtype, file, job):
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()]
 
 
-SIXTY_STEPS = "--hidden-size 64 --layers 2 --seq-length 32 --global-batch-size 16 --steps 60 --initial-loss-scale 1024"
+SIXTY_STEPS = (
+    "--hidden-size 64 --layers 2 --seq-length 32 --global-batch-size 16 --steps 60 "
+    "--initial-loss-scale 1024"
+)
 SIXTY_STEPS += " --lr 2e-3"
 
 

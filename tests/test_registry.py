@@ -39,7 +39,11 @@ class LouderConfig(GPT2Config):
 @megazoo.register("louder")
 class Louder(GPT2):
     Config = LouderConfig
-    presets = {"louder-tiny": LouderConfig(vocab_size=257, max_positions=32, hidden_size=32, layers=2, heads=2)}
+    presets = {
+        "louder-tiny": LouderConfig(
+            vocab_size=257, max_positions=32, hidden_size=32, layers=2, heads=2
+        )
+    }
 
     def forward_stage(self, x, batch, stage):
         x = super().forward_stage(x, batch, stage)
@@ -131,7 +135,9 @@ class PlainAttention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.size, self.recompute = c.hidden_size // c.heads, False
-        self.parts = nn.ModuleList(ColumnParallelLinear(c.hidden_size, c.hidden_size) for _ in range(3))
+        self.parts = nn.ModuleList(
+            ColumnParallelLinear(c.hidden_size, c.hidden_size) for _ in range(3)
+        )
         self.output = RowParallelLinear(c.hidden_size, c.hidden_size)
 
     def forward(self, x, seed, mask, cache):
@@ -147,7 +153,11 @@ class PlainConfig(GPT2Config):
 @megazoo.register("plain")
 class Plain(GPT2):
     Config = PlainConfig
-    presets = {"plain-tiny": PlainConfig(vocab_size=257, max_positions=512, hidden_size=32, layers=2, heads=2)}
+    presets = {
+        "plain-tiny": PlainConfig(
+            vocab_size=257, max_positions=512, hidden_size=32, layers=2, heads=2
+        )
+    }
 
     def __init__(self, config, ctx, seed=0):
         super().__init__(config, ctx, seed)
@@ -200,8 +210,11 @@ def test_selective_recomputation_tells_the_modules_that_know_it(tmp_path):
         ("none", False),
     ):
         model = from_config("plain").recompute(mode)
-        told = {name: module.recompute for name, module in model.named_modules() if name.startswith("layers.")
-                and isinstance(getattr(module, "recompute", None), bool)}  # fmt: skip
+        told = {
+            name: module.recompute
+            for name, module in model.named_modules()
+            if name.startswith("layers.") and isinstance(getattr(module, "recompute", None), bool)
+        }
         assert told == {
             f"layers.{i}.{part}": expected for i in (0, 1) for part in ("attention", "mlp")
         }
