@@ -1,10 +1,15 @@
 """A model of a user's own: one file, registered, named on the command line."""
 
+import math
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 import pretrain_gpt
 from megazoo import from_config, register
@@ -13,11 +18,15 @@ from megazoo.cli.launch import run_program
 from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.cli.parsing import run_file
 from megazoo.errors import UserError
+from megazoo.layers import MLP
+from megazoo.models import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.models.registry import FAMILIES, find_config
 from megazoo.models.source import SavedModel
-from megazoo.planning.plan import Planner
+from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
+from megazoo.planning.meter import forward_flops
+from megazoo.planning.plan import Planner, note_on_mfu
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -116,6 +125,80 @@ def test_the_config_of_another_family_is_refused():
     register("mine")(Mine)
     register("mine")(Mine)  # a file that is run again
     assert FAMILIES["mine"] is Mine
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    """Of a user's own: it inherits from nothing, and has no more than it needs."""
+
+    vocab_size: int = 61
+    max_positions: int = 16
+    hidden_size: int = 32
+    layers: int = 2
+    heads: int = 4
+    ffn_size: int = 64
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, config, index):
+        super().__init__()
+        self.mlp = MLP(config.hidden_size, config.ffn_size, F.gelu)
+        self.mix = Mix(config.hidden_size)
+
+    def forward(self, x):
+        return x + self.mix(self.mlp(x))
+
+
+class Mix(ShardedModule):
+    """A matrix of a user's own, of which only this class knows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.add_parameter("weight", ParameterSpec((size, size), std=0.02))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def own_model():
+    class Own(Model):
+        Config, Block, presets = OwnConfig, OwnBlock, {"own-tiny": OwnConfig()}
+
+        def __init__(self, config, ctx, seed=0):
+            super().__init__(config, ctx, seed)
+            self.add_embedding()
+            self.add_layers()
+            self.add_head()
+
+        def forward_stage(self, x, batch, stage):
+            return self.run_layers(self.embedding(x) if stage.first else x, stage)
+
+        @classmethod
+        def stage_costs(cls, config):
+            return 1, 0, 1
+
+    return register("own")(Own)
+
+
+def test_a_config_of_ones_own_needs_to_inherit_from_nothing():
+    own_model()
+    model, ids = from_config("own"), torch.zeros(2, 16, dtype=torch.int64)
+    assert model.train_batch(ids, labels=ids).item() == pytest.approx(math.log(61), rel=0.05)
+    assert model.generate(ids[:, :3], max_new_tokens=2, use_cache=False).shape == (2, 5)
+    assert OwnConfig().num_labels == 0
+    assert "num_labels" not in asdict(OwnConfig())
+    with pytest.raises(UserError, match="tp 3 doesn't divide heads 4: use tp 1, 2 or 4"):
+        Model.check(OwnConfig(), 3, 1)
+
+
+@pytest.mark.parametrize("says", [("weight",), ()])
+def test_a_layer_of_ones_own_counts_as_it_says(says, monkeypatch):
+    monkeypatch.setattr(Mix, "multiplied", says)
+    own_model()
+    model = from_config("own", ParallelContext(device=torch.device("meta")))
+    runs = 3 * forward_flops(model, 1, 16) / 16
+    assert runs - flops_per_token(OwnConfig(), 16) == (0 if says else 6 * 2 * 32 * 32)
+    assert (note_on_mfu(OwnConfig(), 16) is None) == bool(says)
 
 
 PLAIN_ATTENTION = """
