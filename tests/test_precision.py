@@ -178,7 +178,10 @@ def curve(dtype, file, job):
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()]
 
 
-SIXTY_STEPS = "--hidden-size 64 --layers 2 --seq-length 32 --global-batch-size 16 --steps 60 --initial-loss-scale 1024"
+SIXTY_STEPS = (
+    "--hidden-size 64 --layers 2 --seq-length 32 --global-batch-size 16 --steps 60 "
+    "--initial-loss-scale 1024"
+)
 SIXTY_STEPS += " --lr 2e-3"
 
 

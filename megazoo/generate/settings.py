@@ -1,11 +1,11 @@
 """The settings of generation: the names and meanings are transformers'."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from megazoo.errors import UserError
+from megazoo.errors import UserError, nearest
 
 WHOLE_NUMBERS = (
     "min_new_tokens",
@@ -82,6 +82,19 @@ class GenerationSettings:
     def _set(self, name: str, value) -> None:
         """Set an attribute while this is made; afterwards it is frozen."""
         object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, given: dict, saved: dict) -> "GenerationSettings":
+        """Return the settings that are given, by name, with the ids of a generation_config.json for
+        those that are not. UserError for an unknown name."""
+        names = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise UserError(
+                    f"generate has no {name}{nearest(name, names)}; there are {', '.join(names)}"
+                )
+        ids = {name: saved[name] for name in ("eos_token_id", "pad_token_id") if name in saved}
+        return cls(**{**ids, **given})
 
     def after(self, prompt: int) -> "GenerationSettings":
         """Return the settings with max_new_tokens in place of max_length, after a prompt of so many
