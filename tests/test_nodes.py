@@ -1,5 +1,4 @@
-"""Several machines, restarts, signals and faults: jobs as users start them, on nodes that are
-network namespaces."""
+"""Several machines, restarts, signals and faults: jobs on nodes that are network namespaces."""
 
 import os
 import re
@@ -61,11 +60,8 @@ class Job:
             k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
         self.mark = uuid.uuid4().hex
-        clean |= {
-            "PYTHONPATH": str(ROOT),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            MARK: self.mark,
-        }
+        clean |= {"PYTHONPATH": str(ROOT), MARK: self.mark}
+        clean["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.process = subprocess.Popen(
             list(map(str, command)),
             cwd=ROOT,
