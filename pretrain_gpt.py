@@ -199,7 +199,7 @@ def open_data(run: Run, model: Model) -> Data:
             separate_documents=options.data.separate_documents,
             chat_template=options.data.chat_template,
             packing=options.data.packing,
-            say=print_rank_0,
+            report=print_rank_0,
         )
     if options.training.epochs:
         samples = torch.tensor(len(blends[0]) if blends[0] else 0, device=ctx.device)

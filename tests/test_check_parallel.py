@@ -15,6 +15,14 @@ from megazoo.testing import Layout, all_layouts, check_parallel, shrink
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 
+# In each file of a bug: a function is replaced in every module that has imported it.
+REPLACE = """
+import sys
+def replace(name, make):
+    for key, module in list(sys.modules.items()):
+        if key.startswith("megazoo.") and name in vars(module):
+            setattr(module, name, make(vars(module)[name]))
+"""
 # What breaks, where it must be noticed, and how it must be told.
 BUGS = {
     "a missing all-reduce": (
@@ -22,8 +30,8 @@ BUGS = {
         "tp2",
         r"module layers\.0\.attention\.output: its output differs on ranks 0 .*, 1",
         """
-        from megazoo.layers import RowParallelLinear
-        RowParallelLinear._finish = lambda self, part: part + self.replicated("bias")
+        from megazoo.layers import linear
+        linear.leave_tensor_parallel = lambda x, ctx: x
         """,
     ),
     "a missing all-reduce in backward": (
@@ -31,8 +39,7 @@ BUGS = {
         "tp2",
         r"gradient of norm\.bias: differs at step 1 on ranks 0 .*, 1",
         """
-        from megazoo.parallel import collectives
-        collectives.enter_tensor_parallel = lambda x, ctx: x
+        replace("enter_tensor_parallel", lambda enter: lambda x, ctx: x)
         """,
     ),
     "a wrong slice of the fused QKV": (
@@ -56,9 +63,10 @@ BUGS = {
         r"module layers\.0\.attention\.output: its output differs on ranks 0 .*, 1",
         """
         from megazoo.layers import RowParallelLinear
-        from megazoo.parallel import collectives
-        RowParallelLinear._own_bias = property(lambda self: self.bias)
-        RowParallelLinear._finish = lambda self, part: collectives.leave_tensor_parallel(part, self.ctx)
+        forward = RowParallelLinear.forward
+        def biased(self, *arguments):
+            return forward(self, *arguments) + (self.ctx.tp_size - 1) * self.bias
+        RowParallelLinear.forward = biased
         """,
     ),
     "a local layer index": (
@@ -83,7 +91,7 @@ BUGS = {
         r"loss: .* instead of .*, though no module's output differs",
         """
         import torch
-        from megazoo.parallel import pipeline
+        from megazoo.engine import pipeline
         reduce = pipeline.all_reduce
         calls = []
         def forgets_the_labels(tensor, group):
@@ -98,12 +106,11 @@ BUGS = {
         "dp2",
         r"loss scale: every gradient is 2 x what it should be",
         """
-        from megazoo.parallel import pipeline
-        init = pipeline.Run.__init__
-        def doubled(self, model, *arguments):
-            init(self, model, *arguments)
-            self.loss_scale *= model.ctx.dp_size
-        pipeline.Run.__init__ = doubled
+        from megazoo.parallel.buckets import GradientBuckets
+        finish = GradientBuckets.finish
+        def doubled(self, loss_scale=1.0):
+            finish(self, loss_scale / self.ctx.dp_size)
+        GradientBuckets.finish = doubled
         """,
     ),
     "a double tied gradient": (
@@ -111,12 +118,12 @@ BUGS = {
         "pp2",
         r"tie: the gradient of embedding\.weight, which stages share, is 2 x what it should be",
         """
-        from megazoo.models import base
-        between = base.sum_between_stages
-        def twice(tensor, *arguments):
-            between(tensor, *arguments)
-            between(tensor, *arguments)
-        base.sum_between_stages = twice
+        def twice(between):
+            def summed(tensor, *arguments):
+                between(tensor, *arguments)
+                between(tensor, *arguments)
+            return summed
+        replace("sum_between_stages", twice)
         """,
     ),
     "ALiBi slopes not sliced": (
@@ -134,7 +141,7 @@ BUGS = {
         "dp2",
         r"dropout embedding_dropout: the same masks on ranks 0 .*, 1",
         """
-        from megazoo.models import batch
+        from megazoo.engine import batch
         derive_seed = batch.derive_seed
         batch.derive_seed = lambda *what: derive_seed(*what[:-1])
         """,
@@ -144,7 +151,7 @@ BUGS = {
         "tp2",
         r"gradient norm: .* instead of .* at step 1, though no gradient differs",
         """
-        from megazoo.parallel.shard import Entry
+        from megazoo.parallel.module import Entry
         Entry.counted_pieces = lambda self, ctx: self.spec.pieces(ctx.tp_size, ctx.tp_rank)
         """,
     ),
@@ -153,8 +160,7 @@ BUGS = {
         "tp2+sp",
         r"gradient of norm\.weight: differs at step 1 on ranks 0 .*, 1 .*, and of 8 more",
         """
-        from megazoo.models import base
-        base.sum_over_copies = lambda *_: None
+        replace("sum_over_copies", lambda _: lambda *_: None)
         """,
     ),
 }
@@ -163,7 +169,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_named(bug, tmp_path):
     model, layout, told, code = BUGS[bug]
-    (tmp_path / "bug.py").write_text(textwrap.dedent(code))
+    (tmp_path / "bug.py").write_text(REPLACE + textwrap.dedent(code))
     (verdict,) = check_parallel(shrink(find_config(model)), [layout], import_=tmp_path / "bug.py")
     assert re.match(told, verdict.cause or "it passed"), verdict
 
@@ -200,14 +206,24 @@ def test_families_pass_in_all_layouts(preset):
         assert verdict.passed, f"{verdict.layout}: {verdict.cause}"
 
 
+FAILS = """
+from megazoo.layers import linear
+leave = linear.leave_tensor_parallel
+def fails(x, ctx):
+    if ctx.tp_size > 1:
+        raise RuntimeError("ranks can't sum")
+    return leave(x, ctx)
+linear.leave_tensor_parallel = fails
+"""
+
+
 def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path):
     passing = run("check_parallel.py", "--model", "gpt2", "--shrink", "--layouts", "dp2+zero")
     assert passing.returncode == 0, passing.stderr
     assert re.search(r"^dp2\+zero +\d\.\de.\d\d  \d.* - .*  pass$", passing.stdout, re.MULTILINE), (
         passing.stdout
     )
-    text = "from megazoo.parallel import collectives\ndel collectives.leave_tensor_parallel\n"
-    (tmp_path / "bug.py").write_text(text)
+    (tmp_path / "bug.py").write_text(FAILS)
     done = run(
         "check_parallel.py", "--model", "gpt2", "--layouts", "tp2", "--import", tmp_path / "bug.py"
     )
@@ -215,10 +231,7 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path):
         1,
         "check_parallel.py: error: 1 of 1 layouts failed\n",
     )
-    assert (
-        "FAIL  it ends with AttributeError: module 'megazoo.parallel.collectives' has no attribute"
-        in done.stdout
-    )
+    assert "FAIL  it ends with RuntimeError: ranks can't sum" in done.stdout
 
 
 def test_shrinking_keeps_the_structure():

@@ -114,7 +114,9 @@ def test_the_package_imports_no_program(imports):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            outside = [n for n in names if n.partition(".")[0] in ("pretrain_gpt", "tools", "tests")]
+            outside = [
+                n for n in names if n.partition(".")[0] in ("pretrain_gpt", "tools", "tests")
+            ]
             assert not outside, f"{file} imports {outside}"
 
 

@@ -21,7 +21,7 @@ from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.registry import FAMILIES, family_of, find_config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import Exchange, one_f_one_b, program
-from megazoo.planning.plan import Planner
+from megazoo.planning import Planner
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 NO_DROPOUT = dict(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
@@ -30,10 +30,7 @@ NO_DROPOUT = dict(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout
 def plan(config, dp=1, parallel=None, quick=False, **training):
     usual = {"micro_batch_size": 2, "seq_length": 16, "global_batch_size": 8}
     planner = Planner(config, quick=quick)
-    parallel, training = (
-        ParallelOptions(**(parallel or {})),
-        TrainingOptions(**{**usual, **training}),
-    )
+    parallel, training = ParallelOptions(**(parallel or {})), TrainingOptions(**(usual | training))
     planner.check(parallel, training, dp)
     return planner.plan(parallel, training, dp)
 
@@ -368,8 +365,8 @@ def test_mistakes_are_told_in_one_line(plan_tool, capsys, monkeypatch):
         "--search --memory 1KB": "no layout of 8 GPUs fits into 1KB",
         "--search --gpus 0": "gpus 0 must be at least 1",
         "--serach": "unknown flag --serach; did you mean --search? (--help lists all)",
-        "--seq-length 257": "seq-length 257 exceeds the model's max-positions 256: use at most that, or a larger "
-        "--max-positions",
+        "--seq-length 257": "seq-length 257 exceeds the model's max-positions 256: use "
+        "at most that, or a larger --max-positions",
         "--json /none/there.json": "--json /none/there.json: No such file or directory",
     }.items():
         monkeypatch.setattr(sys, "argv", ["plan.py", *arguments.split()])

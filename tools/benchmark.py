@@ -3,7 +3,7 @@ they compare.
 
 $ python tools/benchmark.py checkpoint --json results.json
 
-A case is a module in tools/benchmarks/, which says what it compares.
+A case is a program in tools/benchmarks/cases/, which says what it compares.
 """
 
 import json
@@ -17,13 +17,21 @@ from typing import Annotated
 
 import torch
 import tyro
-from benchmarks.common import Setup
+from benchmarks.results import Setup
 
 from megazoo.cli.flags import File, parse_flags
 from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
 
 CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "data", "plan", "gpu")
+COLUMNS = (
+    "case",
+    "ours",
+    "reference",
+    "ratio: median (range)",
+    "peak memory of ours",
+    "of the reference",
+)
 
 
 @dataclass
@@ -54,16 +62,16 @@ def main(arguments: list[str]) -> None:
     }
     if options.case not in (*CASES, "all"):
         raise UserError(f"no case {options.case}: there are {', '.join(CASES)} and all")
+    cases = [options.case]
+    if options.case == "all":
+        cases = [case for case in CASES if case != "gpu" or torch.cuda.is_available()]
+    setup = Setup(options.pairs, options.gigabytes, options.directory)
     print(f"{machine()}\n")
-    print(
-        "| case | ours | reference | ratio: median (range) | peak memory of ours | of the reference |"
-    )
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"| {' | '.join(COLUMNS)} |")
+    print(f"| {' | '.join('---' for _ in COLUMNS)} |")
     results = []
-    cases = CASES if torch.cuda.is_available() else CASES[:-1]
-    for case in cases if options.case == "all" else [options.case]:
-        setup = Setup(options.pairs, options.gigabytes, options.directory)
-        for result in import_module(f"benchmarks.{case}").cases(setup):
+    for case in cases:
+        for result in import_module(f"benchmarks.cases.{case}").cases(setup):
             results.append(result)
             print(result.row(), flush=True)
     if options.json:
@@ -71,13 +79,12 @@ def main(arguments: list[str]) -> None:
             {**result._asdict(), "median_ratio": statistics.median(result.ratios)}
             for result in results
         ]
-        options.json.write_text(
-            json.dumps({"machine": machine(), "results": values}, indent=1) + "\n"
-        )
+        text = json.dumps({"machine": machine(), "results": values}, indent=1)
+        options.json.write_text(text + "\n")
 
 
 def machine() -> str:
-    """What the numbers were measured on."""
+    """Say what the numbers were measured on."""
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpus = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

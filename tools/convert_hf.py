@@ -16,15 +16,19 @@ from megazoo.terminal import byte_bar
 def main(arguments: list[str]) -> None:
     options = parse_flags(ShardingOptions, arguments, __doc__)
     path, output = required(options, "source", "output")
-    source, how = (
-        HuggingFaceDirectory(path),
-        {"dtype": options.torch_dtype, "overwrite": options.overwrite},
-    )
+    source = HuggingFaceDirectory(path)
     with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
-        write_shards(source, output, options.tp, options.pp, **how, progress=bar.update)
-    print(
-        f"wrote {output}: {source.model.__name__}, tp {options.tp} x pp {options.pp}; it loads in any layout"
-    )
+        write_shards(
+            source,
+            output,
+            options.tp,
+            options.pp,
+            dtype=options.torch_dtype,
+            overwrite=options.overwrite,
+            progress=bar.update,
+        )
+    layout = f"tp {options.tp} x pp {options.pp}"
+    print(f"wrote {output}: {source.model.__name__}, {layout}; it loads in any layout")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Score texts, or choices, with a model of any layout, or of Hugging Face's, in any layout.
 
 $ python tools/evaluate.py runs/a --text book.txt
-$ torchrun --nproc-per-node 4 tools/evaluate.py path/to/llama --tp 2 --pp 2 --text pile.jsonl --stride 512
+$ torchrun --nproc-per-node 4 tools/evaluate.py path/to/llama --tp 2 --pp 2 \\
+      --text pile.jsonl --stride 512
 $ python tools/evaluate.py path/to/llama --choices questions.jsonl --output scores.jsonl
 
 --text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of
@@ -59,32 +60,50 @@ def main(arguments: list[str]) -> None:
     documents = read_texts(options.text, options.json_key) if options.text else None
     model, tokenizer = load_for_inference(options)
     if documents is not None:
-        longest = model.longest_sequence(model.config)
-        length = options.seq_length or min(longest, 2048)
-        if not 1 <= length <= longest:
-            raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
-        how = {"length": length, "stride": options.stride, "batch": options.batch_size}
-        with byte_bar(sum(map(len, documents))) as bar:
-            result = evaluate_texts(model, tokenizer, documents, **how, progress=bar.update)
-        print_rank_0(
-            f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
-        )
-        print_rank_0(f"loss            {result.loss:.6f} nats a token")
-        print_rank_0(f"perplexity      {result.perplexity:.4f}")
-        print_rank_0(f"bits a byte     {result.bits_per_byte:.6f}")
-        lines = [{**vars(result), "loss": result.loss, "perplexity": result.perplexity}]
-        lines[0]["bits_per_byte"] = result.bits_per_byte
+        lines = [scored_texts(model, tokenizer, documents, options)]
     else:
-        lines = scored_choices(model, tokenizer, requests, options.batch_size, print_rank_0)
+        lines = scored_choices(model, tokenizer, requests, options.batch_size)
     if options.output and is_rank_zero():
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def scored_choices(model, tokenizer, requests: list[dict], batch: int, say) -> list[dict]:
-    """The requests with log_likelihoods, tokens and greedy of each choice; says them, and how many
-    are right."""
+def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
+    """Score documents, say how, and return it as a line of the output."""
+    longest = model.longest_sequence(model.config)
+    length = options.seq_length or min(longest, 2048)
+    if not 1 <= length <= longest:
+        raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
+    with byte_bar(sum(map(len, documents))) as bar:
+        result = evaluate_texts(
+            model,
+            tokenizer,
+            documents,
+            length=length,
+            stride=options.stride,
+            batch=options.batch_size,
+            progress=bar.update,
+        )
+    print_rank_0(
+        f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
+    )
+    print_rank_0(f"loss            {result.loss:.6f} nats a token")
+    print_rank_0(f"perplexity      {result.perplexity:.4f}")
+    print_rank_0(f"bits a byte     {result.bits_per_byte:.6f}")
+    return {
+        **vars(result),
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+    }
+
+
+def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[dict]:
+    """Score the choices of requests, say their log-likelihoods, and how many are right.
+
+    Returns the requests with log_likelihoods, tokens and greedy, each of every choice.
+    """
     pairs = [(request["context"], choice) for request in requests for choice in request["choices"]]
     scores = iter(score_choices(model, tokenizer, pairs, batch=batch))
     right, lines = [], []
@@ -93,16 +112,16 @@ def scored_choices(model, tokenizer, requests: list[dict], batch: int, say) -> l
         lines.append(
             {**request, "log_likelihoods": likelihoods, "tokens": tokens, "greedy": greedy}
         )
-        say("  ".join(f"{value:.4f}" for value in likelihoods))
+        print_rank_0("  ".join(f"{value:.4f}" for value in likelihoods))
         if "answer" in request:
             right.append(likelihoods.index(max(likelihoods)) == request["answer"])
     if right:
-        say(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
+        print_rank_0(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
     return lines
 
 
 def read_texts(file: Path, key: str) -> list[bytes]:
-    """The documents of a file, in UTF-8."""
+    """Read the documents of a file, in UTF-8."""
     if file.suffix != ".jsonl":
         return [_read(file)]
     texts = []
@@ -114,16 +133,12 @@ def read_texts(file: Path, key: str) -> list[bytes]:
 
 
 def read_choices(file: Path) -> list[dict]:
-    """The requests of a JSONL file, checked."""
+    """Read the requests of a JSONL file; UserError for a line that is none."""
     requests = []
     for number, value in _json_lines(file):
         choices = value.get("choices")
-        texts = (
-            isinstance(choices, list)
-            and choices
-            and all(isinstance(choice, str) for choice in choices)
-        )
-        if not isinstance(value.get("context"), str) or not texts:
+        are_texts = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
+        if not isinstance(value.get("context"), str) or not choices or not are_texts:
             raise UserError(
                 f'{file}, line {number} is not {{"context": "...", "choices": ["...", ...]}}'
             )
@@ -136,7 +151,7 @@ def read_choices(file: Path) -> list[dict]:
 
 
 def _json_lines(file: Path) -> Iterator[tuple[int, dict]]:
-    """The objects of a JSONL file that has one at least, with their line numbers."""
+    """Yield the objects of a JSONL file, with their line numbers; UserError if it has none."""
     lines = [(n, line) for n, line in enumerate(_read(file).splitlines(), 1) if line.strip()]
     for number, line in lines:
         try:

@@ -32,21 +32,18 @@ def main(arguments: list[str]) -> None:
     (path,) = required(options, "source")
     source = open_source(path)
     count = sum(math.prod(spec.shape) for spec in source.specs.values())
-    settings = ((field.name, getattr(source.config, field.name)) for field in fields(source.config))
+    settings = [(field.name, getattr(source.config, field.name)) for field in fields(source.config)]
     dtypes = {str(source.dtype_of(name)).removeprefix("torch.") for name in source.specs}
     print(f"{source.path}")
     print(f"  model       {family_of(source.config)}, {count:,} parameters")
     print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
     print(f"  dtypes      {', '.join(sorted(dtypes))}")
     if isinstance(source, Checkpoint):
-        print(
-            f"  layout      {' x '.join(f'{axis} {size}' for axis, size in source.layout.items())}; loads in any"
-        )
+        layout = " x ".join(f"{axis} {size}" for axis, size in source.layout.items())
+        print(f"  layout      {layout}; loads in any")
         print(f"  optimizer   {'its state is here' if source.has_states else 'none'}")
-        known = {key: value for key, value in source.trainer.items() if key != "settings"}
-        print(
-            f"  trainer     {', '.join(f'{key} {value}' for key, value in known.items()) or 'nothing'}"
-        )
+        kept = [f"{key} {value}" for key, value in source.trainer.items() if key != "settings"]
+        print(f"  trainer     {', '.join(kept) or 'nothing'}")
     sizes = source.file_sizes()
     for name, size in sizes.items():
         print(f"  {size:>15,}  {name}")

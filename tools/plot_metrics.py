@@ -17,8 +17,11 @@ from megazoo.errors import UserError
 
 
 def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Training and validation loss by step. Where a step stands twice (a resumed or repeated run),
-    the later counts."""
+    """Read the training and validation losses, by step, of a file of metrics.
+
+    Where a step stands twice (a resumed or repeated run), the later counts. UserError if the file
+    can't be read, or has no steps.
+    """
     training, validation = {}, {}
     try:
         lines = path.read_text().splitlines()

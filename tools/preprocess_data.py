@@ -1,6 +1,7 @@
 """Turn text into the token files that training reads: Megatron-LM's .bin and .idx.
 
-$ python tools/preprocess_data.py --input corpus.jsonl --output-prefix out/corpus --tokenizer path/to/llama --append-eod
+$ python tools/preprocess_data.py --input corpus.jsonl --output-prefix out/corpus \\
+      --tokenizer path/to/llama --append-eod
 
 Inputs: JSONL files (.jsonl or .json, plain or with .gz or .zst), of which each line is a document;
 any other file, which is one document; or folders of both, whose token files are left out. What was
@@ -21,7 +22,7 @@ from megazoo.data.preprocess import input_files, preprocess
 from megazoo.errors import UserError
 from megazoo.terminal import byte_bar
 
-TOLD = 5  # bad lines that are told one by one
+TOLD = 5  # lines without text that are told one by one
 
 
 @dataclass
@@ -48,18 +49,7 @@ class Options:
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
-    if not options.input or options.output_prefix is None:
-        raise UserError("give --input and --output-prefix (--help says how)")
-    if options.workers < 1:
-        raise UserError(f"workers {options.workers} must be at least 1")
-    if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
-        raise UserError("json-keys must be different names, one at least")
-    outputs = [Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys]
-    for output in outputs:
-        if not options.overwrite and any(
-            Path(f"{output}{ending}").exists() for ending in (".bin", ".idx")
-        ):
-            raise UserError(f"{output}.bin or .idx is there already: --overwrite replaces them")
+    check(options)
     inputs = input_files(list(options.input))
     tokenizer = find_tokenizer(options.tokenizer)
     recipe = Recipe(inputs, tokenizer, options.json_keys, options.append_eod, options.strict)
@@ -75,21 +65,42 @@ def main(arguments: list[str]) -> None:
 
         try:
             done = preprocess(
-                recipe, options.output_prefix, options.workers, progress=bar.update, say=tell
+                recipe, options.output_prefix, options.workers, progress=bar.update, report=tell
             )
         except OSError as error:
-            what = f"{error.filename or options.output_prefix} can't be written: {error.strerror}"
-            raise UserError(what, exit_code=1) from error
+            raise UserError(
+                f"{error.filename or options.output_prefix} can't be written: {error.strerror}",
+                exit_code=1,
+            ) from error
     seconds = time.perf_counter() - began
-    for output in outputs:
+    for output in outputs_of(options):
         tokens = IndexedTokens(output)
+        count = len(tokens.tokens)
         print(
-            f"wrote {output}.bin and .idx: {len(tokens):,} documents, {len(tokens.tokens):,} tokens",
-            end="",
+            f"wrote {output}.bin and .idx: {len(tokens):,} documents, {count:,} tokens "
+            f"({tokens.dtype}), {count / seconds:,.0f} tokens/s"
         )
-        print(f" ({tokens.dtype}), {len(tokens.tokens) / seconds:,.0f} tokens/s")
     if done.bad:
         print(f"left out {done.bad:,} lines without text; --strict stops at the first")
+
+
+def check(options: Options) -> None:
+    """Raise UserError for options that can't be, or for outputs that are there already."""
+    if not options.input or options.output_prefix is None:
+        raise UserError("give --input and --output-prefix (--help says how)")
+    if options.workers < 1:
+        raise UserError(f"workers {options.workers} must be at least 1")
+    if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
+        raise UserError("json-keys must be different names, one at least")
+    for output in outputs_of(options):
+        files = (Path(f"{output}.bin"), Path(f"{output}.idx"))
+        if not options.overwrite and any(file.exists() for file in files):
+            raise UserError(f"{output}.bin or .idx is there already: --overwrite replaces them")
+
+
+def outputs_of(options: Options) -> list[Path]:
+    """Return the paths of the token files, without their endings: one for each key."""
+    return [Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys]
 
 
 if __name__ == "__main__":

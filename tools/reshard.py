@@ -18,9 +18,17 @@ from megazoo.terminal import byte_bar
 def main(arguments: list[str]) -> None:
     options = parse_flags(ShardingOptions, arguments, __doc__)
     path, output = required(options, "source", "output")
-    source, how = open_source(path), {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    source = open_source(path)
     with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
-        write_shards(source, output, options.tp, options.pp, **how, progress=bar.update)
+        write_shards(
+            source,
+            output,
+            options.tp,
+            options.pp,
+            dtype=options.torch_dtype,
+            overwrite=options.overwrite,
+            progress=bar.update,
+        )
     state = "weights and optimizer state" if source.has_states else "weights"
     print(f"wrote {output}: {state} of {source.path.name}, tp {options.tp} x pp {options.pp}")
 

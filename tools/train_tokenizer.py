@@ -47,7 +47,8 @@ def main(arguments: list[str]) -> None:
         raise UserError("name the --output directory (--help says how)")
     if options.vocab_size <= SMALLEST:
         raise UserError(
-            f"vocab-size {options.vocab_size} must be more than {SMALLEST}: the bytes and special tokens"
+            f"vocab-size {options.vocab_size} must be more than {SMALLEST}: "
+            "the bytes and special tokens"
         )
     model = train(lines_of(options.input), options.vocab_size)
     try:
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> None:
 
 
 def lines_of(name: str) -> Iterator[str]:
-    """The lines of a text file, or of the embedded corpus; UserError if there is no such text."""
+    """Return the lines of a text file, or of the standard library; UserError if there is none."""
     if name == "stdlib":
         return (line for text in standard_library() for line in text.decode().split("\n"))
     try:
@@ -72,8 +73,10 @@ def lines_of(name: str) -> Iterator[str]:
 
 
 def train(lines: Iterator[str], vocab_size: int) -> bytes:
-    """The bytes of a sentencepiece model with LLaMA's settings. Raises UserError if the text is too
-    little."""
+    """Train a sentencepiece model with LLaMA's settings, and return its file's bytes.
+
+    Raises UserError if the text is too little.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

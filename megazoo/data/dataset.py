@@ -50,14 +50,14 @@ def open_datasets(
     separate_documents: bool = False,
     chat_template: str = CHATML,
     packing: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Parts:
     """Open the sources and return the blends of a run.
 
     A source is "stdlib"; "mock", random tokens; the prefix of token files; or a JSONL file of texts
     or of conversations, whose tokens are kept beside it. The first documents are for training, the
     last for the test; those of stdlib are drawn, the same in every run. Only training is shuffled.
-    vocab_size: the model's. say: is told what is cut. The other arguments are as the settings of
+    vocab_size: the model's. report: is told what is cut. The other arguments are as the settings of
     those names say. Raises UserError for what can't be opened, or leaves nothing to train on.
     """
     check_template(chat_template)
@@ -67,7 +67,7 @@ def open_datasets(
         for name in sources.names
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
-        _tell_cuts(name, parts, seq_length, say)
+        _tell_cuts(name, parts, seq_length, report)
         _check_parts(name, parts, sources.shares, seq_length)
     blends = [
         Blend(parts, sources.weights, seed if kind == "training" else None) if share else None
@@ -78,14 +78,14 @@ def open_datasets(
     return Parts(*blends)
 
 
-def _tell_cuts(name: str, parts: list, seq_length: int, say: Callable[[str], None]) -> None:
+def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], None]) -> None:
     """Say how many conversations of a source are cut."""
     cut = sum(getattr(part, "cut", 0) for part in parts)
     left_out = sum(getattr(part, "left_out", 0) for part in parts)
     if not cut:
         return
     rest = f"; {left_out:,} of them have nothing to learn then, and are left out"
-    say(
+    report(
         f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut"
         f"{rest if left_out else ''}"
     )

@@ -91,12 +91,12 @@ def preprocess(
     workers: int,
     *,
     progress: Callable[[int], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> CorpusProgress:
     """Write PREFIX_KEY_document.bin and .idx for each key, whole or not at all.
 
     What was interrupted goes on where it stood, if the recipe and its files are the same. progress:
-    told the bytes read. say: told of bad lines; if the recipe is strict, the first one raises
+    told the bytes read. report: told of bad lines; if the recipe is strict, the first one raises
     UserError. workers: processes; 0: this one.
     """
     tokenizer = open_tokenizer(recipe.tokenizer)
@@ -110,7 +110,7 @@ def preprocess(
         encode = stack.enter_context(encoding_workers(recipe, dtype, workers))
         chunks = read_chunks(recipe.inputs, done.file, done.offset, done.line, CHUNK)
         for number, (chunk, encoded) in enumerate(encode(chunks), 1):
-            _tell_bad_lines(recipe, chunk, encoded, say)
+            _tell_bad_lines(recipe, chunk, encoded, report)
             output.write(encoded)
             done.add(chunk, encoded)
             progress(chunk.read)
@@ -120,13 +120,13 @@ def preprocess(
     return done
 
 
-def _tell_bad_lines(recipe: Recipe, chunk: Chunk, encoded: Encoded, say: Callable) -> None:
+def _tell_bad_lines(recipe: Recipe, chunk: Chunk, encoded: Encoded, report: Callable) -> None:
     """Say which lines of a chunk have no text; UserError for the first, if the recipe is strict."""
     for line, reason in encoded.bad:
         told = f"{recipe.inputs[chunk.file]}, line {line}: {reason}"
         if recipe.strict:
             raise UserError(told, exit_code=1)
-        say(told)
+        report(told)
 
 
 class _Output:

@@ -1,8 +1,8 @@
-"""What each action of a schedule takes of one rank, run on the meta device under a meter: FLOPs,
-bytes sent and bytes that live.
+"""Measure what each action of a schedule takes of a rank: FLOPs, bytes sent and live bytes. The
+action runs on the meta device, under a meter.
 
-Attention and dropout are metered as the kernels of GPUs run them: without keeping the scores, and
-with masks of a byte an element.
+Attention and dropout are metered as GPU kernels run them: attention keeps no scores, and dropout
+keeps a mask of one byte an element.
 """
 
 import weakref
@@ -35,8 +35,11 @@ _flash, _flash_backward = flash_attention_operators()
 
 @dataclass(frozen=True)
 class Cost:
-    """Of an action of one micro-batch on one rank. sent: bytes over tp. peak: the most bytes of
-    this micro-batch that live during the action, held: those that live on after it."""
+    """What an action takes for one micro-batch on one rank.
+
+    sent: bytes sent over tp. peak: the most bytes of this micro-batch that are live during the
+    action. held: the bytes that are still live after it.
+    """
 
     flops: float
     sent: float
@@ -45,11 +48,11 @@ class Cost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts, of what runs on the meta device within `with meter:`, FLOPs, and bytes of the tensors
-    that live.
+    """Counts the FLOPs and the live bytes of what runs on the meta device within `with meter:`.
 
-    FLOPs are those of matrix products, two for a multiply-add. live, peak: bytes of all tensors
-    that were made within, now and at most since `take`, each storage once.
+    FLOPs are those of matrix products, two for a multiply-add. live: bytes of the tensors that were
+    made within the block and still exist, each storage once. peak: the most of them since `take`.
+    group: the tp group, whose sent bytes are read; None without one.
     """
 
     def __init__(self, group):
@@ -88,7 +91,7 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def take(self) -> Cost:
-        """The cost of what ran since the last call."""
+        """Return the cost of what ran since the last call."""
         sent = self._group.sent if self._group else 0.0
         cost = Cost(self.flops, sent - self._sent, self.peak, self.live)
         self.flops, self._sent, self.peak = 0, sent, self.live
@@ -96,21 +99,27 @@ class Meter(TorchDispatchMode):
 
 
 def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Of all scores, as is usual, though a causal mask leaves half of them out."""
+    """Count the FLOPs of both products of attention.
+
+    All scores count, as is usual, though a causal mask leaves half of them out. Shapes: [rows,
+    heads, tokens, features].
+    """
     return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
-class _KernelsOfDevices(TorchFunctionMode):
-    """On meta torch would choose the attention that keeps its scores, and masks of dropout as wide
-    as x."""
+class _DeviceKernels(TorchFunctionMode):
+    """Runs attention and dropout by the kernels of GPUs.
+
+    On the meta device torch would choose an attention that keeps its scores, and dropout masks as
+    wide as the input.
+    """
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
         if function is F.scaled_dot_product_attention:
             q, k, v, *more = arguments
-            options = (
-                dict(zip(("attn_mask", "dropout_p", "is_causal"), more, strict=False)) | options
-            )
+            names = ("attn_mask", "dropout_p", "is_causal")
+            options = dict(zip(names, more, strict=False)) | options
             options.pop("enable_gqa", None)
             return _flash(q, k, v, **options)[0]
         if function is F.dropout:
@@ -125,41 +134,33 @@ def costs_of(
     queue: WeightQueue | None,
     table: list[Action],
 ) -> dict[str, Cost]:
-    """What each kind of action of a stage takes: what `run_pipeline` does, with one micro-batch of
-    `table`, on meta.
+    """Return the cost of each kind of action of a stage.
 
-    If it is the only one of a step, the gradients come while the activations go, and count as live.
+    It does on meta what `run_pipeline` does with one micro-batch of `table`. If that is the only
+    micro-batch of a step, gradients come while activations go, and count as live.
     """
-    alone = is_alone(table)
-    for parameter in model.parameters():
-        parameter.grad = (
-            None if alone else torch.empty(parameter.shape, dtype=torch.float32, device=META)
-        )
+    _set_gradients(model, exist=not has_one_microbatch(table))
     tokens = (training.micro_batch_size, _padded(training.seq_length, model.ctx))
     ids = torch.empty(tokens, dtype=torch.int64, device=META)
     batch = MicroBatch(tokens, ids, ids, length=training.seq_length, longest=training.seq_length)
-    shape = boundary_shape(training, model)
-    meter, costs = Meter(model.ctx.tp_group), {}
-    with _KernelsOfDevices(), meter:
-        received = (
-            None
-            if stage.first
-            else torch.empty(shape, dtype=model.dtype, device=META, requires_grad=True)
-        )
+    shape, dtype = boundary_shape(training, model), model.dtype
+    meter, costs, received = Meter(model.ctx.tp_group), {}, None
+    with _DeviceKernels(), meter:
+        if not stage.first:
+            received = torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
         output = model.forward_stage(batch.input_ids if stage.first else received, batch, stage)
         if stage.last:
             labelled = torch.ones((), device=META)
             at_once = backward_follows(table, stage.index)
             output = model.loss_of(output, batch, 1.0 / labelled if at_once else None) / labelled
-    if not stage.last:  # sent: its graph remains
+    if not stage.last:  # the output has been sent; only its graph remains
         output.data = torch.empty(1, dtype=output.dtype, device=META)
     costs["F"] = meter.take()
-    with _KernelsOfDevices(), meter:
-        gradient = (
-            torch.full_like(output, 1.0)
-            if stage.last
-            else torch.empty(shape, dtype=model.dtype, device=META)
-        )
+    with _DeviceKernels(), meter:
+        if stage.last:
+            gradient = torch.full_like(output, 1.0)
+        else:
+            gradient = torch.empty(shape, dtype=dtype, device=META)
         run_backward(output, gradient)
         weights = queue.take() if queue else None
     del received, output, gradient
@@ -172,69 +173,71 @@ def costs_of(
     return costs
 
 
+def _set_gradients(model: Model, exist: bool) -> None:
+    """Give each parameter a gradient, in fp32, as earlier micro-batches leave it; or none."""
+    for parameter in model.parameters():
+        parameter.grad = None
+        if exist:
+            parameter.grad = torch.empty(parameter.shape, dtype=torch.float32, device=META)
+
+
 def forward_flops(model: Model, rows: int, sequence: int) -> int:
     """Count the FLOPs of one forward, with the loss, of a whole model on the meta device."""
     ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
     batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
     meter = Meter(None)
-    with torch.no_grad(), _KernelsOfDevices(), meter:
+    with torch.no_grad(), _DeviceKernels(), meter:
         for stage in model.stages:
             output = model.forward_stage(ids, batch, stage)
         model.loss_of(output, batch)
     return meter.take().flops
 
 
-def costs_of_alike(
+def estimate_costs(
     model: Model,
     stage: Stage,
     training: TrainingOptions,
     queue: WeightQueue | None,
     table: list[Action],
 ) -> dict[str, Cost]:
-    """As costs_of, but of many layers only a few are run, and the others taken to be like them.
+    """Return what `costs_of` would, from a run of a few layers: the others are taken to be alike.
 
-    The peak is then exact or, where something after the layers' backward needs more than they,
-    above what it is.
+    The peak is then exact, or too high where something after the layers' backward needs more than
+    the layers do.
     """
     unit = training.recompute_interval if training.recompute == "full" else 1
     rest = len(stage.layers) % unit
     if len(stage.layers) <= 2 * unit + rest:
         return costs_of(model, stage, training, queue, table)
-    one, two = (
-        costs_of(
-            model,
-            replace(stage, layers=stage.layers[: count * unit + rest]),
-            training,
-            queue,
-            table,
-        )
-        for count in (1, 2)
-    )
-    # before: the action after which this one comes
-    more, costs, before = len(stage.layers) // unit - 2, {}, "F"
+    few, more = (replace(stage, layers=stage.layers[: n * unit + rest]) for n in (1, 2))
+    one = costs_of(model, few, training, queue, table)
+    two = costs_of(model, more, training, queue, table)
+    repeats = len(stage.layers) // unit - 2
+    costs, before = {}, "F"  # before: the action after which this one comes
     for kind in two:
         a, b = one[kind], two[kind]
         costs[kind] = Cost(
-            b.flops + more * (b.flops - a.flops),
-            b.sent + more * (b.sent - a.sent),
-            b.peak + more * max(two[each].held - one[each].held for each in (before, kind)),
-            b.held + more * (b.held - a.held),
+            flops=b.flops + repeats * (b.flops - a.flops),
+            sent=b.sent + repeats * (b.sent - a.sent),
+            peak=b.peak + repeats * max(two[k].held - one[k].held for k in (before, kind)),
+            held=b.held + repeats * (b.held - a.held),
         )
         before = kind
     return costs
 
 
-def is_alone(table: list[Action]) -> bool:
-    """Whether the micro-batch of a table is the only one."""
+def has_one_microbatch(table: list[Action]) -> bool:
+    """Tell whether a table has a single micro-batch."""
     return all(action.microbatch == 0 for action in table)
 
 
 def boundary_shape(training: TrainingOptions, model: Model) -> tuple[int, int, int]:
-    """Of what a stage sends to another."""
+    """Return the shape of what a stage sends to another: [rows, tokens of this rank, hidden]."""
     ctx = model.ctx
     sequence = _padded(training.seq_length, ctx) // (ctx.tp_size if ctx.sequence_parallel else 1)
     return training.micro_batch_size, sequence, model.hidden_size
 
 
 def _padded(sequence: int, ctx: ParallelContext) -> int:
+    """Return the sequence length that tp ranks can share evenly under sequence parallelism."""
     return sequence + (-sequence % ctx.tp_size if ctx.sequence_parallel else 0)

@@ -1,4 +1,4 @@
-"""Ranks for tests: a pool of gloo processes on this machine, forked once and used again and again."""
+"""Ranks for tests: a pool of gloo processes on this machine, used again and again."""
 
 import multiprocessing
 import os
@@ -65,8 +65,8 @@ class RankPool:
             return self._answers(world_size, timeout)
 
     def _answers(self, world_size: int, timeout: float) -> list:
-        """What each rank returned. RankError, and the end of all processes, if one failed or is
-        late."""
+        """Wait for what each rank returns. If one fails or is late, end all processes and raise
+        RankError."""
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         results, failures, deadline = {}, {}, time.monotonic() + timeout
         while pipes and not failures:
@@ -104,6 +104,7 @@ def _send(pipe, value) -> None:
 
 
 def _serve(pipe) -> None:
+    """Call one function after the other, as a rank, until the pipe is closed."""
     torch.set_num_threads(1)
     while True:
         try:

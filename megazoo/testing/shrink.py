@@ -6,8 +6,7 @@ LARGEST = {"layers": 5, "vocab_size": 61, "max_positions": 32}
 
 
 def shrink(config):
-    """A small config of the same structure: heads, KV groups, ties and kinds of layers are kept,
-    sizes are not.
+    """Return a small config of the same structure: heads, KV groups, ties and kinds of layers stay.
 
     It has five layers at most, so that stages are uneven, and a vocabulary that no number of ranks
     divides.

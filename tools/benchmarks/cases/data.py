@@ -1,4 +1,4 @@
-"""Text to token files against tiktoken alone, and opening and reading such files against reading
+"""Turn text into token files, against tiktoken alone; open and read such files, against reading
 their bytes."""
 
 import json
@@ -13,12 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from benchmarks.common import CORES, TOOLS, Result, Setup, alone, proportional
+from benchmarks.memory import proportional, resident
+from benchmarks.results import Result, Setup
+from benchmarks.turns import CORES, TOOLS, alone
 
 
 class Opened(NamedTuple):
-    """Seconds of each run: opening and the first batch; 200 batches; copying as many tokens. And
-    bytes of opening."""
+    """Seconds of each run: opening and the first batch, 200 batches, and copying as many tokens.
+
+    resident: bytes that opening takes.
+    """
 
     opened: list[float]
     made: list[float]
@@ -32,15 +36,9 @@ def cases(setup: Setup) -> Iterator[Result]:
         directory = Path(name)
         alone(make_corpus, directory, documents, 32_000)
         corpus, prefix = directory / "corpus.jsonl", directory / "out" / "a"
-        tool = [
-            sys.executable,
-            TOOLS / "preprocess_data.py",
-            "--input",
-            corpus,
-            "--output-prefix",
-            prefix,
-        ]
-        tool += ["--tokenizer", directory, "--workers", CORES, "--append-eod"]
+        tool = [sys.executable, TOOLS / "preprocess_data.py", "--append-eod"]
+        tool += ["--input", corpus, "--output-prefix", prefix]
+        tool += ["--tokenizer", directory, "--workers", CORES]
         ours, reference, peaks = [], [], []
         for _ in range(setup.pairs + 1):
             shutil.rmtree(prefix.parent, ignore_errors=True)
@@ -48,40 +46,37 @@ def cases(setup: Setup) -> Iterator[Result]:
             peaks.append(proportional(tool))
             ours.append(time.perf_counter() - began)
             reference.append(alone(seconds_of_tiktoken, directory, corpus))
-        what = f"preprocess_data, {documents:,} documents, start to end, against tiktoken's encode_batch alone"
-        yield Result(what, ours[1:], reference[1:], (max(peaks), 0))
-        few, many = (
-            alone(seconds_of_opening, directory / "b", 10**6 * tokens, setup.pairs)
-            for tokens in (10, 1000)
+        name = (
+            f"preprocess_data, {documents:,} documents, start to end, "
+            "against tiktoken's encode_batch alone"
         )
-        what = "open 1,000 million tokens and make a batch, against 10 million"
-        yield Result(what, many.opened, few.opened, (many.resident, few.resident))
-        yield Result(
-            "200 batches of 16 x 1,025 of them, against copying the tokens", many.made, many.copied
-        )
+        yield Result(name, ours[1:], reference[1:], (max(peaks), 0))
+        few = alone(seconds_of_opening, directory / "b", 10**7, setup.pairs)
+        many = alone(seconds_of_opening, directory / "b", 10**9, setup.pairs)
+        name = "open 1,000 million tokens and make a batch, against 10 million"
+        yield Result(name, many.opened, few.opened, (many.resident, few.resident))
+        name = "200 batches of 16 x 1,025 of them, against copying the tokens"
+        yield Result(name, many.made, many.copied)
 
 
 def make_corpus(directory: Path, count: int, tokens: int) -> None:
-    """corpus.jsonl, so many documents cut from the text of Python's library, and tokenizer.json, a
-    BPE of it."""
+    """Write corpus.jsonl, so many documents cut from the text of Python's library, and
+    tokenizer.json, a BPE of it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from megazoo.data.corpus import standard_library
 
     text = "".join(document.decode(errors="ignore") for document in standard_library())
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=tokens,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    bpe.train_from_iterator(
-        [text[start : start + 10_000] for start in range(0, len(text), 10_000)], trainer
-    )
+    parts = [text[start : start + 10_000] for start in range(0, len(text), 10_000)]
+    bpe.train_from_iterator(parts, trainer)
     bpe.save(str(directory / "tokenizer.json"))
     generator = random.Random(0)
     with open(directory / "corpus.jsonl", "w") as file:
@@ -91,6 +86,7 @@ def make_corpus(directory: Path, count: int, tokens: int) -> None:
 
 
 def seconds_of_tiktoken(directory: Path, corpus: Path) -> float:
+    """Encode the corpus by tiktoken alone, which is handed all texts at once."""
     from megazoo.tokenizer import open_tokenizer
 
     encoding = open_tokenizer(str(directory))._bpe
@@ -101,23 +97,28 @@ def seconds_of_tiktoken(directory: Path, corpus: Path) -> float:
     return time.perf_counter() - began
 
 
-def seconds_of_opening(prefix: Path, tokens: int, pairs: int) -> Opened:
-    from megazoo.data import Batches, check_data, open_datasets
+def write_tokens(prefix: Path, tokens: int) -> None:
+    """Write token files of random tokens, in documents of about 500."""
     from megazoo.data.indexed import write_index
-    from megazoo.parallel import ParallelContext
-    from megazoo.tokenizer import ByteTokenizer
 
     lengths = np.random.default_rng(0).multinomial(tokens, np.full(tokens // 500, 500 / tokens))
     with open(f"{prefix}.bin", "wb") as file:
         for start in range(0, tokens, 1 << 20):
-            numbers = np.random.default_rng(start).integers(
-                0, 50000, min(1 << 20, tokens - start), dtype=np.uint16
-            )
-            numbers.tofile(file)
+            generator, count = np.random.default_rng(start), min(1 << 20, tokens - start)
+            generator.integers(0, 50000, count, dtype=np.uint16).tofile(file)
     write_index(f"{prefix}.idx", lengths, np.dtype(np.uint16))
-    opened, made, copied, resident = [], [], [], []
+
+
+def seconds_of_opening(prefix: Path, tokens: int, pairs: int) -> Opened:
+    """Open token files of so many tokens, and read 200 batches of them."""
+    from megazoo.data import Batches, check_data, open_datasets
+    from megazoo.parallel import ParallelContext
+    from megazoo.tokenizer import ByteTokenizer
+
+    write_tokens(prefix, tokens)
+    opened, made, copied, memory = [], [], [], []
     for pair in range(pairs + 1):
-        before, began = anonymous(), time.perf_counter()
+        before, began = resident("RssAnon"), time.perf_counter()
         sources = check_data([str(prefix)], "99,1")
         blend = open_datasets(
             sources, ByteTokenizer(), seq_length=1024, vocab_size=50257, seed=pair
@@ -125,7 +126,7 @@ def seconds_of_opening(prefix: Path, tokens: int, pairs: int) -> Opened:
         batches = Batches(blend, 16, ParallelContext())
         batches(0)
         opened.append(time.perf_counter() - began)
-        resident.append(anonymous() - before)
+        memory.append(resident("RssAnon") - before)
         places = [index for _, index in blend.places(0, 16 * 200)]
         whole = np.memmap(f"{prefix}.bin", np.uint16, "r")
         began = time.perf_counter()
@@ -136,10 +137,4 @@ def seconds_of_opening(prefix: Path, tokens: int, pairs: int) -> Opened:
         for batch in range(200):
             batches(16 * batch)
         made.append(time.perf_counter() - began)
-    return Opened(opened[1:], made[1:], copied[1:], max(resident))
-
-
-def anonymous() -> int:
-    """Bytes of this process's own memory."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    return Opened(opened[1:], made[1:], copied[1:], max(memory))

@@ -1,5 +1,5 @@
-"""A rank of gpt2-xl: making it against filling its bytes, loading it against reading them; and what
-starting takes."""
+"""Make a rank of gpt2-xl, against filling its bytes; load it, against reading them; and start
+programs."""
 
 import sys
 import tempfile
@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from benchmarks.common import TOOLS, Result, Setup, Side, alone, in_turn, seconds_in_turn
+from benchmarks.results import Result, Setup
+from benchmarks.turns import TOOLS, Side, alone, in_turn, seconds_in_turn
 
 PRESET, TP, PP = "gpt2-xl", 2, 4
 
 
 def cases(setup: Setup) -> Iterator[Result]:
-    yield Result(
-        f"build a rank of {PRESET} at tp 2 x pp 4, against torch.randn",
-        *alone(building, setup.pairs),
-    )
+    ours, reference = alone(building, setup.pairs)
+    yield Result(f"build a rank of {PRESET} at tp 2 x pp 4, against torch.randn", ours, reference)
     with tempfile.TemporaryDirectory(dir=setup.directory, prefix="megazoo-benchmark-") as directory:
-        found = alone(loading, Path(directory), setup.pairs)
-        yield Result("load it from a checkpoint, against reading the file", *found)
+        ours, reference = alone(loading, Path(directory), setup.pairs)
+        yield Result("load it from a checkpoint, against reading the file", ours, reference)
     python, nothing = sys.executable, Path("/nonexistent")
     bare = Side([[python, "-c", "import torch"]], nothing)
     package = Side(
@@ -31,23 +30,26 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def context():
+    """Return the virtual context of the rank that is made."""
     import megazoo
 
     return megazoo.ParallelContext.virtual(TP, PP, rank=1)
 
 
 def building(pairs: int) -> list[list[float]]:
+    """Return the seconds of making the rank, and of drawing as many numbers."""
     import megazoo
 
-    count = sum(
-        parameter.numel() for parameter in megazoo.from_config(PRESET, context()).parameters()
-    )
+    model = megazoo.from_config(PRESET, context())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    del model
     return seconds_in_turn(
         [lambda: megazoo.from_config(PRESET, context()), lambda: torch.randn(count)], pairs
     )
 
 
 def loading(directory: Path, pairs: int) -> list[list[float]]:
+    """Return the seconds of loading the rank, and of reading as many bytes."""
     import megazoo
     from megazoo.models.pretrained import load_weights, open_source
 

@@ -1,13 +1,14 @@
-"""Training in one process, against transformers on the same weights and batch, and against bare
-matrix products."""
+"""Train in one process, against transformers on the same weights and batch, and against bare matrix
+products."""
 
 import tempfile
 from collections.abc import Callable, Iterator
 
 import torch
-from benchmarks.common import CORES, Job, Result, Setup, alone, jobs_in_turn, seconds_in_turn
+from benchmarks.results import Result, Setup
+from benchmarks.turns import CORES, Job, alone, jobs_in_turn, seconds_in_turn
 
-ROWS, SEQUENCE = 8, 256
+ROWS, SEQUENCE, VOCABULARY = 8, 256, 8192
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -22,38 +23,52 @@ def cases(setup: Setup) -> Iterator[Result]:
                 ]
                 name = f"train {model} in {our_dtype}, against transformers in {their_dtype}"
                 yield rates(name, jobs_in_turn(jobs, setup.pairs), ROWS)
-            found = alone(rates_of_products, directory, setup.pairs)
-            yield Result(
-                f"train {model} in fp32, against bare products of its sizes", *found, (), "GFLOP/s"
-            )
+            steps, products = alone(rates_of_products, directory, setup.pairs)
+            name = f"train {model} in fp32, against bare products of its sizes"
+            yield Result(name, steps, products, unit="GFLOP/s")
 
 
 def rates(name: str, found: list[tuple[list[float], int]], rows: int) -> Result:
-    """In tokens/s, of the seconds and peaks of two jobs that train so many rows a step."""
-    seconds, peaks = zip(*found, strict=True)
-    return Result(
-        name, *([rows * SEQUENCE / each for each in side] for side in seconds), peaks, "tokens/s"
-    )
+    """Compare the tokens/s of two jobs that train so many rows a step.
+
+    found: the seconds of each one's steps, and its peak of memory.
+    """
+    ours, reference = ([rows * SEQUENCE / each for each in seconds] for seconds, _ in found)
+    return Result(name, ours, reference, tuple(peak for _, peak in found), "tokens/s")
 
 
 def make(model: str, directory: str) -> None:
-    """A Hugging Face directory with random weights."""
+    """Write a Hugging Face directory with random weights."""
     import transformers
 
     if model == "gpt2":
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = transformers.GPT2Config(
-            vocab_size=8192, n_positions=SEQUENCE, n_embd=512, n_layer=8, n_head=8, **dropout
+            vocab_size=VOCABULARY,
+            n_positions=SEQUENCE,
+            n_embd=512,
+            n_layer=8,
+            n_head=8,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
         transformers.GPT2LMHeadModel(config).save_pretrained(directory)
     else:
-        sizes = {"vocab_size": 8192, "max_position_embeddings": SEQUENCE, "hidden_size": 512}
-        sizes |= {"num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1408}
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(directory)
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=SEQUENCE,
+            hidden_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            intermediate_size=1408,
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def batch(rows: int = ROWS) -> torch.Tensor:
-    return torch.randint(0, 8192, (rows, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    """Return the same random tokens each time, [rows, SEQUENCE]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, VOCABULARY, (rows, SEQUENCE), generator=generator)
 
 
 def ours(
@@ -64,17 +79,14 @@ def ours(
     micro_batches: int = 1,
     schedule: str = "1f1b",
 ) -> Callable[[], object]:
-    """A function that trains a step of `rows` rows, on all cores together."""
+    """Return a function that trains a step of `rows` rows, on all cores together."""
     import megazoo
 
     ctx = megazoo.ParallelContext.from_torch(*layout, device="cpu")
     torch.set_num_threads(max(1, CORES // ctx.world_size))
-    model, ids = (
-        megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype]),
-        batch(rows).chunk(ctx.dp_size),
-    )
+    model = megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype])
     optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
-    mine = ids[ctx.dp_rank]
+    mine = batch(rows).chunk(ctx.dp_size)[ctx.dp_rank]
 
     def step():
         model.train_batch(mine, labels=mine, num_microbatches=micro_batches, schedule=schedule)
@@ -84,14 +96,12 @@ def ours(
 
 
 def theirs(directory: str, dtype: str) -> Callable[[], object]:
-    """Likewise of transformers, with torch's fused AdamW, the fastest there is."""
+    """Return the same of transformers, with torch's fused AdamW, the fastest there is."""
     import transformers
 
     torch.set_num_threads(CORES)
-    model, ids = (
-        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).train(),
-        batch(),
-    )
+    load, ids = transformers.AutoModelForCausalLM.from_pretrained, batch()
+    model = load(directory, dtype=DTYPES[dtype]).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
@@ -104,8 +114,8 @@ def theirs(directory: str, dtype: str) -> Callable[[], object]:
 
 
 def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
-    """GFLOP/s of a step, by the FLOPs of its products, and of forward and backward of its layers'
-    products alone."""
+    """Return the GFLOP/s of a step, by the FLOPs of its products, and of forward and backward of
+    its layers' products alone."""
     import megazoo
     from megazoo.models.counts import flops_per_token
 
@@ -120,12 +130,10 @@ def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
             y @ weight
             y.t() @ x
 
-    amounts = (
-        flops_per_token(model.config, SEQUENCE) * tokens,
-        6 * tokens * sum(w.numel() for w in weights),
-    )
+    of_step = flops_per_token(model.config, SEQUENCE) * tokens
+    of_products = 6 * tokens * sum(weight.numel() for weight in weights)
     seconds = seconds_in_turn([step, products], pairs)
     return [
-        [1e-9 * amount / each for each in side]
-        for side, amount in zip(seconds, amounts, strict=True)
+        [1e-9 * flops / each for each in side]
+        for side, flops in zip(seconds, (of_step, of_products), strict=True)
     ]

@@ -1,11 +1,12 @@
-"""On a CUDA device: training under torch.compile, against its bf16 peak and transformers;
-generation, against its bandwidth."""
+"""Train on a CUDA device under torch.compile, against its bf16 peak and transformers; generate,
+against its bandwidth."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from benchmarks.common import Job, Result, Setup, alone, jobs_in_turn, seconds_in_turn
+from benchmarks.results import Result, Setup
+from benchmarks.turns import Job, alone, jobs_in_turn, seconds_in_turn
 
 from megazoo.errors import UserError
 
@@ -19,50 +20,42 @@ def cases(setup: Setup) -> Iterator[Result]:
         raise UserError("the case gpu needs a CUDA device; this machine has none")
     for preset in PRESETS:
         for length, rows in LENGTHS.items():
-            what, size = (
-                f"train {preset} in bf16, compiled, {rows} x {length:,} tokens",
-                (preset, length, rows),
-            )
-            ours, theirs = jobs_in_turn(
-                [Job(1, our_step, size), Job(1, their_step, size)], setup.pairs
-            )
-            rates = ([rows * length / each for each in side] for side, _ in (ours, theirs))
-            yield Result(f"{what}, against transformers", *rates, (ours[1], theirs[1]), "tokens/s")
-            yield Result(
-                f"{what}, against the device's peak",
-                *alone(of_the_peak, *size, setup.pairs),
-                (),
-                "TFLOP/s",
-            )
-            parts, steps = alone(parts_of_a_step, *size, setup.pairs)
-            for part, seconds in parts.items():
-                yield Result(f"{what}: {part}, of the step", seconds, steps)
-        found = alone(generating, preset, setup.pairs)
-        yield Result(
-            f"generate, {preset} in bf16, batch 1, against moving its weights' bytes",
-            *found,
-            (),
-            "tokens/s",
-        )
+            yield from training(preset, length, rows, setup.pairs)
+        ours, reference = alone(generating, preset, setup.pairs)
+        name = f"generate, {preset} in bf16, batch 1, against moving its weights' bytes"
+        yield Result(name, ours, reference, unit="tokens/s")
+
+
+def training(preset: str, length: int, rows: int, pairs: int) -> Iterator[Result]:
+    """Compare a step of so many rows with transformers, with the peak, and with its own parts."""
+    name = f"train {preset} in bf16, compiled, {rows} x {length:,} tokens"
+    size = (preset, length, rows)
+    found = jobs_in_turn([Job(1, our_step, size), Job(1, their_step, size)], pairs)
+    ours, theirs = ([rows * length / each for each in seconds] for seconds, _ in found)
+    peaks = tuple(peak for _, peak in found)
+    yield Result(f"{name}, against transformers", ours, theirs, peaks, "tokens/s")
+    ours, peak = alone(of_the_peak, *size, pairs)
+    yield Result(f"{name}, against the device's peak", ours, peak, unit="TFLOP/s")
+    parts, steps = alone(parts_of_a_step, *size, pairs)
+    for part, seconds in parts.items():
+        yield Result(f"{name}: {part}, of the step", seconds, steps)
 
 
 def model_of(preset: str, length: int, device: str):
-    """The preset, in bf16, without dropout, for sequences of so many tokens."""
+    """Build the preset in bf16, without dropout, for sequences of so many tokens."""
     import megazoo
     from megazoo.models.registry import find_config
 
     rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
-    config = find_config(preset)
-    config = replace(
-        config, max_positions=length, **(rates if hasattr(config, "embedding_dropout") else {})
-    )
-    return megazoo.from_config(
-        config, megazoo.ParallelContext.from_torch(device=device), dtype=torch.bfloat16
-    )
+    config = replace(find_config(preset), max_positions=length)
+    if hasattr(config, "embedding_dropout"):
+        config = replace(config, **rates)
+    ctx = megazoo.ParallelContext.from_torch(device=device)
+    return megazoo.from_config(config, ctx, dtype=torch.bfloat16)
 
 
 def our_step(preset: str, length: int, rows: int, device: str = "cuda") -> Callable[[], object]:
-    """A function that trains a step, with fp32 master weights, and waits for it."""
+    """Return a function that trains a step, with fp32 master weights, and waits for it."""
     import megazoo
     from megazoo.parallel.timing import spent
 
@@ -80,8 +73,8 @@ def our_step(preset: str, length: int, rows: int, device: str = "cuda") -> Calla
 
 
 def their_step(preset: str, length: int, rows: int, device: str = "cuda") -> Callable[[], object]:
-    """Likewise of transformers: fp32 weights under autocast, torch's flash attention, fused AdamW,
-    torch.compile."""
+    """Return the same of transformers: fp32 weights under autocast, torch's flash attention, fused
+    AdamW, torch.compile."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**their_config(preset, length))
@@ -89,10 +82,8 @@ def their_step(preset: str, length: int, rows: int, device: str = "cuda") -> Cal
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="sdpa"
         ).train()
-    compiled, ids = (
-        torch.compile(model),
-        torch.randint(0, config.vocab_size, (rows, length), device=device),
-    )
+    compiled = torch.compile(model)
+    ids = torch.randint(0, config.vocab_size, (rows, length), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
@@ -108,7 +99,7 @@ def their_step(preset: str, length: int, rows: int, device: str = "cuda") -> Cal
 
 
 def their_config(preset: str, length: int) -> dict:
-    """The values of transformers' config for the preset."""
+    """Return the values of transformers' config for the preset."""
     from megazoo.models.registry import find_config
 
     config = replace(find_config(preset), max_positions=length)
@@ -118,8 +109,8 @@ def their_config(preset: str, length: int) -> dict:
 
 
 def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[float]]:
-    """TFLOP/s of each step, by the FLOPs that MFU counts, and those that the maker tells of bf16
-    products."""
+    """Return the TFLOP/s of each step, by the FLOPs that MFU counts, and those that the maker tells
+    of bf16 products."""
     from megazoo.cli.metrics import peak_flops
     from megazoo.models.counts import flops_per_token
     from megazoo.models.registry import find_config
@@ -127,11 +118,10 @@ def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[fl
     peak = peak_flops(torch.device("cuda"))
     if peak is None:
         raise UserError(
-            f"no peak is known for {torch.cuda.get_device_name()}: see megazoo/metrics.py"
+            f"no peak is known for {torch.cuda.get_device_name()}: see megazoo/cli/metrics.py"
         )
-    flops = (
-        flops_per_token(replace(find_config(preset), max_positions=length), length) * rows * length
-    )
+    config = replace(find_config(preset), max_positions=length)
+    flops = flops_per_token(config, length) * rows * length
     (seconds,) = seconds_in_turn([our_step(preset, length, rows)], pairs)
     return [[flops / each / 1e12 for each in seconds], [peak / 1e12] * len(seconds)]
 
@@ -139,7 +129,7 @@ def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[fl
 def parts_of_a_step(
     preset: str, length: int, rows: int, pairs: int, device: str = "cuda"
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Seconds of each part of each step, and of the step."""
+    """Return the seconds of each part of each step, and of the steps."""
     from megazoo.parallel.timing import Stopwatch
 
     step, steps, parts = our_step(preset, length, rows, device), [], {}
@@ -154,15 +144,12 @@ def parts_of_a_step(
 
 
 def generating(preset: str, pairs: int, device: str = "cuda") -> list[list[float]]:
-    """Tokens/s, and those of a device that moved nothing but each weight once a token, as fast as
-    it copies."""
+    """Return the tokens/s of generation, and of a device that moved nothing but each weight once a
+    token, as fast as it copies."""
     model = model_of(preset, 1024, device).eval()
     ids = torch.randint(0, model.config.vocab_size, (1, 16), device=device)
-    half = torch.empty(
-        sum(parameter.nbytes for parameter in model.parameters()) // 2,
-        dtype=torch.uint8,
-        device=device,
-    )
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    half = torch.empty(size // 2, dtype=torch.uint8, device=device)  # it is read and written
     copy = torch.empty_like(half)
 
     def generate():
@@ -174,11 +161,11 @@ def generating(preset: str, pairs: int, device: str = "cuda") -> list[list[float
             copy.copy_(half)
         synchronize(device)
 
-    return [
-        [NEW_TOKENS / each for each in side] for side in seconds_in_turn([generate, move], pairs)
-    ]
+    seconds = seconds_in_turn([generate, move], pairs)
+    return [[NEW_TOKENS / each for each in side] for side in seconds]
 
 
 def synchronize(device: str) -> None:
+    """Wait for what a CUDA device still has to do."""
     if device == "cuda":
         torch.cuda.synchronize()

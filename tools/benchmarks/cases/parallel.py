@@ -1,13 +1,14 @@
-"""Two ranks against one process of as many threads, on the same global batch; and against peers on
-such ranks."""
+"""Train on two ranks, against one process of as many threads on the same global batch, and against
+peers on such ranks."""
 
 import tempfile
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from benchmarks.common import CORES, Job, Result, Setup, alone, jobs_in_turn
-from benchmarks.train import ROWS, batch, make, ours, rates
+from benchmarks.cases.train import ROWS, batch, make, ours, rates
+from benchmarks.results import Result, Setup
+from benchmarks.turns import CORES, Job, alone, jobs_in_turn
 
 LAYOUTS = {"dp": (1, 1, 2), "tp": (2, 1, 1), "pp": (1, 2, 1)}
 PEERS = {"dp": "transformers under DistributedDataParallel", "tp": 'transformers\' tp_plan="auto"'}
@@ -25,20 +26,18 @@ def cases(setup: Setup) -> Iterator[Result]:
             else:
                 jobs.append(Job(2, ours, (directory, "fp32", layout, rows, micro_batches, "zb-h1")))
             found = jobs_in_turn(jobs, setup.pairs)
-        what = f"train llama in fp32, {axis} 2" + (" with 16 micro-batches" if axis == "pp" else "")
-        yield rates(f"{what}, against one process of as many threads", found[:2], rows)
+        name = f"train llama in fp32, {axis} 2" + (" with 16 micro-batches" if axis == "pp" else "")
+        two_ranks, one_process, other = found
+        alone_name = "against one process of as many threads"
+        yield rates(f"{name}, {alone_name}", [two_ranks, one_process], rows)
         if axis in PEERS:
-            yield rates(f"{what}, against {PEERS[axis]}", found[::2], rows)
+            yield rates(f"{name}, against {PEERS[axis]}", [two_ranks, other], rows)
         else:
-            yield rates(
-                f"{what} under zb-h1, against one process of as many threads",
-                [found[2], found[1]],
-                rows,
-            )
+            yield rates(f"{name} under zb-h1, {alone_name}", [other, one_process], rows)
 
 
 def peer(axis: str, directory: str) -> Callable[[], object]:
-    """A function that trains a step of transformers in the same layout."""
+    """Return a function that trains a step of transformers in the same layout."""
     import transformers
 
     torch.set_num_threads(max(1, CORES // 2))

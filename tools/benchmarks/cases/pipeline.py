@@ -1,48 +1,56 @@
-"""A pipeline of two stages: its steps against the schedule's own length, zb-h1 against 1F1B, and a
-small micro-batch against its compute."""
+"""Train a pipeline of two stages: against the schedule's own length, zb-h1 against 1F1B, and small
+micro-batches against their compute."""
 
 import time
 from collections.abc import Iterator
 
 import torch
-from benchmarks.common import Result, Setup, on_ranks
+from benchmarks.results import Result, Setup
+from benchmarks.turns import on_ranks
 
-SIZES = {"vocab_size": 8192, "max_positions": 256, "hidden_size": 512, "heads": 8}
+VOCABULARY = 8192
 
 
 def cases(setup: Setup) -> Iterator[Result]:
     steps, ideal = on_ranks(steps_and_ideal, 2, 8, setup.pairs)[0]
-    yield Result(
-        "pp 2, 1f1b, 8 micro-batches: a step, against the schedule with each stage's compute",
-        steps,
-        ideal,
-    )
+    name = "pp 2, 1f1b, 8 micro-batches: a step, against the schedule with each stage's compute"
+    yield Result(name, steps, ideal)
     ours, reference = on_ranks(steps_of_both, 2, 4, setup.pairs)[0]
     yield Result("pp 2, 4 micro-batches: a step of zb-h1, against 1f1b", ours, reference)
     ours, reference = on_ranks(of_a_micro_batch, 2, 32, setup.pairs)[0]
-    yield Result(
-        "pp 2, hidden 32: a micro-batch of 32, against its compute alone", ours, reference, (), "ms"
-    )
+    name = "pp 2, hidden 32: a micro-batch of 32, against its compute alone"
+    yield Result(name, ours, reference, unit="ms")
 
 
 def build():
-    """A GPT-2 of two stages that take as long as each other: the second has two layers less, and
-    the head."""
+    """Build a GPT-2 of two stages that take as long as each other.
+
+    The second has two layers less, and the head.
+    """
     import megazoo
     from megazoo.models.gpt2 import GPT2Config
 
-    rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        max_positions=256,
+        hidden_size=512,
+        heads=8,
+        layers=16,
+        embedding_dropout=0.0,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+    )
     ctx = megazoo.ParallelContext.from_torch(1, 2, device="cpu", stage_layers=(9, 7))
-    return megazoo.from_config(GPT2Config(**SIZES, **rates, layers=16), ctx)
+    return megazoo.from_config(config, ctx)
 
 
 def step(model, microbatches: int, schedule: str):
-    """One step's time, by a Stopwatch that starts on all ranks at once."""
-    return step_of(model, torch.randint(0, SIZES["vocab_size"], (microbatches, 256)), schedule)
+    """Train a step, and return its Stopwatch, which starts on all ranks at once."""
+    return step_of(model, torch.randint(0, VOCABULARY, (microbatches, 256)), schedule)
 
 
 def step_of(model, ids: torch.Tensor, schedule: str = "1f1b"):
-    """Likewise, of micro-batches of one row each."""
+    """Train a step of given rows, each a micro-batch, and return its Stopwatch."""
     import torch.distributed as dist
 
     from megazoo.parallel.timing import Stopwatch
@@ -54,8 +62,8 @@ def step_of(model, ids: torch.Tensor, schedule: str = "1f1b"):
 
 
 def steps_and_ideal(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Of each step its time, and what its table would take if each action took its rank's mean, and
-    transfers none."""
+    """Return the seconds of each step, and those of its table if each action took its rank's mean
+    and transfers took none."""
     from megazoo.parallel.collectives import all_gather_objects
     from megazoo.parallel.schedule import one_f_one_b, timeline
 
@@ -75,6 +83,7 @@ def steps_and_ideal(microbatches: int, pairs: int) -> tuple[list[float], list[fl
 
 
 def steps_of_both(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each step under zb-h1, and under 1f1b."""
     model = build()
     runs = [
         [step(model, microbatches, schedule).seconds for schedule in ("zb-h1", "1f1b")]
@@ -85,17 +94,23 @@ def steps_of_both(microbatches: int, pairs: int) -> tuple[list[float], list[floa
 
 
 def of_a_micro_batch(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of a step, and of a plain loop of a stage's forwards and backwards, the slower
-    stage's, with one more for the bubble."""
+    """Return the milliseconds of a micro-batch in a step, and in a plain loop of a stage's forwards
+    and backwards: the slower stage's, with one more micro-batch for the bubble."""
     import megazoo
     from megazoo.engine.batch import Batch
     from megazoo.models.gpt2 import GPT2Config
     from megazoo.parallel.collectives import all_gather_objects
 
     ctx = megazoo.ParallelContext.from_torch(1, 2, device="cpu")
-    rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
     config = GPT2Config(
-        vocab_size=256, max_positions=32, hidden_size=32, layers=4, heads=4, **rates
+        vocab_size=256,
+        max_positions=32,
+        hidden_size=32,
+        layers=4,
+        heads=4,
+        embedding_dropout=0.0,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
     )
     model = megazoo.from_config(config, ctx)
     ids = torch.randint(0, 256, (microbatches, 32))
