@@ -1,4 +1,4 @@
-"""Imports go one way: a part of megazoo knows those before it in the order below, and none after it.
+"""Imports go one way: a part of megazoo knows those before it in the order below, none after it.
 
 Read from the text of the files, so that an import within a function counts, too.
 """
