@@ -246,7 +246,7 @@ def without(what):
             lambda x, group: x.chunk(2, -2)[group.rank()].contiguous(),
         ),
         "tied gradient": ("megazoo.engine.step.sum_between_stages", lambda *_: None),
-        "norm": ("megazoo.optim.clip.all_reduce", lambda *_: None),
+        "norm": ("megazoo.optim.clip.all_reduce_over", lambda *_: None),
         "data parallel": ("megazoo.parallel.buckets.all_reduce", lambda *_, **__: None),
         "loss and label count": ("megazoo.engine.pipeline.all_reduce", lambda *_: None),
     }[what]

@@ -101,7 +101,8 @@ class MPTConfig(ModelConfig):
 
 
 def _head_norm(config: MPTConfig, heads: int, unit: int) -> HeadwiseLayerNorm:
-    """Make the norm of queries or keys. unit: the features that stay together on a rank."""
+    """Make the norm of queries or keys. unit: the features that tensor parallelism keeps
+    together."""
     features = config.hidden_size // config.heads * heads
     return HeadwiseLayerNorm(features, unit, QK_NORM_EPSILON, bias=config.bias)
 
