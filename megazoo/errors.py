@@ -1,5 +1,4 @@
-"""What users are told in one line: the exception for what can't be, and the warning for what can,
-but badly."""
+"""What users are told in one line: errors, and advice on what can be done better."""
 
 import sys
 import warnings
@@ -33,6 +32,6 @@ def advise(text: str) -> None:
 
 
 def nearest(name: str, known) -> str:
-    """The words "; did you mean X?" for the known name closest to `name`, or nothing."""
+    """Return "; did you mean X?" for the known name closest to `name`, or nothing."""
     matches = get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""

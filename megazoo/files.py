@@ -1,4 +1,4 @@
-"""Small files that are read whole."""
+"""Small files that are read whole, and work on many files at once."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:
-    """What `work` gives for each item, four files at a time: some are filled while others go to the
-    disk."""
+    """Return what `work` gives for each item, four at a time: some files are filled while others go
+    to the disk."""
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(work, items))

@@ -5,16 +5,22 @@ import sys
 from megazoo.environment import is_rank_zero
 
 
+def print_rank_0(*words, end: str = "\n") -> None:
+    """Print on rank 0 alone, at once."""
+    if is_rank_zero():
+        print(*words, end=end, flush=True)
+
+
 def clock(seconds: float) -> str:
-    """Seconds as 1:05 or 2:03:04."""
+    """Return seconds as 1:05 or 2:03:04."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def byte_bar(total: int):
-    """A progress bar on rank 0's terminal, with rate and time left: `with byte_bar(n) as bar:
-    bar.update(bytes)`."""
+    """Return a progress bar for rank 0's terminal, with rate and time left: `with byte_bar(n) as
+    bar: bar.update(bytes)`."""
     from tqdm import tqdm
 
     shown = sys.stderr.isatty() and is_rank_zero()

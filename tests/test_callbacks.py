@@ -15,8 +15,10 @@ import pretrain_gpt
 from megazoo.cli import callbacks
 
 ROOT = Path(__file__).parent.parent
-SMALL = "--hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16 --device cpu --eval-steps 1".split()
-SMALL += "--global-batch-size 4 --micro-batch-size 1 --warmup-steps 1".split()
+SMALL = (
+    "--hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16 --device cpu "
+    "--eval-steps 1 --global-batch-size 4 --micro-batch-size 1 --warmup-steps 1"
+).split()
 FILE = """
 import json
 import megazoo
@@ -39,7 +41,7 @@ megazoo.on_save(tell("save"))
 
 @pytest.fixture(autouse=True)
 def _registers():
-    """Takes out again what a test registers in this process."""
+    """Take out again what a test registers in this process."""
     registers = (callbacks._steps, callbacks._evaluations, callbacks._saves)
     yield
     for register in registers:
@@ -47,7 +49,7 @@ def _registers():
 
 
 def train_with(arguments: list[str]) -> None:
-    """pretrain_gpt.main, without leaving what it registers on the rank."""
+    """Run pretrain_gpt.main, without leaving what it registers on the rank."""
     try:
         pretrain_gpt.main(arguments)
     finally:
@@ -59,19 +61,8 @@ def train_with(arguments: list[str]) -> None:
 def test_every_rank_calls_them_in_order(background, ranks, tmp_path):
     file, run, metrics = tmp_path / "mine.py", tmp_path / "run", tmp_path / "metrics"
     file.write_text(FILE.replace("{FOLDER}", str(tmp_path)))
-    job = [
-        *SMALL,
-        "--tp",
-        "2",
-        "--pp",
-        "2",
-        "--steps",
-        "3",
-        "--import",
-        str(file),
-        "--metrics",
-        str(metrics),
-    ]
+    job = [*SMALL, *"--tp 2 --pp 2 --steps 3".split()]
+    job += ["--import", str(file), "--metrics", str(metrics)]
     job += ["--save", str(run), "--save-interval", "2", *(["--async-save"] if background else [])]
     ranks(train_with, 4, job)
     called = {
@@ -128,26 +119,21 @@ def test_a_checkpoint_that_failed_is_not_called_saved(tmp_path):
         if step == 1:
             run.write_text("a file")
 
-    pretrain_gpt.main(
-        [
-            *SMALL,
-            "--steps",
-            "2",
-            "--save",
-            str(run),
-            "--save-interval",
-            "1",
-            "--on-save-error",
-            "continue",
-        ]
-    )
+    how = "--steps 2 --save-interval 1 --on-save-error continue".split()
+    pretrain_gpt.main([*SMALL, *how, "--save", str(run)])
     assert saved == [2]
 
 
-@pytest.mark.parametrize(("raises", "line"), [
-    ("megazoo.UserError('too hot')", "pretrain_gpt.py: error: check, called after a step: too hot"),
-    ("ValueError('a bug')", "ValueError: a bug"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("raises", "line"),
+    [
+        (
+            "megazoo.UserError('too hot')",
+            "pretrain_gpt.py: error: check, called after a step: too hot",
+        ),
+        ("ValueError('a bug')", "ValueError: a bug"),
+    ],
+)
 def test_an_exception_ends_the_run(raises, line, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -163,20 +149,12 @@ def test_an_exception_ends_the_run(raises, line, tmp_path):
 def test_one_ranks_exception_ends_the_run_in_one_line(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import megazoo\n\n@megazoo.on_step\ndef check(step, values, model):\n    if model.ctx.rank == 1:\n"
+        "import megazoo\n\n@megazoo.on_step\ndef check(step, values, model):\n"
+        "    if model.ctx.rank == 1:\n"
         "        raise megazoo.UserError('too hot')\n"
     )
-    command = [
-        python(),
-        "pretrain_gpt.py",
-        *SMALL,
-        "--tp",
-        "2",
-        "--steps",
-        "2",
-        "--import",
-        str(file),
-    ]
+    job = [*SMALL, *"--tp 2 --steps 2 --import".split(), str(file)]
+    command = [python(), "pretrain_gpt.py", *job]
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]

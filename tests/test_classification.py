@@ -242,7 +242,8 @@ def shifted_cross_entropy(logits, labels):
 
 
 class Weighted(torch.nn.Module):
-    """A module: a mean over rows of the distance between a learned scale's logits and the labels."""
+    """A module: a mean over rows of the distance between a learned scale's logits and the
+    labels."""
 
     def __init__(self):
         super().__init__()

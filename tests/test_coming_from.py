@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ import pytest
 import torch
 import transformers
 from helpers import context
-from programs import python
 from torch.distributed.run import get_args_parser
 from torch.utils.data import DistributedSampler
 
@@ -44,16 +42,25 @@ PLACES = {"N": "2", "DIR": "dir", "FILE": "file", "CKPT": "ckpt"}
 
 # What else than the span itself is run for it, on the ranks.
 RUN_FOR = {
-    "GPT2Config(...)": "megazoo.from_config(transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4), ctx)",
-    'save_directory="merged"': 'model.save_parallelized(save_directory="merged", merge_checkpoints=True)',
+    "GPT2Config(...)": (
+        "megazoo.from_config(transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4), ctx)"
+    ),
+    'save_directory="merged"': (
+        'model.save_parallelized(save_directory="merged", merge_checkpoints=True)'
+    ),
     'load_directory="ckpt"': 'model.from_parallelized(load_directory="ckpt")',
     "config.json": 'megazoo.from_config("path/to/gpt2/config.json", ctx)',
     "model_tp_0_pp_0.safetensors": 'assert Path("ckpt/model_tp_0_pp_0.safetensors").is_file()',
     '"selective"': 'model.recompute("selective")',
     "Model.tie": 'assert model.tied == {"embedding.weight": (0, 1)}',  # done for the models here
-    "DistributedSampler": "assert len(list(DistributedSampler(range(8), ctx.dp_size, ctx.dp_rank))) == 8",
+    "DistributedSampler": (
+        "assert len(list(DistributedSampler(range(8), ctx.dp_size, ctx.dp_rank))) == 8"
+    ),
     "megazoo.checkpoint.save": 'megazoo.checkpoint.save("run", 1, model, optimizer)',
-    "load": 'megazoo.checkpoint.save("run", 1, model, optimizer); load(Checkpoint("run"), model, optimizer)',
+    "load": (
+        'megazoo.checkpoint.save("run", 1, model, optimizer); '
+        'load(Checkpoint("run"), model, optimizer)'
+    ),
     "train_batch": "model.train_batch(ids, labels=ids, num_microbatches=m)",
 }
 # Where the dots of a span are.
@@ -66,7 +73,9 @@ DOTS = {
 }
 # The tests that show what is not shown here.
 ELSEWHERE = {
-    "`TensorParallel(model, parallel_context)`": "test_build.py::test_initial_weights_are_the_same_in_every_layout",
+    "`TensorParallel(model, parallel_context)`": (
+        "test_build.py::test_initial_weights_are_the_same_in_every_layout"
+    ),
     "`tensor_parallel_size` a power of 2": "test_coming_from.py::test_three_ranks_share_a_model",
     "`gradient_accumulation_steps`": "test_coming_from.py::test_micro_batches_follow",
     "`deepspeed --hostfile hosts train.py`": "test_nodes.py::test_two_nodes_train_like_one_process",
@@ -74,7 +83,9 @@ ELSEWHERE = {
     "`--make-vocab-size-divisible-by`": "test_coming_from.py::test_the_vocabulary_is_never_padded",
     "`LazyInitContext`": "test_build.py::test_building_a_rank_takes_the_memory_of_its_shard",
     "`ds_to_universal.py`": "test_checkpoint.py::test_resume_in_another_layout",
-    "`--num-layers-per-virtual-pipeline-stage`": "test_coming_from.py::test_layers_of_a_virtual_stage_follow",
+    "`--num-layers-per-virtual-pipeline-stage`": (
+        "test_coming_from.py::test_layers_of_a_virtual_stage_follow"
+    ),
     "`--exit-signal-handler`": "test_nodes.py::test_a_signal_to_one_rank_saves_and_ends_all",
     "`model.compile()`": "test_compile.py::test_training_under_1f1b_with_full_recomputation",
 }
@@ -171,7 +182,7 @@ def test_commands_have_their_flags(span):
         assert (ROOT / program).is_file()
         tool = importlib.import_module(Path(program).stem)
         check_flags(words, getattr(tool, "Options", None) or tool.ShardingOptions)
-    else:  # see test_a_script_starts
+    else:  # see test_coming_from_programs.py
         words = words[2:] if words[:1] == ["-m"] else words
         assert get_args_parser().parse_args(words).training_script.endswith(".py")
 
@@ -313,106 +324,9 @@ def micro_batches_of(arguments: list[str]) -> int:
 
     Model.train_batch = counted
     try:
-        small = "--hidden-size 16 --heads 2 --layers 1 --seq-length 16 --steps 1 --eval-steps 0 --device cpu"
+        small = "--hidden-size 16 --heads 2 --layers 1 --seq-length 16 --device cpu "
+        small += "--steps 1 --eval-steps 0"
         pretrain_gpt.main([*small.split(), *arguments])
     finally:
         Model.train_batch = train_batch
     return counts[0]
-
-
-# Programs.
-
-SCRIPT = """
-import torch, megazoo
-ctx = megazoo.ParallelContext.from_torch(tensor_parallel_size=2)
-ids = torch.arange(16).view(2, 8)
-print("loss", megazoo.from_config("gpt2", ctx).train_batch(ids, labels=ids).item(), flush=True)
-"""
-
-
-def start(directory: Path, *words) -> str:
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment |= {"PYTHONPATH": str(ROOT), "PET_STANDALONE": "1"}
-    how = dict(cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
-    done = subprocess.run([python(), *map(str, words)], **how)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("launcher", ["torch.distributed.launch", "torch.distributed.run"])
-def test_a_script_starts(launcher, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    told = re.findall(
-        "loss (.*)", start(tmp_path, "-m", launcher, "--nproc_per_node", "2", "script.py")
-    )
-    ids = torch.arange(16).view(2, 8)
-    expected = megazoo.from_config("gpt2").train_batch(ids, labels=ids).item()
-    assert [float(loss) for loss in told] == pytest.approx([expected] * 2, rel=1e-5)
-
-
-def test_the_training_program_starts_by_the_older_launcher(tmp_path):
-    job = "--tp 2 --hidden-size 16 --heads 2 --layers 1 --seq-length 16 --steps 1 --eval-steps 0 --device cpu".split()
-    told = start(
-        tmp_path,
-        "-m",
-        "torch.distributed.launch",
-        "--nproc_per_node",
-        "2",
-        ROOT / "pretrain_gpt.py",
-        *job,
-    )
-    assert "tp 2 x pp 1 x dp 1" in told
-    assert "step 1/1" in told
-
-
-def test_a_run_with_the_settings_of_the_tables(ranks, tmp_path, monkeypatch):
-    """Megatron's data flags, and most of the others, at tp 2 x pp 2; then --finetune's equal."""
-    monkeypatch.chdir(tmp_path)
-    text = {"text": "a text of some words " * 4}
-    for name in ("a", "b"):
-        Path(f"{name}.jsonl").write_text((json.dumps(text) + "\n") * 300)
-        preprocess = f"--input {name}.jsonl --output-prefix out/{name} --json-keys text --append-eod --workers 2"
-        importlib.import_module("preprocess_data").main(
-            [*preprocess.split(), "--tokenizer", "byte"]
-        )
-    data = [
-        "--data",
-        "0.7",
-        str(tmp_path / "out/a_text_document"),
-        "0.3",
-        str(tmp_path / "out/b_text_document"),
-    ]
-    sizes = "--preset llama-tiny --layers 4 --hidden-size 32 --ffn-size 64 --heads 8 --kv-heads 4 --seq-length 16 "
-    sizes += "--max-positions 32 --tie-embeddings False --micro-batch-size 2 --global-batch-size 8 --seed 5 --device cpu"
-    how = "--tp 2 --pp 2 --sequence-parallel --zero 1 --offload-optimizer --dtype bfloat16 --timeout 600 "
-    how += "--recompute full --recompute-interval 2 --stage-layers 1,3 --separate-documents --tokenizer byte "
-    how += "--lr 1e-3 --min-lr 1e-4 --lr-schedule wsd --lr-decay-steps 4 --warmup-steps 1 --weight-decay 0.1 "
-    how += "--clip-grad 1.0 --beta1 0.9 --beta2 0.95 --split 98,1,1 --eval-interval 2 --eval-steps 1 --log-interval 1"
-    outputs = {name: str(tmp_path / name) for name in ("save", "metrics", "tensorboard", "profile")}
-    told = [word for name, path in outputs.items() for word in (f"--{name}", path)]
-    told += ["--profile-steps", "1", "2", "--save-interval", "2", "--async-save"]
-    ranks(pretrain_gpt.main, 4, [*sizes.split(), *how.split(), *data, *told, "--steps", "4"])
-    assert (tmp_path / "profile" / "rank_3.json.gz").is_file()
-    assert sorted(path.name for path in (tmp_path / "save").glob("step_*")) == [
-        "step_00000002",
-        "step_00000004",
-    ]
-    assert Checkpoint(tmp_path / "save").trainer["settings"]["lr_schedule"] == "wsd"
-    again = [
-        "--load",
-        outputs["save"],
-        "--load-weights-only",
-        "--steps",
-        "1",
-        "--metrics",
-        str(tmp_path / "new"),
-    ]
-    pretrain_gpt.main([*sizes.split(), *again, *data])
-    first = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
-    new = [json.loads(line) for line in (tmp_path / "new").read_text().splitlines()]
-    assert [record["step"] for record in new] == [1, 1]  # from the start, with an evaluation
-    assert new[0]["loss"] < first[0]["loss"] - 0.01  # with the weights

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import test_conversion
 import torch
+from helpers_pretrain import close, losses
 from test_conversion import tokenizer  # noqa: F401, a fixture
-from test_pretrain import close, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain_gpt
@@ -38,7 +38,7 @@ class FewTokens(Tokenizer):
 
 
 def encoded(value, template=CHATML):
-    """The text that carries no loss, and that which does, in turn; the special tokens spelled out."""
+    """The text that carries no loss and that which does, in turn; special tokens spelled out."""
     ids, loss_mask = encode_conversation(FewTokens(), value, template)
     assert len(ids) == len(loss_mask)
     spelled = {300: "<|im_end|>", 301: "[bos]", 302: "\n\n", 256: "[eod]"}
@@ -70,7 +70,8 @@ def test_the_assistants_words_are_learnt_with_what_ends_them():
     talk = [message("system", "Be kind."), message("user", "Hi"), message("assistant", "Hello")]
     talk += [message("user", "Bye"), message("assistant", "So long")]
     assert encoded({"messages": talk}) == [
-        "[bos]<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        "[bos]<|im_start|>system\nBe kind.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
         "Hello<|im_end|>\n",
         "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n",
         "So long<|im_end|>\n[eod]",

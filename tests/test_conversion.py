@@ -4,6 +4,7 @@ little memory."""
 import functools
 import logging
 import random
+import textwrap
 import warnings
 from itertools import product
 from pathlib import Path
@@ -18,13 +19,14 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megazoo.checkpoint import Checkpoint
-from megazoo.checkpoint.format import Lazy, write_json, write_safetensors
-from megazoo.models.hugging_face.directory import HuggingFaceDirectory, their_names
+from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.models.hugging_face.names import hf_names
 from megazoo.models.llama import Llama, LlamaConfig
 from megazoo.models.pretrained import load_weights, open_source
 from megazoo.models.resharding import write_shards
+from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
 
 SIZES = {
@@ -89,14 +91,14 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 def check_round_trip(original: Path, tensors: dict, first, second, directory: Path) -> None:
     write_shards(HuggingFaceDirectory(original), directory / "a", *first)
-    write_shards(Checkpoint(directory / "a"), directory / "b", *second)
-    write_hugging_face(Checkpoint(directory / "b"), directory / "hf")
+    write_shards(SavedModel(directory / "a"), directory / "b", *second)
+    write_hugging_face(SavedModel(directory / "b"), directory / "hf")
     again = tensors_of(directory / "hf")
     assert again.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert again[name].dtype == tensor.dtype
         assert torch.equal(again[name], tensor), name
-    Checkpoint(directory / "b").verify()
+    SavedModel(directory / "b").verify()
 
 
 @pytest.mark.parametrize(
@@ -136,14 +138,14 @@ def test_there_and_back_through_every_pair_of_layouts(originals, tmp_path, name,
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A byte-level BPE tokenizer of 300 tokens, trained on this file."""
+    """A byte-level BPE tokenizer of 300 tokens, trained on a file of the standard library."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train(
-        [__file__],
+        [textwrap.__file__],
         trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
     )
     return PreTrainedTokenizerFast(
@@ -184,17 +186,17 @@ def test_transformers_takes_a_merged_directory_as_the_original(
         (tmp_path / "hf" / "generation_config.json").unlink()
     expected, config, generation = generated(tmp_path / "hf")
     write_shards(HuggingFaceDirectory(tmp_path / "hf"), tmp_path / "a", 2, 2)
-    write_hugging_face(Checkpoint(tmp_path / "a"), tmp_path / "merged", max_shard_size="40KB")
+    write_hugging_face(SavedModel(tmp_path / "a"), tmp_path / "merged", max_shard_size="40KB")
     caplog.clear()
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        with warnings.catch_warnings(record=True) as told, caplog.at_level(logging.WARNING):
+        with warnings.catch_warnings(record=True) as shown, caplog.at_level(logging.WARNING):
             warnings.simplefilter("always")
             text, merged_config, merged_generation = generated(tmp_path / "merged")
     finally:
         logger.removeHandler(caplog.handler)
-    assert [str(warning.message) for warning in told] == []
+    assert [str(warning.message) for warning in shown] == []
     assert caplog.messages == []
     assert text == expected
     assert {name: merged_config[name] for name in ids} == ids
@@ -217,11 +219,11 @@ def hugging_face_directory(directory: Path, hidden: int, layers: int, vocabulary
     write_json(directory / "config.json", config.to_hugging_face())
     tensors = {}
     for entry in Llama.on_meta(config, ParallelContext()).entries():
-        names = their_names(Llama, entry.name).names
+        names = hf_names(Llama, entry.name).names
         parts = entry.spec.shard.parts if len(names) > 1 else entry.spec.shape[:1]
         for name, rows in zip(names, parts, strict=True):
             shape = (rows, *entry.spec.shape[1:])
-            tensors[name] = Lazy(shape, torch.float32, lambda rows, _: rows.normal_())
+            tensors[name] = LazyTensor(shape, torch.float32, lambda rows, _: rows.normal_())
     write_safetensors(directory / "model.safetensors", tensors)
 
 
@@ -230,8 +232,8 @@ def convert_all(directory: Path) -> list[int]:
     give_back_freed_memory()
     steps = [
         lambda: write_shards(HuggingFaceDirectory(directory / "hf"), directory / "a", 4, 2),
-        lambda: write_shards(Checkpoint(directory / "a"), directory / "b", 2, 1),
-        lambda: write_hugging_face(Checkpoint(directory / "b"), directory / "c"),
+        lambda: write_shards(SavedModel(directory / "a"), directory / "b", 2, 1),
+        lambda: write_hugging_face(SavedModel(directory / "b"), directory / "c"),
     ]
     peaks = []
     for step in steps:

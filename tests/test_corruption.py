@@ -16,10 +16,11 @@ from test_gpt2 import hugging_face_model as gpt2
 from test_hugging_face import llama
 
 import megazoo
-from megazoo.checkpoint import Checkpoint, load, save
+from megazoo.checkpoint import load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.source import SavedModel
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def whole(tmp_path_factory):
 
 def contents(directory: Path):
     """All that a load gives: tensors, config, trainer's state, sidecar_files."""
-    checkpoint = Checkpoint(directory)
+    checkpoint = SavedModel(directory)
     checkpoint.verify()
     model = megazoo.from_config(tiny_config(layers=2), seed=4)
     optimizer = megazoo.optim.AdamW(model)
@@ -57,23 +58,23 @@ def attempt(function, directory: Path):
 
 
 def corrupted(data: bytes, chance: random.Random) -> bytes:
-    """The bytes with something done to them, always to the effect that they differ."""
+    """Return the bytes with something done to them, so that they differ."""
     place = chance.randrange(len(data))
-    what = chance.choice(
+    kind = chance.choice(
         ["flip a bit", "flip a bit", "cut", "insert", "zeros", "swap", "first bytes"]
     )
-    if what == "cut":
+    if kind == "cut":
         return data[:place]
-    if what == "insert":
+    if kind == "insert":
         return data[:place] + chance.randbytes(8) + data[place:]
-    start, length = (0, 16) if what == "first bytes" else (place, chance.randrange(1, 64))
+    start, length = (0, 16) if kind == "first bytes" else (place, chance.randrange(1, 64))
     part = data[start : start + length]
     new = {
         "flip a bit": lambda: bytes([part[0] ^ 1 << chance.randrange(8)]) + part[1:],
         "zeros": lambda: bytes(len(part)),
         "swap": lambda: part[::-1],
         "first bytes": lambda: chance.randbytes(len(part)),
-    }[what]()
+    }[kind]()
     changed = data[:start] + new + data[start + length :]
     return changed if changed != data else corrupted(data, chance)
 
@@ -243,4 +244,4 @@ def test_a_file_that_another_process_cuts_short_while_saving_is_found(whole, tmp
         UserError,
         match=r"optimizer_tp_0_pp_0_dp_0\.safetensors has \d+ bytes, the manifest says \d+",
     ):
-        Checkpoint(tmp_path / "run")
+        SavedModel(tmp_path / "run")

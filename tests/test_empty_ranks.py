@@ -209,7 +209,9 @@ def test_rank_0_warns_of_a_stage_without_layers(ranks):
 def test_programs_warn_in_one_line(tmp_path):
     """The training program, which saves what a tool then reads; and that tool, which can also cut
     otherwise."""
-    sizes = "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16".split()
+    sizes = (
+        "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16"
+    ).split()
     job = [*sizes, "--device", "cpu", "--pp", "2", "--tp", "2", "--steps", "1", "--eval-steps", "0"]
     lines = run(
         "pretrain_gpt.py",

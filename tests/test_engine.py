@@ -21,8 +21,8 @@ from helpers import (
 )
 
 import megazoo
-from megazoo.engine import pipeline
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.pipeline import PipelineRun
 from megazoo.errors import UserError
 from megazoo.layers import PositionEmbedding, segment_mask
 from megazoo.models.gpt2 import GPT2
@@ -70,7 +70,8 @@ def plain_autograd_gradients(model="gpt2", microbatches=MICROBATCHES):
 
 
 def library_gradients(layout, microbatches):
-    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has several."""
+    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has
+    several."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     ctx = context(**layout)
@@ -120,10 +121,17 @@ def test_one_process_equals_plain_autograd():
 
 
 PIPELINES = [
-    ("1f1b", dict(pp=2)), ("1f1b", dict(pp=4)), ("gpipe", dict(pp=2)), ("gpipe", dict(pp=4)), ("zb-h1", dict(pp=2)),
-    ("zb-h1", dict(pp=4)), ("1f1b", dict(pp=2, v=2)), ("1f1b", dict(pp=2, v=3)), ("1f1b", dict(pp=4, v=2)),
+    ("1f1b", dict(pp=2)),
+    ("1f1b", dict(pp=4)),
+    ("gpipe", dict(pp=2)),
+    ("gpipe", dict(pp=4)),
+    ("zb-h1", dict(pp=2)),
+    ("zb-h1", dict(pp=4)),
+    ("1f1b", dict(pp=2, v=2)),
+    ("1f1b", dict(pp=2, v=3)),
+    ("1f1b", dict(pp=4, v=2)),
     ("gpipe", dict(pp=2, v=2)),
-]  # fmt: skip
+]
 BITS = [
     (*pipeline, *more)
     for pipeline in PIPELINES
@@ -195,7 +203,8 @@ def test_the_weights_of_all_linear_layers_wait_under_zb_h1_and_only_there(ranks)
 
 
 class TiedInThree(GPT2):
-    """A GPT-2 that adds one more table of positions at the start of several stages: one parameter."""
+    """A GPT-2 that adds one more table of positions at the start of several stages: one
+    parameter."""
 
     def __init__(self, config, ctx, seed=0):
         super().__init__(config, ctx, seed)
@@ -246,21 +255,24 @@ def refused():
     if not model.stages[0].first:
         return None
     ids, targets = make_batch(0)
-    run = pipeline.Run(model, [MicroBatch(tuple(ids.shape), ids, targets)], torch.ones(()))
+    run = PipelineRun(model, [MicroBatch(tuple(ids.shape), ids, targets)], torch.ones(()))
     with pytest.raises(UserError) as told:
         run.forward(Action("F", 0, 0), train=True)
     return str(told.value)
 
 
 def test_what_a_stage_returns_must_be_what_the_next_one_expects(ranks):
-    told = "forward_stage of stage 0 returns torch.bfloat16 [8, 16, 32]: stages send torch.float32 [8, 16, 32]"
+    told = (
+        "forward_stage of stage 0 returns torch.bfloat16 [8, 16, 32]: "
+        "stages send torch.float32 [8, 16, 32]"
+    )
     assert ranks(refused, 2)[0] == told
 
 
 def outputs_alive(microbatches):
     """The most bytes that outputs awaiting their backward held on this rank at any time."""
     model = megazoo.from_config(tiny_config(), context(pp=2), seed=3)
-    most, exchange = 0, pipeline.Run.exchange
+    most, exchange = 0, PipelineRun.exchange
 
     def watched(run, item):
         nonlocal most
@@ -269,12 +281,12 @@ def outputs_alive(microbatches):
             most, sum(output.untyped_storage().nbytes() for _, output in run.graphs.values())
         )
 
-    pipeline.Run.exchange = watched
+    PipelineRun.exchange = watched
     try:
         ids, targets = make_batch(0, batch=microbatches)
         model.train_batch(ids, targets=targets, num_microbatches=microbatches, schedule="gpipe")
     finally:
-        pipeline.Run.exchange = exchange
+        PipelineRun.exchange = exchange
     return most
 
 

@@ -265,7 +265,9 @@ class Own(GPT2):
     class Config(GPT2.Config):
         pass
 
-    presets = {"own-tiny": Config(vocab_size=257, max_positions=256, hidden_size=32, layers=2, heads=2)}
+    presets = {
+        "own-tiny": Config(vocab_size=257, max_positions=256, hidden_size=32, layers=2, heads=2)
+    }
 
     def forward_stage(self, x, batch, stage):
         if self.ctx.rank == 1 and self._calls > 2:

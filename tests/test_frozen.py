@@ -22,7 +22,7 @@ from helpers import (
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.errors import UserError
-from megazoo.models.base import names_matching
+from megazoo.models.freezing import names_matching
 from megazoo.parallel import failure
 
 CONFIGS = {
@@ -39,9 +39,15 @@ TRAINED = {
     "last layer and head": r"layers\.4\.|^norm|^head",
 }
 LAYOUTS = [
-    dict(), dict(tp=2), dict(tp=2, sp=True), dict(dp=2), dict(pp=2, stage_layers=(2, 3)), dict(tp=2, pp=2),
-    dict(pp=2, dp=2), dict(pp=2, v=2),
-]  # fmt: skip
+    dict(),
+    dict(tp=2),
+    dict(tp=2, sp=True),
+    dict(dp=2),
+    dict(pp=2, stage_layers=(2, 3)),
+    dict(tp=2, pp=2),
+    dict(pp=2, dp=2),
+    dict(pp=2, v=2),
+]
 HOW = {
     "plain": {},
     "zero": {"zero": 1},

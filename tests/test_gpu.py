@@ -20,10 +20,12 @@ pytestmark = [
 
 def losses_on(device, directory):
     metrics = directory / f"{device}.jsonl"
-    arguments = "--steps 20 --warmup-steps 5 --global-batch-size 8 --micro-batch-size 4 --eval-steps 0".split()
+    arguments = "--steps 20 --warmup-steps 5 --global-batch-size 8 --micro-batch-size 4".split()
     pretrain_gpt.main(
         [
             *arguments,
+            "--eval-steps",
+            "0",
             "--device",
             device,
             "--metrics",

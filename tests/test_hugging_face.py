@@ -284,7 +284,10 @@ def test_pretraining_starts_from_hugging_faces_weights(tmp_path):
     GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=0, bos_token_id=0)).save_pretrained(
         tmp_path / "hf"
     )
-    common = "--seq-length 32 --global-batch-size 4 --micro-batch-size 2 --eval-steps 0 --device cpu --dropout 0".split()
+    common = (
+        "--seq-length 32 --global-batch-size 4 --micro-batch-size 2 --eval-steps 0 --device cpu "
+        "--dropout 0"
+    ).split()
     metrics = tmp_path / "metrics"
     run = [*common, "--steps", "1", "--metrics", str(metrics), "--save", str(tmp_path / "run")]
     pretrain_gpt.main([*run, "--load", str(tmp_path / "hf")])
@@ -329,7 +332,8 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
         (
             merge_shards,
             (tmp_path / "full", tmp_path / "x"),
-            f"{tmp_path}/full is not a checkpoint: it has neither latest nor megazoo.json, nor config.json",
+            f"{tmp_path}/full is not a checkpoint: it has neither latest nor megazoo.json, "
+            "nor config.json",
         ),
         (
             merge_shards,
@@ -350,14 +354,14 @@ def test_inspect_finds_a_flipped_byte(tmp_path, monkeypatch, capsys):
     convert_hf.main([str(tmp_path / "hf"), str(tmp_path / "a"), "--tp", "2"])
     inspect_checkpoint.main([str(tmp_path / "hf"), "--verify"])
     inspect_checkpoint.main([str(tmp_path / "a"), "--verify"])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "llama, ",
         "tp 2 x pp 1 x dp 1",
         "every byte is as it was written",
         "every file can be read",
     ):
-        assert words in told
+        assert words in output
     file = tmp_path / "a" / "model_tp_1_pp_0.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1

@@ -164,8 +164,11 @@ def test_comments_in_json_are_told(tmp_path):
 def test_a_name_is_never_taken_for_weights(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2", "gpt2-124m"):
-        message = f"{name} is not a directory: there is no {tmp_path}/{name}; give one that holds a checkpoint, or what "
-        message += f"transformers' save_pretrained wrote; for random weights call megazoo.from_config('{name}', ctx)"
+        message = (
+            f"{name} is not a directory: there is no {tmp_path}/{name}; give one that holds a "
+            "checkpoint, or what transformers' save_pretrained wrote; for random weights call "
+            f"megazoo.from_config('{name}', ctx)"
+        )
         with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
             load(name)
     with pytest.raises(UserError, match=r"^EleutherAI/gpt-j-6b is not a directory: .* wrote$"):

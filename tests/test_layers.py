@@ -196,7 +196,7 @@ def test_cross_entropy_equals_torch(ranks, tp, dtype, monkeypatch):
 
 
 def test_cross_entropy_in_chunks_equals_the_whole(monkeypatch):
-    from megazoo.layers import cross_entropy as module
+    from megazoo.layers import fused_cross_entropy as module
 
     torch.manual_seed(3)
     logits, targets = torch.randn(50, 37), torch.randint(0, 37, (50,))

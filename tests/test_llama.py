@@ -32,21 +32,37 @@ SIZES = {
 ROPE = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "llama3, of the model's context": {
-        "rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
-    "yarn, of the model's context": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    "yarn, of the model's context": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+    },
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "yarn, untruncated": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False,
-        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.2, "mscale_all_dim": 0.8,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.8,
     },
-}  # fmt: skip
+}
 VARIANTS = {
     "plain": {},
     "grouped queries": {"kv_heads": 2},
@@ -62,15 +78,25 @@ VARIANTS = {
 def hugging_face_model(config: LlamaConfig):
     torch.manual_seed(0)
     hf_config = HFConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.ffn_size,
-        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
         head_dim=config.head_size or config.hidden_size // config.heads,
         max_position_embeddings=config.max_positions,
-        rms_norm_eps=config.norm_epsilon, hidden_act=config.activation,
-        attention_bias=config.attention_bias, mlp_bias=config.mlp_bias,
+        rms_norm_eps=config.norm_epsilon,
+        hidden_act=config.activation,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
         tie_word_embeddings=config.tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})},
-    )  # fmt: skip
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            **(config.rope_scaling or {}),
+        },
+    )
     return randomized_(LlamaForCausalLM(hf_config))
 
 
@@ -179,11 +205,16 @@ def test_the_longest_sequence_is_what_the_scaling_allows(max_positions, scaling,
 @pytest.mark.parametrize(
     ("preset", "published"),  # from the papers' and model cards' shapes
     [
-        ("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320), ("llama-30b", 32_528_943_616),
-        ("llama-65b", 65_285_660_672), ("llama2-70b", 68_976_648_192), ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496), ("llama3.2-1b", 1_235_814_400),
+        ("llama-7b", 6_738_415_616),
+        ("llama-13b", 13_015_864_320),
+        ("llama-30b", 32_528_943_616),
+        ("llama-65b", 65_285_660_672),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.2-1b", 1_235_814_400),
     ],
-)  # fmt: skip
+)
 def test_presets_have_the_published_sizes(preset, published):
     assert parameter_count(find_config(preset)) == published
 

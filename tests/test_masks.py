@@ -1,4 +1,4 @@
-"""Padding, positions and packed documents: they reach every stage, and tokens see what they should."""
+"""Padding, positions and packed documents: they reach every stage, and hide what they should."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def attentive(config, ctx):
 
 
 def loss_and_gradients(config, layout, only_first):
-    """With only_first, the other stages are given no more than they need: the last one its targets."""
+    """With only_first, other stages are given no more than they need: the last one its targets."""
     ctx = context(**layout)
     model = attentive(config, ctx)
     data, masks = batch_with_everything()

@@ -59,9 +59,13 @@ def global_tensors(hf):
     """transformers' weights under our names."""
     names = {"transformer.wte": "embedding", "transformer.norm_f": "norm", "lm_head": "head"}
     parts = {
-        "norm_1": "attention_norm", "attn.Wqkv": "attention.qkv", "attn.out_proj": "attention.output",
-        "norm_2": "mlp_norm", "ffn.up_proj": "mlp.up", "ffn.down_proj": "mlp.down",
-    }  # fmt: skip
+        "norm_1": "attention_norm",
+        "attn.Wqkv": "attention.qkv",
+        "attn.out_proj": "attention.output",
+        "norm_2": "mlp_norm",
+        "ffn.up_proj": "mlp.up",
+        "ffn.down_proj": "mlp.down",
+    }
     names |= {
         f"transformer.blocks.{i}.{k}": f"layers.{i}.{v}" for i in range(3) for k, v in parts.items()
     }

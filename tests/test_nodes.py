@@ -1,5 +1,4 @@
-"""Several machines, restarts, signals and faults: jobs as users start them, on nodes that are
-network namespaces."""
+"""Several machines, restarts, signals and faults: jobs on nodes that are network namespaces."""
 
 import os
 import re
@@ -14,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from helpers_pretrain import SMALL, TORCHRUN, close, losses, records
 from programs import MARK, marked, python
-from test_pretrain import SMALL, TORCHRUN, close, losses, records
 
 import pretrain_gpt
 from megazoo.cli.parsing import parse_options
@@ -48,7 +47,7 @@ def faulty(self, *arguments, step=None, **named):
 
 base.Model.train_batch = faulty
 import pretrain_gpt
-from megazoo.launch import run_program
+from megazoo.cli.launch import run_program
 run_program(pretrain_gpt.main)
 """
 
@@ -61,11 +60,8 @@ class Job:
             k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
         self.mark = uuid.uuid4().hex
-        clean |= {
-            "PYTHONPATH": str(ROOT),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            MARK: self.mark,
-        }
+        clean |= {"PYTHONPATH": str(ROOT), MARK: self.mark}
+        clean["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.process = subprocess.Popen(
             list(map(str, command)),
             cwd=ROOT,
@@ -328,7 +324,8 @@ def free_port() -> int:
 def test_the_slurm_script_goes_on_after_a_rank_has_died(tmp_path):
     """With stand-ins for srun, which fails once, and for the nodes."""
     (tmp_path / "srun").write_text(
-        '#!/bin/bash\necho "$@" >> calls\nmkdir -p runs/job\ntouch runs/job/latest\n[ $(wc -l < calls) -gt 1 ]\n'
+        '#!/bin/bash\necho "$@" >> calls\nmkdir -p runs/job\ntouch runs/job/latest\n'
+        "[ $(wc -l < calls) -gt 1 ]\n"
     )
     (tmp_path / "srun").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "job"}
@@ -384,9 +381,13 @@ def test_what_launchers_say_is_understood():
     assert adopt_launcher(["--tp", "2"], environment) == ["--tp", "2"]
     ours = {name: environment[name] for name in environment.keys() - slurm.keys()}
     assert ours == {
-        "RANK": "9", "WORLD_SIZE": "11", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "gpu007",
+        "RANK": "9",
+        "WORLD_SIZE": "11",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu007",
         "MASTER_PORT": "23456",
-    }  # fmt: skip
+    }
     for arguments in (["--local-rank=3", "--tp", "2"], ["--tp", "2", "--local_rank", "3"]):
         environment = {}
         assert adopt_launcher(arguments, environment) == ["--tp", "2"]

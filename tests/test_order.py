@@ -43,9 +43,13 @@ def test_neighbours_are_not_neighbours_after():
 
 
 WEIGHTS = {
-    "one": [1], "even": [1, 1, 1], "two": [0.7, 0.3], "three": [0.6, 0.3, 0.1], "small": [1, 1e-3, 1e-3],
+    "one": [1],
+    "even": [1, 1, 1],
+    "two": [0.7, 0.3],
+    "three": [0.6, 0.3, 0.1],
+    "small": [1, 1e-3, 1e-3],
     "many": np.random.default_rng(0).random(20) ** 3 + 1e-4,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -21,8 +21,10 @@ def late(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
 
 SCHEDULES["late"] = late
 """
-TRAIN = "--hidden-size 32 --layers 4 --heads 2 --mock-data --steps 3 --seq-length 16 --pp 2 --global-batch-size 8"
-TRAIN += " --micro-batch-size 2 --log-interval 1 --eval-steps 0"
+TRAIN = (
+    "--hidden-size 32 --layers 4 --heads 2 --mock-data --steps 3 --seq-length 16 --pp 2 "
+    "--global-batch-size 8 --micro-batch-size 2 --log-interval 1 --eval-steps 0"
+)
 USES = {
     "trains": ("pretrain_gpt.py", TRAIN, "trained steps 1 to 3"),
     "trains, interleaved": ("pretrain_gpt.py", TRAIN + " --virtual-pp 2", "trained steps 1 to 3"),

@@ -6,13 +6,14 @@ import json
 import pytest
 import torch
 from helpers import context, make_batch, replica_rows, tiny_config
-from test_checkpoint import run_steps
+from helpers_checkpoint import run_steps
 
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.layers import fused as linear
+from megazoo.layers import fused
 from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.cpu import products
 
 
 def test_gradients_accumulate_in_fp32_and_follow_fp32():
@@ -42,10 +43,10 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
     expected = (wide_x @ wide_weight.t() + bias.double()).detach(), wide_grad @ wide_weight
     weight_grad = (wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)).float()
     for has_units, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(linear, "_has_bfloat16_units", lambda answer=has_units: answer)
+        monkeypatch.setattr(products, "_has_bfloat16_units", lambda answer=has_units: answer)
         x.grad = weight.grad = bias.grad = None
-        assert linear.product_dtype(x) == dtype
-        y = linear.linear(x, weight, bias)
+        assert products.product_dtype(x) == dtype
+        y = fused.linear(x, weight, bias)
         y.backward(grad)
         assert y.dtype == x.grad.dtype == torch.bfloat16
         for ours, theirs in zip((y, x.grad), expected, strict=True):
@@ -55,9 +56,9 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
         torch.testing.assert_close(
             bias.grad.double(), wide_grad.sum((0, 1)), rtol=2**-7, atol=2**-7
         )
-    monkeypatch.setattr(linear, "_has_bfloat16_units", lambda: False)
+    monkeypatch.setattr(products, "_has_bfloat16_units", lambda: False)
     # a few tokens: the weights would take longer to widen
-    assert linear.product_dtype(x[:, :4]) == torch.bfloat16
+    assert products.product_dtype(x[:, :4]) == torch.bfloat16
 
 
 def test_masters_add_up_steps_that_bfloat16_would_lose():
@@ -177,7 +178,10 @@ def curve(dtype, file, job):
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()]
 
 
-SIXTY_STEPS = "--hidden-size 64 --layers 2 --seq-length 32 --global-batch-size 16 --steps 60 --initial-loss-scale 1024"
+SIXTY_STEPS = (
+    "--hidden-size 64 --layers 2 --seq-length 32 --global-batch-size 16 --steps 60 "
+    "--initial-loss-scale 1024"
+)
 SIXTY_STEPS += " --lr 2e-3"
 
 

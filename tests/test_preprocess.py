@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -143,7 +144,7 @@ def test_a_worker_that_dies_is_told_in_one_line(tmp_path, monkeypatch):
     def die(*_):
         raise BrokenProcessPool
 
-    monkeypatch.setattr(module.ProcessPoolExecutor, "submit", die)
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", die)
     source = write_jsonl(tmp_path / "a.jsonl", texts(10))
     with pytest.raises(UserError, match="a worker died"):
         preprocess(Recipe((str(source),), "byte"), tmp_path / "out", 1)

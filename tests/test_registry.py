@@ -1,23 +1,32 @@
 """A model of a user's own: one file, registered, named on the command line."""
 
+import math
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 import pretrain_gpt
 from megazoo import from_config, register
-from megazoo.checkpoint import Checkpoint
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.launch import run_program
 from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.cli.parsing import run_file
 from megazoo.errors import UserError
+from megazoo.layers import MLP
+from megazoo.models import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.models.registry import FAMILIES, find_config
-from megazoo.planning.plan import Planner
+from megazoo.models.source import SavedModel
+from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
+from megazoo.planning.meter import forward_flops
+from megazoo.planning.plan import Planner, note_on_mfu
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -39,7 +48,11 @@ class LouderConfig(GPT2Config):
 @megazoo.register("louder")
 class Louder(GPT2):
     Config = LouderConfig
-    presets = {"louder-tiny": LouderConfig(vocab_size=257, max_positions=32, hidden_size=32, layers=2, heads=2)}
+    presets = {
+        "louder-tiny": LouderConfig(
+            vocab_size=257, max_positions=32, hidden_size=32, layers=2, heads=2
+        )
+    }
 
     def forward_stage(self, x, batch, stage):
         x = super().forward_stage(x, batch, stage)
@@ -61,11 +74,11 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(tmp_p
     common = ["--import", str(file), "--device", "cpu", "--eval-steps", "0", "--save", str(saved)]
     batch = ["--seq-length", "32", "--global-batch-size", "4", "--micro-batch-size", "2"]
     pretrain_gpt.main([*common, *batch, "--model", "louder", "--steps", "2"])
-    assert Checkpoint(saved).manifest["family"] == "louder"
-    assert Checkpoint(saved).config.loudness == 2.0
+    assert SavedModel(saved).manifest["family"] == "louder"
+    assert SavedModel(saved).config.loudness == 2.0
     FAMILIES.pop("louder")
     pretrain_gpt.main([*common, "--load", str(saved), "--steps", "3"])
-    assert Checkpoint(saved).trainer["step"] == 3
+    assert SavedModel(saved).trainer["step"] == 3
 
 
 def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path, capsys, monkeypatch):
@@ -114,6 +127,80 @@ def test_the_config_of_another_family_is_refused():
     assert FAMILIES["mine"] is Mine
 
 
+@dataclass(frozen=True)
+class OwnConfig:
+    """Of a user's own: it inherits from nothing, and has no more than it needs."""
+
+    vocab_size: int = 61
+    max_positions: int = 16
+    hidden_size: int = 32
+    layers: int = 2
+    heads: int = 4
+    ffn_size: int = 64
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, config, index):
+        super().__init__()
+        self.mlp = MLP(config.hidden_size, config.ffn_size, F.gelu)
+        self.mix = Mix(config.hidden_size)
+
+    def forward(self, x):
+        return x + self.mix(self.mlp(x))
+
+
+class Mix(ShardedModule):
+    """A matrix of a user's own, of which only this class knows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.add_parameter("weight", ParameterSpec((size, size), std=0.02))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def own_model():
+    class Own(Model):
+        Config, Block, presets = OwnConfig, OwnBlock, {"own-tiny": OwnConfig()}
+
+        def __init__(self, config, ctx, seed=0):
+            super().__init__(config, ctx, seed)
+            self.add_embedding()
+            self.add_layers()
+            self.add_head()
+
+        def forward_stage(self, x, batch, stage):
+            return self.run_layers(self.embedding(x) if stage.first else x, stage)
+
+        @classmethod
+        def stage_costs(cls, config):
+            return 1, 0, 1
+
+    return register("own")(Own)
+
+
+def test_a_config_of_ones_own_needs_to_inherit_from_nothing():
+    own_model()
+    model, ids = from_config("own"), torch.zeros(2, 16, dtype=torch.int64)
+    assert model.train_batch(ids, labels=ids).item() == pytest.approx(math.log(61), rel=0.05)
+    assert model.generate(ids[:, :3], max_new_tokens=2, use_cache=False).shape == (2, 5)
+    assert OwnConfig().num_labels == 0
+    assert "num_labels" not in asdict(OwnConfig())
+    with pytest.raises(UserError, match="tp 3 doesn't divide heads 4: use tp 1, 2 or 4"):
+        Model.check(OwnConfig(), 3, 1)
+
+
+@pytest.mark.parametrize("says", [("weight",), ()])
+def test_a_layer_of_ones_own_counts_as_it_says(says, monkeypatch):
+    monkeypatch.setattr(Mix, "multiplied", says)
+    own_model()
+    model = from_config("own", ParallelContext(device=torch.device("meta")))
+    runs = 3 * forward_flops(model, 1, 16) / 16
+    assert runs - flops_per_token(OwnConfig(), 16) == (0 if says else 6 * 2 * 32 * 32)
+    assert (note_on_mfu(OwnConfig(), 16) is None) == bool(says)
+
+
 PLAIN_ATTENTION = """
 from dataclasses import dataclass
 
@@ -131,7 +218,9 @@ class PlainAttention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.size, self.recompute = c.hidden_size // c.heads, False
-        self.parts = nn.ModuleList(ColumnParallelLinear(c.hidden_size, c.hidden_size) for _ in range(3))
+        self.parts = nn.ModuleList(
+            ColumnParallelLinear(c.hidden_size, c.hidden_size) for _ in range(3)
+        )
         self.output = RowParallelLinear(c.hidden_size, c.hidden_size)
 
     def forward(self, x, seed, mask, cache):
@@ -147,7 +236,11 @@ class PlainConfig(GPT2Config):
 @megazoo.register("plain")
 class Plain(GPT2):
     Config = PlainConfig
-    presets = {"plain-tiny": PlainConfig(vocab_size=257, max_positions=512, hidden_size=32, layers=2, heads=2)}
+    presets = {
+        "plain-tiny": PlainConfig(
+            vocab_size=257, max_positions=512, hidden_size=32, layers=2, heads=2
+        )
+    }
 
     def __init__(self, config, ctx, seed=0):
         super().__init__(config, ctx, seed)
@@ -200,8 +293,11 @@ def test_selective_recomputation_tells_the_modules_that_know_it(tmp_path):
         ("none", False),
     ):
         model = from_config("plain").recompute(mode)
-        told = {name: module.recompute for name, module in model.named_modules() if name.startswith("layers.")
-                and isinstance(getattr(module, "recompute", None), bool)}  # fmt: skip
+        told = {
+            name: module.recompute
+            for name, module in model.named_modules()
+            if name.startswith("layers.") and isinstance(getattr(module, "recompute", None), bool)
+        }
         assert told == {
             f"layers.{i}.{part}": expected for i in (0, 1) for part in ("attention", "mlp")
         }

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import context
 
-from megazoo.parallel import collectives
+from megazoo.parallel import collectives, p2p
 from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.cpu.shared_memory import SLOT_BYTES, Mailboxes, Reducer, shared_by
 
@@ -198,7 +198,7 @@ def talk(size, rounds):
         sent = [(message(ctx.pp_rank, peer, *what), peer) for peer in peers]
         if late.random() < 0.2:
             time.sleep(late.random() * 3e-3)
-        coming, going = collectives.exchange_with_stages(buffers, sent, ctx)
+        coming, going = p2p.exchange_with_stages(buffers, sent, ctx)
         works.append((going, sent))
         awaited += [(what, *each) for each in zip(buffers, coming, strict=True)]
         if number % 2:

@@ -1,4 +1,4 @@
-"""ZeRO-1 and the offloaded optimizer: the same parameters, half of the state, the same checkpoints."""
+"""ZeRO-1 and the offloaded optimizer: the same parameters and checkpoints, half of the state."""
 
 import itertools
 from itertools import pairwise
@@ -35,8 +35,10 @@ def parts(model):
     return {entry.name: entry.parameter.detach().clone() for entry in model.entries()}
 
 
-def trained(config, layout, dtype=torch.float32, steps=5, path=None, small_buckets=True, **how):
-    """Parameters, gradient norms and the bytes of optimizer state on this rank, after some steps."""
+def trained(
+    config, layout, dtype=torch.float32, steps=5, path=None, small_buckets=True, **settings
+):
+    """Train some steps; returns parameters, gradient norms and elements of state on this rank."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, dtype=dtype, seed=3))
     if small_buckets:  # several of them, so that parameters begin and end within shards
@@ -45,7 +47,7 @@ def trained(config, layout, dtype=torch.float32, steps=5, path=None, small_bucke
             e.parameter for e in entries if len(e.stages) > 1 or e.spec.has_partial_gradient(ctx)
         }
         model._buckets = GradientBuckets([e.parameter for e in entries], ctx, 3000, late)
-    optimizer, norms = AdamW(model, lr=1e-2, **how), []
+    optimizer, norms = AdamW(model, lr=1e-2, **settings), []
     for step in range(steps):
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
         model.train_batch(ids, targets=targets, num_microbatches=2, step=step)
@@ -109,11 +111,11 @@ def test_each_replica_has_its_share_of_the_state(ranks):
         assert max(shares) < 1.01 * whole / dp
 
 
-def run_of(config, layout, steps, path=None, start=None, dtype=torch.float32, **how):
+def run_of(config, layout, steps, path=None, start=None, dtype=torch.float32, **settings):
     """Losses of a run that may begin with a checkpoint and end with one."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, dtype=dtype, seed=3))
-    optimizer, losses, first = AdamW(model, lr=1e-2, **how), [], 0
+    optimizer, losses, first = AdamW(model, lr=1e-2, **settings), [], 0
     if start:
         first = load(Checkpoint(start), model, optimizer)["step"]
     for step in range(first, steps):
@@ -151,7 +153,7 @@ def test_checkpoints_know_nothing_of_zero(ranks, tmp_path, dtype):
     straight = run_in_layout(
         ranks, run_of, layout, config, steps=5, zero=1, clip_grad=0, dtype=dtype
     )[0][6:]
-    for later, how in [
+    for later, settings in [
         (dict(dp=4), {"zero": 1}),
         (dict(tp=2, pp=2), {}),
         ({}, {"offload": True}),
@@ -166,7 +168,7 @@ def test_checkpoints_know_nothing_of_zero(ranks, tmp_path, dtype):
             start=tmp_path / "1",
             clip_grad=0,
             dtype=dtype,
-            **how,
+            **settings,
         )[0]
         assert losses == pytest.approx(straight, rel=1e-5 if dtype == torch.float32 else 2e-2)
 

@@ -24,7 +24,7 @@ from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import evaluate_texts, score_choices
-from megazoo.terminal import byte_bar
+from megazoo.terminal import byte_bar, print_rank_0
 
 
 @dataclass
@@ -58,18 +58,18 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"--output: {options.output.parent} is not a directory")
     requests = read_choices(options.choices) if options.choices else None
     documents = read_texts(options.text, options.json_key) if options.text else None
-    model, tokenizer, say = load_for_inference(options)
+    model, tokenizer = load_for_inference(options)
     if documents is not None:
-        lines = [scored_texts(model, tokenizer, documents, options, say)]
+        lines = [scored_texts(model, tokenizer, documents, options)]
     else:
-        lines = scored_choices(model, tokenizer, requests, options.batch_size, say)
+        lines = scored_choices(model, tokenizer, requests, options.batch_size)
     if options.output and is_rank_zero():
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def scored_texts(model, tokenizer, documents: list[bytes], options: Options, say) -> dict:
+def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
     """Score documents, say how, and return it as a line of the output."""
     longest = model.longest_sequence(model.config)
     length = options.seq_length or min(longest, 2048)
@@ -85,10 +85,12 @@ def scored_texts(model, tokenizer, documents: list[bytes], options: Options, say
             batch=options.batch_size,
             progress=bar.update,
         )
-    say(f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens")
-    say(f"loss            {result.loss:.6f} nats a token")
-    say(f"perplexity      {result.perplexity:.4f}")
-    say(f"bits a byte     {result.bits_per_byte:.6f}")
+    print_rank_0(
+        f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
+    )
+    print_rank_0(f"loss            {result.loss:.6f} nats a token")
+    print_rank_0(f"perplexity      {result.perplexity:.4f}")
+    print_rank_0(f"bits a byte     {result.bits_per_byte:.6f}")
     return {
         **vars(result),
         "loss": result.loss,
@@ -97,7 +99,7 @@ def scored_texts(model, tokenizer, documents: list[bytes], options: Options, say
     }
 
 
-def scored_choices(model, tokenizer, requests: list[dict], batch: int, say) -> list[dict]:
+def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[dict]:
     """Score the choices of requests, say their log-likelihoods, and how many are right.
 
     Returns the requests with log_likelihoods, tokens and greedy, each of every choice.
@@ -110,11 +112,11 @@ def scored_choices(model, tokenizer, requests: list[dict], batch: int, say) -> l
         lines.append(
             {**request, "log_likelihoods": likelihoods, "tokens": tokens, "greedy": greedy}
         )
-        say("  ".join(f"{value:.4f}" for value in likelihoods))
+        print_rank_0("  ".join(f"{value:.4f}" for value in likelihoods))
         if "answer" in request:
             right.append(likelihoods.index(max(likelihoods)) == request["answer"])
     if right:
-        say(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
+        print_rank_0(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
     return lines
 
 

@@ -23,6 +23,7 @@ from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects
+from megazoo.terminal import print_rank_0
 
 # Arguments of `Model.generate` that are flags of the same names.
 SAME_NAMES = (
@@ -79,8 +80,8 @@ class Options(InferenceOptions):
 class Printer:
     """Prints a row's text as its tokens come, up to one of those that end it."""
 
-    def __init__(self, tokenizer, prompt: list[int], ends: set[int], say):
-        self.stream, self.ends, self.say, self.over = tokenizer.stream(), ends, say, False
+    def __init__(self, tokenizer, prompt: list[int], ends: set[int]):
+        self.stream, self.ends, self.over = tokenizer.stream(), ends, False
         for token in prompt:
             self.stream.put(token)
 
@@ -88,17 +89,17 @@ class Printer:
         token = int(tokens[0])
         self.over = self.over or token in self.ends
         if not self.over:
-            self.say(self.stream.put(token), end="")
+            print_rank_0(self.stream.put(token), end="")
 
     def end(self) -> None:
-        self.say(self.stream.end())
+        print_rank_0(self.stream.end())
 
 
 class Session:
     """Answers prompts, and counts tokens and seconds. settings: arguments of `Model.generate`."""
 
-    def __init__(self, model, tokenizer, say, settings: dict):
-        self.model, self.tokenizer, self.say, self.settings = model, tokenizer, say, settings
+    def __init__(self, model, tokenizer, settings: dict):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.ends = self.settings["eos_token_id"]
         self.tokens, self.seconds = 0, 0.0
 
@@ -107,8 +108,8 @@ class Session:
         ids, mask = self.tokenizer.encode_batch(prompts, padding_side="left")
         streamer, answers = None, self.settings["num_return_sequences"]
         if len(prompts) == answers == self.settings["num_beams"] == 1:
-            streamer = Printer(self.tokenizer, ids[0].tolist(), set(self.ends), self.say)
-            self.say(prompts[0], end="")
+            streamer = Printer(self.tokenizer, ids[0].tolist(), set(self.ends))
+            print_rank_0(prompts[0], end="")
         began = time.perf_counter()
         out = self.model.generate(ids, mask, streamer=streamer, **self.settings)[:, ids.shape[1] :]
         self.seconds += time.perf_counter() - began
@@ -120,7 +121,7 @@ class Session:
                 stream = self.tokenizer.stream()
                 for token in ids[row].tolist():
                     stream.put(token)
-                self.say(prompts[row] + "".join(map(stream.put, new[:length])) + stream.end())
+                print_rank_0(prompts[row] + "".join(map(stream.put, new[:length])) + stream.end())
 
     def __str__(self) -> str:
         rate = self.tokens / max(self.seconds, 1e-9)
@@ -138,13 +139,13 @@ def main(arguments: list[str]) -> None:
         prompts = [options.prompt]
     elif options.prompts:
         prompts = read_lines(options.prompts)
-    model, tokenizer, say = load_for_inference(options)
-    session = Session(model, tokenizer, say, settings_of(options, model, tokenizer))
+    model, tokenizer = load_for_inference(options)
+    session = Session(model, tokenizer, settings_of(options, model, tokenizer))
     if prompts is None:
         converse(session)
     for first in range(0, len(prompts or ()), options.batch_size):
         session.answer(prompts[first : first + options.batch_size])
-    say(f"\n{session}")
+    print_rank_0(f"\n{session}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -179,7 +180,7 @@ def converse(session: Session) -> None:
     while True:
         line = None
         if is_rank_zero():
-            session.say("> ", end="")
+            print_rank_0("> ", end="")
             line = sys.stdin.readline()
         line = all_gather_objects(line, ctx, patient)[0]
         if not line:
@@ -188,7 +189,7 @@ def converse(session: Session) -> None:
             try:
                 session.answer([line.rstrip("\n")])
             except UserError as error:
-                session.say(f"({error})")
+                print_rank_0(f"({error})")
             seed += 1
             session.settings["seed"] = seed
 

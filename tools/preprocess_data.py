@@ -15,8 +15,10 @@ from pathlib import Path
 
 from megazoo.cli.flags import File, parse_flags
 from megazoo.cli.launch import run_program
+from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.data.encoding import Recipe
 from megazoo.data.indexed import IndexedTokens
-from megazoo.data.preprocess import Recipe, input_files, preprocess
+from megazoo.data.preprocess import input_files, preprocess
 from megazoo.errors import UserError
 from megazoo.terminal import byte_bar
 
@@ -49,9 +51,8 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     check(options)
     inputs = input_files(list(options.input))
-    recipe = Recipe(
-        inputs, options.tokenizer, options.json_keys, options.append_eod, options.strict
-    )
+    tokenizer = find_tokenizer(options.tokenizer)
+    recipe = Recipe(inputs, tokenizer, options.json_keys, options.append_eod, options.strict)
     told = 0
     began = time.perf_counter()
     with byte_bar(sum(os.path.getsize(file) for file in inputs)) as bar:
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> None:
 
         try:
             done = preprocess(
-                recipe, options.output_prefix, options.workers, progress=bar.update, say=tell
+                recipe, options.output_prefix, options.workers, progress=bar.update, report=tell
             )
         except OSError as error:
             raise UserError(

@@ -1,5 +1,5 @@
-"""What a run does when it is told to stop, when it is started again, and when a rank dies or
-stalls."""
+"""What a run does when it is sent a signal to stop, when it is started again, and when a rank dies
+or stalls."""
 
 import os
 import signal
@@ -16,14 +16,14 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
 from megazoo.torch_internals import default_store
 
-# seconds from a signal to the end of the step; then SIGTERM does what it does by itself
+# Seconds from a signal to the end of the step; then SIGTERM does what it does by itself.
 PATIENCE = 20.0
 GRACE = 3.0  # seconds in which ranks that wait in vain tell each other so
 OUT_OF_REACH = 5.0  # seconds more, after which the job's store is taken to be out of reach
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started this program again after a rank died (--max-restarts)."""
+    """Return whether torchrun has started this program again after a rank died (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
@@ -64,7 +64,8 @@ class StopSignal:
         self._watcher.join()
 
     def agreed(self) -> str | None:
-        """The name of a signal that some rank was sent, the same on every rank; None if none was."""
+        """Return the name of a signal that some rank was sent, the same on every rank; None if none
+        was."""
         number = torch.tensor(self.noted, device=self.ctx.device)
         all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
         if number:
@@ -83,8 +84,8 @@ class StopSignal:
 
 @contextmanager
 def naming_absent_ranks(ctx: ParallelContext):
-    """If a wait for other ranks fails inside, or takes longer than the groups' timeout, tell on
-    stderr who is absent.
+    """Name the absent ranks on stderr, if a wait for them fails within or takes longer than the
+    groups' timeout.
 
     Every rank that waited in vain says so in the job's store; those that have not are the ones
     waited for.
@@ -99,12 +100,17 @@ def naming_absent_ranks(ctx: ParallelContext):
             teller.start()
             teller.join(GRACE + OUT_OF_REACH)
             if teller.is_alive():
-                line = f"rank {ctx.rank} on {os.uname().nodename} can't reach the others any more, nor the job's store"
-                print(f"{line}: is a node or its network down?", file=sys.stderr, flush=True)
+                print(
+                    f"rank {ctx.rank} on {os.uname().nodename} can't reach the others any more, "
+                    "nor the job's store: is a node or its network down?",
+                    file=sys.stderr,
+                    flush=True,
+                )
         raise
 
 
 def _tell_absent(ctx: ParallelContext, reason: str) -> None:
+    """Say in the job's store that this rank waited in vain; the first that did names the absent."""
     try:
         store = default_store()
         store.set(f"waited in vain/{ctx.rank}", "")
@@ -114,14 +120,15 @@ def _tell_absent(ctx: ParallelContext, reason: str) -> None:
         print(f"rank {ctx.rank} can't reach the job's store: {error}", file=sys.stderr, flush=True)
         return
     absent = [rank for rank in range(ctx.world_size) if rank not in there]
-    # else a connection broke: the launcher says whose
+    # Without a timeout a connection broke: the launcher says whose.
     if ctx.rank == min(there) and "timed out" in reason.lower():
-        who = (
-            ", ".join(f"rank {rank} ({_place(rank, ctx)})" for rank in absent)
-            or "no rank: all waited for each other"
+        who = ", ".join(f"rank {rank} ({_place(rank, ctx)})" for rank in absent)
+        print(
+            f"no word from {who or 'no rank: all waited for each other'}: "
+            f"it stalled longer than the timeout, or died ({reason})",
+            file=sys.stderr,
+            flush=True,
         )
-        line = f"no word from {who}: it stalled longer than the timeout, or died"
-        print(f"{line} ({reason})", file=sys.stderr, flush=True)
 
 
 def _place(rank: int, ctx: ParallelContext) -> str:

@@ -1,5 +1,5 @@
-"""Flags: a dataclass filled from a command line, mistakes told in one line; and the kinds of flags
-that tools share."""
+"""Flags: fills a dataclass from a command line, with mistakes in one line; and the kinds of flags
+that programs share."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from megazoo.errors import UserError, nearest
 
 
 def optional(kind: type, metavar: str, default: str):
-    """An option that may be left out, with what the help says of that."""
+    """Return the kind of an option that may be left out. default: what the help says of that."""
     hint = f"(default: {default})" if default else ""
     return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
 
@@ -27,41 +27,53 @@ Argument = tyro.conf.Positional[
 
 
 def parse_flags(kind: type, arguments: list[str], description: str):
-    """A dataclass filled from a command line by tyro; `kind` has a default for every flag.
+    """Fill a dataclass from a command line by tyro; `kind` has a default for every flag.
 
     Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag,
     naming the nearest known one, or a value of the wrong type.
     """
-    flags = {"--" + name.replace("_", "-") for name in settings_of(kind)} | {"--help"}
-    for argument in arguments:
-        flag = argument.partition("=")[0].replace("_", "-")
-        if (
-            flag.startswith("--")
-            and flag not in flags
-            and flag.replace("--no-", "--", 1) not in flags
-        ):
-            raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
-    told = io.StringIO()
+    _check_names(arguments, {flag_of(name) for name in settings_of(kind)} | {"--help"})
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(printed):
             return tyro.cli(kind, args=arguments, description=description)
     except SystemExit as stop:
         if not stop.code:
             raise
-        # A box: a title, rules of dashes, the message, a rule, and hints.
-        lines = [line.strip("│| ") for line in told.getvalue().splitlines()[1:]]
-        is_rule = [not line.strip("╭╮╰╯─-+") for line in lines]
-        start = is_rule.index(False) if False in is_rule else 0
-        end = is_rule.index(True, start) if True in is_rule[start:] else len(lines)
-        raise UserError(" ".join(lines[start:end]) or "bad arguments") from None
+        raise UserError(_message_in(printed.getvalue()) or "bad arguments") from None
+
+
+def flag_of(argument: str) -> str:
+    """Return the flag of a setting's name or of a word of a command line: --log-interval for
+    log_interval and for --log_interval=1."""
+    return "--" + argument.removeprefix("--").partition("=")[0].replace("_", "-")
 
 
 def settings_of(kind: type) -> dict:
-    """The name and default of every setting of a dataclass, groups opened."""
+    """Return the name and default of every setting of a dataclass, those of its groups included."""
     settings = {}
     for f in fields(kind):
         default = f.default_factory() if f.default_factory is not MISSING else f.default
-        settings |= (
-            settings_of(type(default)) if is_dataclass(default) else {f.name.rstrip("_"): default}
-        )
+        if is_dataclass(default):
+            settings |= settings_of(type(default))
+        else:
+            settings[f.name.rstrip("_")] = default
     return settings
+
+
+def _check_names(arguments: list[str], flags: set[str]) -> None:
+    for argument in arguments:
+        if not argument.startswith("--"):
+            continue
+        flag = flag_of(argument)
+        if flag not in flags and flag.replace("--no-", "--", 1) not in flags:
+            raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
+
+
+def _message_in(box: str) -> str:
+    """The message in tyro's box: a title, rules of dashes, the message, a rule, and hints."""
+    lines = [line.strip("│| ") for line in box.splitlines()[1:]]
+    is_rule = [not line.strip("╭╮╰╯─-+") for line in lines]
+    start = is_rule.index(False) if False in is_rule else 0
+    end = is_rule.index(True, start) if True in is_rule[start:] else len(lines)
+    return " ".join(lines[start:end])

@@ -1,7 +1,6 @@
 """What the tools that run a model have in common: its options, its ranks, the model and its
 tokenizer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -12,7 +11,8 @@ from megazoo.cli.launch import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption
 from megazoo.cli.parsing import required
 from megazoo.cli.rules import parse_stage_layers
-from megazoo.environment import is_rank_zero, world_size
+from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
@@ -36,7 +36,7 @@ class InferenceOptions(ImportOption):
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
-    """Of weights and activations."""
+    """Type of weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
     tokenizer: Name = None
@@ -44,9 +44,8 @@ class InferenceOptions(ImportOption):
     it was trained on."""
 
 
-def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Callable[[str], None]]:
-    """This rank's part of the model, its tokenizer, and a print that only rank 0 does; starts the
-    missing ranks."""
+def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
+    """Start the missing ranks, and return this rank's part of the model and its tokenizer."""
     (path,) = required(options, "source")
     source = open_source(path)
     where = options.tokenizer or source.tokenizer
@@ -54,14 +53,17 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Cal
         raise UserError(
             f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
         )
-    tokenizer = open_tokenizer(where)
+    tokenizer = open_tokenizer(find_tokenizer(where))
     source.model.check(source.config, options.tp, options.pp)
-    how = {"stage_layers": parse_stage_layers(options.stage_layers)}
-    source.model.all_stages(source.config, ParallelContext.virtual(options.tp, options.pp, **how))
+    stage_layers = parse_stage_layers(options.stage_layers)
+    layout = ParallelContext.virtual(options.tp, options.pp, stage_layers=stage_layers)
+    source.model.all_stages(source.config, layout)  # refuses a pipeline that can't be cut so
     data_parallel_size(options.tp, options.pp)
     choose_device(options.device, options.tp * options.pp if world_size() == 1 else None)
     start_missing_ranks(options.tp, options.pp)
-    ctx = ParallelContext.from_torch(options.tp, options.pp, device=options.device, **how)
+    ctx = ParallelContext.from_torch(
+        options.tp, options.pp, stage_layers=stage_layers, device=options.device
+    )
     dtype = (
         getattr(torch, options.dtype)
         if options.dtype
@@ -69,9 +71,4 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer, Cal
     )
     model = source.model.empty(source.config, ctx, dtype=dtype)
     load_weights(source, model)
-    say = (
-        (lambda *text, **how: print(*text, **how, flush=True))
-        if is_rank_zero()
-        else lambda *_, **__: None
-    )
-    return model.eval(), tokenizer, say
+    return model.eval(), tokenizer

@@ -19,14 +19,15 @@ from megazoo.environment import (
 )
 from megazoo.errors import Advice, UserError
 
-# seconds: rank 0 tells what all ranks found; another tells only what rank 0 did not
+# Seconds that other ranks wait before they print a mistake: one that all have found is printed by
+# rank 0, and the launcher ends the others meanwhile.
 REPORT_DELAY = 10.0
 
 
 def data_parallel_size(tp: int, pp: int) -> int:
-    """The dp that follows from the world, 1 if the ranks are still to be started; UserError with
-    the right command."""
-    # with torch, which --help needs not
+    """Return the dp that follows from the world, 1 if the ranks are still to be started. UserError
+    with the right command if the world does not fit."""
+    # This loads torch, which --help does not need.
     from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
 
     world = world_size()
@@ -42,10 +43,10 @@ def data_parallel_size(tp: int, pp: int) -> int:
 
 
 def after_rank_zero(work: Callable[[], None]):
-    """Run `work` on rank 0 while all others wait, however long it takes; no process group would.
+    """Run `work` on rank 0 while all others wait, however long it takes; in a process group they
+    would run into its timeout.
 
-    What is returned must live until there is a process group: in rank 0 it may be the store of
-    both.
+    What is returned, the ranks' store, must live until there is a process group, which may use it.
     """
     import torch.distributed as dist
 
@@ -89,7 +90,7 @@ def start_missing_ranks(tp: int, pp: int) -> None:
 def run_program(main: Callable[[list[str]], None]) -> None:
     """Run main(arguments) and exit: 0, or a UserError's exit code after its one line on stderr.
 
-    A mistake that all ranks find is told by rank 0; the others wait to be ended by the launcher.
+    A mistake that all ranks find is printed by rank 0; the launcher ends the others, which wait.
     """
     sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
     usual = warnings.formatwarning
@@ -106,7 +107,7 @@ def run_program(main: Callable[[list[str]], None]) -> None:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except RuntimeError as error:
-        # gloo's word for a peer that ended: its own report comes first
+        # gloo says so of a peer that ended; what that one prints comes first.
         if "Connection" in str(error):
             time.sleep(REPORT_DELAY)
         raise
@@ -115,18 +116,17 @@ def run_program(main: Callable[[list[str]], None]) -> None:
 
 
 def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:
-    """The command that starts this program (with other arguments, if given) on so many ranks."""
-    return f"torchrun --nproc-per-node {ranks} {shlex.join([sys.argv[0], *(arguments or sys.argv[1:])])}"
+    """Return the command that starts this program on so many ranks, with these arguments or its
+    own."""
+    command = shlex.join([sys.argv[0], *(arguments or sys.argv[1:])])
+    return f"torchrun --nproc-per-node {ranks} {command}"
 
 
 def python_line(arguments: list[str], program: str | None = None) -> str:
-    """The command that starts this program (or another) with this Python."""
-    here = os.path.relpath(sys.executable)
-    python = (
-        "python"
-        if shutil.which("python") == sys.executable
-        else sys.executable
-        if ".." in here
-        else here
-    )
+    """Return the command that starts this program, or another, with this Python."""
+    python = os.path.relpath(sys.executable)
+    if shutil.which("python") == sys.executable:
+        python = "python"
+    elif ".." in python:
+        python = sys.executable
     return f"{python} {shlex.join([program or sys.argv[0], *arguments])}"

@@ -1,10 +1,14 @@
-"""What a run tells while it goes on: lines on the terminal, a file with one JSON object a step,
-TensorBoard, traces."""
+"""The numbers of a run while it goes on: lines on the terminal, a file with one JSON object a step,
+TensorBoard, Weights & Biases, traces."""
 
 import json
+import resource
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from megazoo.errors import UserError
 from megazoo.terminal import clock
@@ -29,14 +33,21 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_flops(device) -> float | None:
-    """FLOP/s of a torch.device in bf16, as its maker tells; None where it is not known."""
+def peak_flops(device: torch.device) -> float | None:
+    """Return the FLOP/s of a device in bf16, as its maker tells; None where it is not known."""
     if device.type != "cuda":
         return None
-    import torch
-
     name = torch.cuda.get_device_name(device)
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that were allocated on a device, or, on the CPU, the process's largest
+    resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Metrics:
@@ -45,8 +56,8 @@ class Metrics:
 
     path: the file. tensorboard: TensorBoard's directory; what it has of steps after `step`, where
     this start begins, is hidden. wandb: the project of Weights & Biases. run: the id there of the
-    run that goes on; a new one by default.
-    settings: what its page tells of the run. UserError if Weights & Biases refuses.
+    run that is resumed; a new one by default. settings: shown on the run's page there. UserError
+    if Weights & Biases refuses.
     """
 
     def __init__(
@@ -75,9 +86,9 @@ class Metrics:
         """The id of the run in Weights & Biases, if there is one."""
         return self.wandb_run and self.wandb_run.id
 
-    def write(self, step: int, **values) -> None:
-        """Numbers of a step, or of an evaluation after it, which begin with eval_ or test_. None:
-        there is none."""
+    def write(self, step: int, values: dict) -> None:
+        """Write the numbers of a step, or of an evaluation after it; the names of the latter begin
+        with eval_ or test_. None: there is no such number."""
         if self.path:
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
@@ -95,6 +106,7 @@ class Metrics:
             self.wandb_run.log({"step": step, **named})
 
     def close(self) -> None:
+        """Close what was opened of TensorBoard and of Weights & Biases."""
         if self.board:
             self.board.close()
         if self.wandb_run:
@@ -102,7 +114,7 @@ class Metrics:
 
 
 def _open_run(project: str, run: str | None, settings: dict | None):
-    """A run of a project of Weights & Biases: a new one, or the one of an id."""
+    """Open a run in a project of Weights & Biases: a new one, or the one of an id."""
     import wandb
 
     try:
@@ -118,7 +130,7 @@ def _open_run(project: str, run: str | None, settings: dict | None):
 
 @contextmanager
 def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
-    """Yields what to call after each step. The first and last of `steps`, counted from 1, and those
+    """Yield what to call after each step. The first and last of `steps`, counted from 1, and those
     between are traced by torch.profiler, into directory/rank_N.json.gz."""
     if not directory:
         yield lambda: None
@@ -137,8 +149,8 @@ def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
         yield trace.step
 
 
-class Progress:
-    """Lines such as "step 20/700  loss 3.1  ...  8,192 tokens/s  1:05 left", every `interval` steps.
+class StepLines:
+    """Makes lines such as "step 20/700  loss 3.1  ...  1:05 left", one every `interval` steps.
 
     step: where the run starts; steps: where it ends. mfu: of one token a second; None where it is
     not known.
@@ -150,12 +162,12 @@ class Progress:
         self.tokens = 0  # since the last line
 
     def time(self) -> str:
-        """Since the start."""
+        """Return the time since the start, as 1:05."""
         return clock(time.perf_counter() - self.start)
 
     def line(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> str | None:
-        """The line of a step, of so many tokens, or None if it is not its turn. The first and the
-        last have one."""
+        """Return the line of a step, of so many tokens, or None if it is not its turn. The first
+        and the last have one."""
         self.tokens += tokens
         if step % self.interval and step not in (self.first + 1, self.steps):
             return None
@@ -164,8 +176,8 @@ class Progress:
         left = (now - self.start) / (step - self.first) * (self.steps - step)
         self.last_time, self.tokens = now, 0
         return (
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
-            f"{rate:,.0f} tokens/s  "
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  "
+            f"grad norm {norm:.3f}  lr {lr:.2e}  {rate:,.0f} tokens/s  "
             + (f"mfu {rate * self.mfu:.1%}  " if self.mfu else "")
             + f"{clock(left)} left"
         )

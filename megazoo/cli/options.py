@@ -1,7 +1,10 @@
-"""The settings of the training program: one set of dataclasses makes the flags, their help and the
-TOML keys."""
+"""The settings of the training program and of the tools: one set of dataclasses makes the flags,
+their help and the TOML keys.
 
-from dataclasses import dataclass, field, fields
+The fields' docstrings are the flags' help.
+"""
+
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -10,9 +13,6 @@ import tyro
 from megazoo.cli.flags import Argument, File, Name, optional
 from megazoo.data.conversations import CHATML
 from megazoo.parallel.schedule import SCHEDULES
-
-# The fields' docstrings are the flags' help.
-
 
 Size = optional(int, "INT", "the preset's")
 Rate = optional(float, "FLOAT", "the preset's")
@@ -109,27 +109,28 @@ class TrainingOptions:
     seq_length: int = 128
     """Tokens of a sequence."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and activations. The shorter ones have fp32 master weights, gradients and moments
-    beside them, and float16 a dynamic loss scale."""
+    """Type of weights and activations. The shorter ones have fp32 master weights, gradients and
+    moments beside them, and float16 a dynamic loss scale."""
     initial_loss_scale: float = 65536.0
-    """Of float16."""
+    """Loss scale that a run in float16 begins with."""
     loss_scale_window: int = 1000
     """Steps in a row without overflow, after which the loss scale doubles."""
     hysteresis: int = 2
-    """Overflows after which each further one halves the loss scale."""
+    """Which overflow halves the loss scale, and so does each further one; 2 tolerates one."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Run parts again in backward instead of keeping their activations: attention and the MLPs'
     activations, or all."""
     recompute_interval: int = 1
     """Layers that are recomputed as one unit under full."""
     compile: bool = False
-    """Run the layers under torch.compile: slow to start (a minute or so), faster after."""
+    """Run the layers under torch.compile: slow to start (a minute or so), faster afterwards."""
     train_only: optional(str, "PATTERN", "everything") = None
     """Regular expression: parameters in whose name it is not found stay frozen: head, norm,
     layers[.]3[.], or several: "head|norm". They get no gradient, no optimizer state and no weight
     decay."""
     seed: int = 1234
-    """Of the initial weights, the order of samples and the dropout: the same run in any layout."""
+    """Seed of the initial weights, the order of samples and the dropout; the run is the same in any
+    layout."""
 
 
 @dataclass
@@ -199,8 +200,8 @@ class CheckpointOptions:
     keep_last: int = 0
     """Checkpoints that remain in the directory, the last written; 0: all."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What to do when a checkpoint can't be written (a full disk, say): end, or tell it and train
-    on."""
+    """What to do when a checkpoint can't be written (a full disk, say): end, or warn and train on.
+    """
     load: File = None
     """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face
     directory, start with its weights."""
@@ -210,7 +211,7 @@ class CheckpointOptions:
 
 @dataclass
 class LoggingOptions:
-    """What is told."""
+    """What is printed and recorded."""
 
     log_interval: int = 10
     """Steps between lines on the terminal."""
@@ -219,11 +220,11 @@ class LoggingOptions:
     eval_steps: int = 20
     """Batches of an evaluation; 0: never evaluate."""
     metrics: File = None
-    """File that gets one JSON object a step, appended."""
+    """File to which one JSON object a step is appended."""
     tensorboard: File = None
-    """Directory that gets the same for TensorBoard."""
+    """Directory for the same numbers in TensorBoard."""
     wandb: Name = None
-    """Project of Weights & Biases that gets the same. WANDB_MODE=offline keeps it here."""
+    """Project of Weights & Biases for the same numbers. WANDB_MODE=offline keeps them here."""
     peak_tflops: optional(float, "FLOAT", "the device's in bf16, where known") = None
     """TFLOP/s of one rank's device: what mfu, the model FLOPs utilization, is a share of."""
     profile: File = None
@@ -251,7 +252,7 @@ class ConversionOptions(ImportOption):
     output: Argument = None
     """Directory to write."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
-    """Of the weights that are written."""
+    """Type of the weights that are written."""
     overwrite: bool = False
     """Replace the output if it is there."""
 
@@ -285,16 +286,3 @@ class Options:
     logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
     config: File = None
     """TOML file of settings: keys are the flags' names with underscores. The command line wins."""
-
-
-def groups_of(options: Options) -> list:
-    """The groups of settings, in the order of the help."""
-    return [getattr(options, f.name) for f in fields(options) if f.name != "config"]
-
-
-def settings_to_resume(options: Options) -> dict:
-    """What a checkpoint keeps, so that a run goes on as it was: everything but the layout and what
-    is told or saved."""
-    groups = (options.training, options.optimizer, options.data)
-    settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
-    return {name: value for name, value in settings.items() if value is not None}

@@ -5,31 +5,32 @@ import sys
 import tomllib
 from pathlib import Path
 
-from megazoo.cli.flags import parse_flags, settings_of
+from megazoo.cli.flags import flag_of, parse_flags, settings_of
 from megazoo.cli.options import ImportOption, Options
 from megazoo.cli.rules import check_values, settle_steps
 from megazoo.errors import UserError, nearest
 
+# Settings that take each other's place: the one that has a default, and the other.
+EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
+
 
 def parse_options(arguments: list[str], description: str, resumed: dict | None = None) -> Options:
-    """The options of a command line, over those of the TOML file that its --config names. See
-    `parse_flags`.
+    """Return the options of a command line, over those of the TOML file that its --config names.
+    See `parse_flags`.
 
-    resumed: `settings_to_resume` of the run that goes on, below both.
+    resumed: `settings_to_resume` of the run that is resumed, below both.
     """
     file = _value_of("--config", arguments)
     settings = _toml_settings(file) if file else {}
     lower = {**(resumed or {}), **settings}
-    for usual, other in (("steps", "epochs"), ("data", "mock_data")):
-        given = [
-            name
-            for name in (usual, other)
-            if any(_is_flag(name, argument) for argument in arguments)
-        ]
-        given = given or [name for name in (usual, other) if settings.get(name)]
+    flags = {flag_of(argument) for argument in arguments if argument.startswith("--")}
+    for pair in EITHER_OR:
+        usual, other = pair
+        given = [name for name in pair if flag_of(name) in flags]
+        given = given or [name for name in pair if settings.get(name)]
         if len(given) > 1:
             raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
-        if given or lower.get(other):  # the other one, given further below, doesn't count
+        if given or lower.get(other):  # what is given further below doesn't count
             lower.pop(other if given == [usual] else usual, None)
     options = parse_flags(Options, _as_flags(lower) + arguments, description)
     if options.data.mock_data:
@@ -42,8 +43,8 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
 
 
 def each_once(arguments: list[str]) -> list[str]:
-    """A command line without the flags that a later one overrides: --steps=3 --load a --steps 6 is
-    --load a --steps 6.
+    """Drop from a command line the flags that a later one overrides: --steps=3 --load a --steps 6
+    becomes --load a --steps 6.
 
     --no-X overrides --X, and the reverse.
     """
@@ -51,15 +52,15 @@ def each_once(arguments: list[str]) -> list[str]:
     name = ""
     for argument in arguments:
         if argument.startswith("--"):
-            name = argument.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
+            name = flag_of(argument).replace("--no-", "--", 1)
             flags.pop(name, None)
         flags.setdefault(name, []).append(argument)
     return [word for words in flags.values() for word in words]
 
 
 def required(options: ImportOption, *names: str) -> list:
-    """The values of positional arguments, each of which must be given; runs the --import file
-    first."""
+    """Run the --import file, then return the values of positional arguments, each of which must be
+    given."""
     if options.import_:
         run_file(options.import_)
     for name in names:
@@ -71,7 +72,7 @@ def required(options: ImportOption, *names: str) -> list:
 
 
 def run_file(file: Path) -> None:
-    """Run a user's Python file, which registers a model."""
+    """Run a user's Python file, which registers a model, a schedule or callbacks."""
     if not file.is_file():
         raise UserError(f"--import {file}: no such file")
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -79,12 +80,9 @@ def run_file(file: Path) -> None:
     spec.loader.exec_module(module)
 
 
-def _is_flag(name: str, argument: str) -> bool:
-    return argument.partition("=")[0].replace("_", "-") == f"--{name.replace('_', '-')}"
-
-
 def _value_of(flag: str, arguments: list[str]) -> str | None:
-    value = None  # the last one counts
+    """The last value of a flag in a command line."""
+    value = None
     for index, argument in enumerate(arguments):
         if argument == flag and index + 1 < len(arguments):
             value = arguments[index + 1]
@@ -106,9 +104,8 @@ def _toml_settings(file: str) -> dict:
     for key, value in settings.items():
         if key not in known:
             raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
-        if isinstance(value, dict) or (
-            isinstance(value, list) and not isinstance(known[key], tuple)
-        ):
+        several = isinstance(value, list) and not isinstance(known[key], tuple)
+        if isinstance(value, dict) or several:
             raise UserError(f"{file}: {key} must be a single value")
     return settings
 
@@ -117,9 +114,9 @@ def _as_flags(settings: dict) -> list[str]:
     """Settings as flags, so that one parser checks all."""
     flags, defaults = [], settings_of(Options)
     for key, value in settings.items():
-        name = key.replace("_", "-")
+        flag = flag_of(key)
         if isinstance(value, bool) and isinstance(defaults.get(key), bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            flags += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+            flags += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
     return flags

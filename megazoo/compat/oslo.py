@@ -1,4 +1,4 @@
-"""The way in that users of OSLO know: one call with a configuration."""
+"""OSLO's way to build a model: one call with a configuration."""
 
 from pathlib import Path
 
@@ -32,17 +32,17 @@ def initialize(model, config: dict | str | Path | None = None, **options) -> Mod
         raise UserError(GIVE_A_DIRECTORY)
     config = _known(config or {}, ("model_parallelism",), "the configuration")
     cut = _known(config.get("model_parallelism", {}), SETTINGS, "model_parallelism")
-    on = cut.get("enable", True)
-    if not isinstance(on, bool):
-        raise UserError(f"enable in model_parallelism must be true or false, not {on!r}")
-    ctx = ParallelContext.from_torch(
-        **{name: cut.get(name, 1) if on else 1 for name in SETTINGS[1:]}
-    )
+    enabled = cut.get("enable", True)
+    if not isinstance(enabled, bool):
+        raise UserError(f"enable in model_parallelism must be true or false, not {enabled!r}")
+    tp, pp = (cut.get(name, 1) if enabled else 1 for name in SETTINGS[1:])
+    ctx = ParallelContext.from_torch(tp, pp)
     is_directory = isinstance(model, str | Path) and Path(model).suffix not in (".json", ".toml")
     return (from_pretrained if is_directory else from_config)(model, ctx, **options)
 
 
 def _known(settings, names: tuple[str, ...], where: str) -> dict:
+    """Return the settings, a dictionary of known names; UserError for others."""
     if not isinstance(settings, dict):
         raise UserError(f"{where} must be a dictionary, not {settings!r}")
     for name in settings:

@@ -8,8 +8,8 @@ LEFT_OUT = {"test", "tests", "site-packages", "dist-packages"}
 
 
 def standard_library() -> list[bytes]:
-    """The standard library's source files as UTF-8, in the order of their paths; tests and packages
-    are left out."""
+    """Return the standard library's source files, in UTF-8, in the order of their paths. Tests and
+    installed packages are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     chosen = sorted(path.as_posix() for path in paths if not LEFT_OUT.intersection(path.parts))

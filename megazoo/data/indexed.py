@@ -28,14 +28,12 @@ class IndexedTokens:
 
     prefix: the files' path without its ending. Raises UserError, naming the file, if one is
     missing, cut short, of floating-point tokens (codes 6 and 7), or if the two don't fit each
-    other. What the index says of a sequence is checked when that is read: an index of any size
-    opens at once.
+    other. What the index says of a sequence is checked when that is read, so that an index of any
+    size opens in the same time.
     """
 
     def __init__(self, prefix: str | Path):
-        self.index, self.bin = index, tokens = tuple(
-            Path(f"{prefix}{ending}") for ending in (".idx", ".bin")
-        )
+        self.index, self.bin = index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         for path in (index, tokens):
             if not path.is_file():
                 raise UserError(f"{path} is missing: {prefix} is not a pair of .bin and .idx")
@@ -72,15 +70,16 @@ class IndexedTokens:
             )
 
     def __len__(self) -> int:
-        """The number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The tokens of a sequence."""
+        """Return the tokens of a sequence."""
         return self.tokens[slice(*self.place(index))]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Where a sequence begins and ends in the .bin, in tokens; UserError if it can't be there."""
+        """Return where a sequence begins and ends in the .bin, in tokens; UserError if it can't be
+        there."""
         offset, length, item = (
             int(self.offsets[index]),
             int(self.lengths[index]),
@@ -88,12 +87,15 @@ class IndexedTokens:
         )
         start = offset // item
         if offset < 0 or offset % item or length < 0 or start + length > len(self.tokens):
-            what = f"{length} tokens at byte {offset} of {len(self.tokens) * item}"
-            raise UserError(f"{self.index}: sequence {index} can't be: {what}", exit_code=1)
+            raise UserError(
+                f"{self.index}: sequence {index} can't be: "
+                f"{length} tokens at byte {offset} of {len(self.tokens) * item}",
+                exit_code=1,
+            )
         return start, start + length
 
     def stream(self, first: int, last: int) -> "Stream":
-        """The documents from `first` until before `last`, end to end."""
+        """Return the documents from number `first` until before `last`, end to end."""
         first, last = int(self.documents[first]), int(self.documents[last])
         if not 0 <= first <= last <= len(self):
             raise UserError(f"{self.index}: the documents' boundaries are not in order")
@@ -103,9 +105,9 @@ class IndexedTokens:
 class Stream:
     """The tokens of sequences that lie end to end in the .bin, to take slices of.
 
-    source: the sequences of which those from `first` until before `last`. start: the first one's
-    place in the .bin, in tokens. Taking a slice raises UserError if the index has no sequences
-    there that lie end to end.
+    source: has the sequences; those from number `first` until before `last` are taken. start: the
+    first one's place in the .bin, in tokens. Taking a slice raises UserError if the index has no
+    sequences there that lie end to end.
     """
 
     def __init__(self, source: IndexedTokens, first: int, last: int):
@@ -124,8 +126,8 @@ class Stream:
             return self.source.tokens[:0]
         start, stop, item = self.start + start, self.start + stop, self.source.dtype.itemsize
         offsets, lengths = self.source.offsets, self.source.lengths
-        # In an index out of order these find any sequences, and the checks see that they don't fill
-        # the slice.
+        # In an index out of order, bisect finds just any sequences, and the check below sees that
+        # they don't fill the slice.
         first = bisect_right(offsets, start * item, self.first, self.last) - 1
         last = bisect_left(offsets, stop * item, first + 1, self.last)
         begins, held = offsets[first:last], lengths[first:last]
@@ -135,12 +137,15 @@ class Stream:
         return self.source.tokens[start:stop]
 
     def _refuse(self, first: int, last: int) -> NoReturn:
-        what = f"sequences {first} to {last - 1} don't lie end to end in the .bin"
-        raise UserError(f"{self.source.index}: {what}", exit_code=1)
+        raise UserError(
+            f"{self.source.index}: sequences {first} to {last - 1} "
+            "don't lie end to end in the .bin",
+            exit_code=1,
+        )
 
 
 def _mapped(path: Path, dtype) -> np.ndarray:
-    """The file as an array of dtype; of a file without bytes, an empty one."""
+    """Map a file into memory as an array of dtype, which is empty if the file is."""
     try:
         return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
     except OSError as error:
@@ -148,7 +153,7 @@ def _mapped(path: Path, dtype) -> np.ndarray:
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """The dtype in which tokens of such a vocabulary are written."""
+    """Return the dtype in which tokens of a vocabulary of such a size are written."""
     return np.dtype(np.uint16 if vocab_size < INT32_FROM else np.int32)
 
 

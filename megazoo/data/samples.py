@@ -29,7 +29,7 @@ class PackedDataset:
 
     tokens: the stream, of integers. A tail shorter than a sample is left out. eod: the token that
     ends a document, if documents are not to see each other. vocab_size: a token that is not below
-    it is told with its place in `name`; first is the stream's place there.
+    it raises UserError. name, first: the file of the stream, and its place there, for that error.
     """
 
     tokens: np.ndarray | Stream
@@ -49,15 +49,16 @@ class PackedDataset:
         tokens = self.tokens[start : start + self.seq_length + 1].astype(np.int64)
         if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             place = int(((tokens < 0) | (tokens >= self.vocab_size)).argmax())
-            what = f"token {tokens[place]} at place {self.first + start + place:,}"
             raise UserError(
-                f"{self.name}: {what} is outside the vocabulary of {self.vocab_size}", exit_code=1
+                f"{self.name}: token {tokens[place]} at place {self.first + start + place:,} "
+                f"is outside the vocabulary of {self.vocab_size}",
+                exit_code=1,
             )
         documents = None if self.eod is None else np.cumsum(np.append(0, tokens[:-2] == self.eod))
         return Sample(tokens[:-1], tokens[1:], documents)
 
     def tokens_of(self, index: int) -> int:
-        """Tokens of a sample."""
+        """Return the number of a sample's tokens."""
         return self.seq_length
 
 
@@ -78,17 +79,17 @@ class MockDataset:
         return Sample(tokens[:-1], tokens[1:])
 
     def tokens_of(self, index: int) -> int:
-        """Tokens of a sample."""
+        """Return the number of a sample's tokens."""
         return self.seq_length
 
 
 class Conversations:
-    """The samples of fine-tuning: a conversation in each, or several that don't see each other.
+    """The samples of fine-tuning: each is a conversation, or several that don't see each other.
 
-    tokens, loss_mask: of each conversation its ids and the mask of those that carry a loss; from
-    number `first` until before `last`. Longer ones are cut to seq_length tokens, and left out if
-    that leaves nothing to learn: a batch of these alone would be a step of loss 0. packing: several
-    go into a sample, as many as fit.
+    tokens, loss_mask: of each conversation its ids and the mask of those that carry a loss; the
+    conversations from number `first` until before `last` are taken. Longer ones are cut to
+    seq_length tokens, and left out if that leaves nothing to learn: a batch of these alone would be
+    a step of loss 0. packing: as many as fit go into a sample.
     """
 
     def __init__(
@@ -125,21 +126,21 @@ class Conversations:
         return Sample(*map(np.concatenate, zip(*parts, strict=True)), documents)
 
     def tokens_of(self, index: int) -> int:
-        """Tokens of a sample, without padding."""
+        """Return the number of a sample's tokens, without padding."""
         return int(self.lengths[index if self.bins is None else self.bins[index]].sum())
 
     def _one(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and targets of a conversation."""
+        """Return the ids and targets of a conversation, int64 [length] both."""
         length = self.lengths[number]
-        ids, loss_mask = (
-            tokens[self.numbers[number]][: length + 1] for tokens in (self.tokens, self.loss_mask)
-        )
-        ids = ids.astype(np.int64)
+        place = self.numbers[number]
+        ids = self.tokens[place][: length + 1].astype(np.int64)
+        loss_mask = self.loss_mask[place][: length + 1]
         return ids[:-1], np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
 
 
 def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Which of them share a bin of `size`: the longest first, each where it leaves the least room."""
+    """Return bins of `size`, each as the numbers of the lengths in it: the longest is placed first,
+    and each where it leaves the least room."""
     bins: list[list[int]] = []
     rooms: list[int] = []  # what is left in some bin, ascending
     with_room: dict[int, list[int]] = defaultdict(list)

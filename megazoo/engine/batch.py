@@ -1,13 +1,12 @@
 """What users give to a model, checked and cut into the micro-batches that its stages run."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
-from megazoo.layers.classification import check_labels, last_tokens
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
@@ -42,105 +41,82 @@ class Batch:
         self,
         count: int,
         ctx: ParallelContext,
-        config,
+        task,
         *,
         longest: int,
-        keep_labels: bool,
+        own_loss: bool,
         seed: int,
         step: int,
     ) -> list[MicroBatch]:
-        """`count` micro-batches on the device. config: the model's. longest: its longest sequence.
-        keep_labels: for a loss of one's own. seed, step: of the dropout.
+        """Check the batch, and cut it into `count` micro-batches on the device.
 
-        Under sequence parallelism a sequence that tp doesn't divide gets padding on the right,
-        which no token sees.
+        task: the model's, which knows its labels: see `megazoo.models.heads`. longest: tokens of
+        the model's longest sequence. own_loss: the labels are for a loss of the user's own. seed,
+        step: of the dropout.
         """
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        num_labels, vocab_size = getattr(config, "num_labels", 0), config.vocab_size
-        labels = tensors.pop("labels", None) if num_labels or keep_labels else None  # of any shape
-        if ctx.pp_rank == 0 and "input_ids" not in tensors:
+        tokens = {f.name: getattr(self, f.name) for f in fields(self)}
+        tokens = {name: tensor for name, tensor in tokens.items() if tensor is not None}
+        if ctx.pp_rank == 0 and "input_ids" not in tokens:
             raise UserError("the first stage needs input_ids")
-        (batch, sequence), shared = _agreed(tensors, ctx)
-        if batch % count:
-            raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
-        if sequence > longest:
-            raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {longest}")
-        _check_range(
-            "token id", tensors.get("input_ids"), vocab_size, f"the vocabulary of {vocab_size}"
+        # Labels that are not of tokens have a shape of their own.
+        labels = None if task.labels_are_of_tokens and not own_loss else tokens.pop("labels", None)
+        shape, shared = _agree_on_shape(tokens, ctx)
+        labels = tokens.pop("labels", labels)
+        _check_size(shape, count, longest)
+        _check_ids(tokens, task.vocab_size, longest)
+        targets = task.targets(tokens.pop("targets", None), labels, shape, own_loss)
+        scored = task.scored_positions(tokens.get("input_ids") if ctx.pp_rank == 0 else None, shape)
+        if labels is not None and len(labels) != shape[0]:
+            raise UserError(f"labels are of shape {list(labels.shape)}, in a batch of {shape[0]}")
+
+        rows = {"scored": scored}  # what is not of tokens
+        if own_loss:
+            rows["labels"] = targets if labels is None else labels
+        (tokens if task.labels_are_of_tokens else rows)["targets"] = targets
+        tokens["segments"] = _segments(
+            tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
         )
-        _check_range(
-            "position", tensors.get("position_ids"), longest, f"the model's {longest} positions"
-        )
-        if num_labels:
-            apart = _of_classifier(tensors, None if keep_labels else labels, batch, config, ctx)
-        else:
-            labels = tensors.pop("labels", labels)
-            if (
-                labels is not None
-                and tuple(labels.shape) == (batch, sequence)
-                and not labels.is_floating_point()
-            ):
-                tensors["targets"] = torch.full_like(labels, IGNORE_INDEX)
-                tensors["targets"][:, :-1] = labels[:, 1:]
-            _check_range(
-                "label",
-                tensors.get("targets"),
-                vocab_size,
-                f"the vocabulary of {vocab_size}",
-                but=IGNORE_INDEX,
-            )
-            apart = {}
-        if keep_labels and (labels is not None or "targets" in tensors):
-            apart["labels"] = tensors["targets"] if labels is None else labels
-        if labels is not None and len(labels) != batch:
-            raise UserError(f"labels are of shape {list(labels.shape)}, in a batch of {batch}")
-        segments = _segments(tensors.pop("attention_mask", None), tensors.pop("document_ids", None))
-        if segments is not None:
-            tensors["segments"] = segments
-        padding = -sequence % ctx.tp_size if ctx.sequence_parallel else 0
-        if padding and "position_ids" not in tensors and ctx.pp_rank == 0:
-            tensors["position_ids"] = torch.arange(sequence).expand(batch, -1)
-        tensors = {
-            name: _padded(name, tensor.to(ctx.device), padding) for name, tensor in tensors.items()
-        }
-        tensors |= {name: tensor.to(ctx.device) for name, tensor in apart.items()}
+        padding = -shape[1] % ctx.tp_size if ctx.sequence_parallel else 0
+        tensors = _padded(_on_device(tokens, ctx), shape, padding, ctx) | _on_device(rows, ctx)
+        padded_shape = (shape[0], shape[1] + padding)
         if ctx.pp_size > 1:
-            shared = {
-                **shared,
-                "position_ids": shared["position_ids"] or padding > 0,
-                "scored": num_labels > 0,
-            }
-            tensors = _from_first_stage(tensors, (batch, sequence + padding), shared, ctx)
-        whole = MicroBatch((batch // count, sequence + padding), **tensors, length=sequence)
-        parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
-        return [
-            replace(
-                whole,
-                **{name: part[index] for name, part in parts.items()},
-                dropout_seed=derive_seed(seed, "dropout", step, index, ctx.dp_rank),
-            )
-            for index in range(count)
-        ]
+            shared["position_ids"] |= padding > 0
+            shared["scored"] = not task.labels_are_of_tokens
+            tensors = _from_first_stage(tensors, padded_shape, shared, ctx)
+        replica = ctx.token_axis.rank
+        seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
+        return _cut(tensors, padded_shape, length=shape[1], dropout_seeds=seeds)
 
 
-def _agreed(
-    tensors: dict[str, torch.Tensor], ctx: ParallelContext
+def check_range(
+    what: str, tensor: torch.Tensor | None, end: int, where: str, besides: int | None = None
+) -> None:
+    """Refuse numbers outside 0 <= n < end, but for `besides`; on CUDA the check would wait for the
+    device, and is left out."""
+    if tensor is None or tensor.is_cuda or not tensor.numel():
+        return
+    tensor = tensor if besides is None else tensor.masked_fill(tensor == besides, 0)
+    low, high = tensor.min().item(), tensor.max().item()
+    if low < 0 or high >= end:
+        raise UserError(f"{what} {low if low < 0 else high} is outside {where}")
+
+
+def _agree_on_shape(
+    tokens: dict[str, torch.Tensor], ctx: ParallelContext
 ) -> tuple[tuple[int, int], dict[str, bool]]:
-    """The batch's shape, as the first stage has it, and which tensors it has for all others;
-    UserError for others."""
-    mine = tuple(next(iter(tensors.values())).shape) if tensors else ()
-    segments = "document_ids" in tensors or _has_padding(tensors.get("attention_mask"))
-    shape, shared = mine, {"position_ids": "position_ids" in tensors, "segments": segments}
+    """Return the batch's shape, as the first stage has it, and which tensors it has for all others;
+    UserError for a tensor of another shape."""
+    shape = tuple(next(iter(tokens.values())).shape) if tokens else ()
+    segments = "document_ids" in tokens or _has_padding(tokens.get("attention_mask"))
+    shared = {"position_ids": "position_ids" in tokens, "segments": segments}
     if ctx.pp_size > 1:
-        if ctx.pp_rank == 0 and len(mine) != 2:
-            raise UserError(f"input_ids has the shape {list(mine)}, not [batch, sequence]")
-        told = [*mine, *shared.values()] if ctx.pp_rank == 0 else [0] * 4
-        *shape, positions, segments = broadcast_from_stage(
-            torch.tensor(told, device=ctx.device), 0, ctx
-        ).tolist()
-        shape, shared = tuple(shape), {"position_ids": bool(positions), "segments": bool(segments)}
-    for name, tensor in tensors.items():
+        if ctx.pp_rank == 0 and len(shape) != 2:
+            raise UserError(f"input_ids has the shape {list(shape)}, not [batch, sequence]")
+        told = [*shape, *shared.values()] if ctx.pp_rank == 0 else [0] * 4
+        told = broadcast_from_stage(torch.tensor(told, device=ctx.device), 0, ctx).tolist()
+        shape = tuple(told[:2])
+        shared = {"position_ids": bool(told[2]), "segments": bool(told[3])}
+    for name, tensor in tokens.items():
         if tuple(tensor.shape) != shape or len(shape) != 2:
             raise UserError(
                 f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}"
@@ -148,34 +124,30 @@ def _agreed(
     return shape, shared
 
 
-def _of_classifier(
-    tensors: dict, labels: torch.Tensor | None, batch: int, config, ctx: ParallelContext
-) -> dict[str, torch.Tensor]:
-    """What a classifier needs that is not of tokens: its labels, and the position of each row that
-    it judges."""
-    if "targets" in tensors:
-        raise UserError("a classifier takes labels, not targets")
-    apart = {}
-    if labels is not None:
-        labels = labels if labels.is_floating_point() else labels.long()
-        check_labels(labels, batch, config.num_labels, config.problem_type)
-        apart["targets"] = labels
-    if config.pad_token_id is None and batch > 1:
-        raise UserError(
-            "a classifier of several rows needs pad_token_id in its config, to find where each ends"
-        )
-    if ctx.pp_rank == 0:
-        apart["scored"] = last_tokens(tensors["input_ids"], config.pad_token_id)
-    return apart
+def _check_size(shape: tuple[int, int], count: int, longest: int) -> None:
+    """Refuse a batch that can't be cut into `count`, or sequences that the model can't take."""
+    batch, sequence = shape
+    if batch % count:
+        raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
+    if sequence > longest:
+        raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {longest}")
+
+
+def _check_ids(tokens: dict[str, torch.Tensor], vocab_size: int, longest: int) -> None:
+    """Refuse token ids and positions that the model doesn't have."""
+    vocabulary, positions = f"the vocabulary of {vocab_size}", f"the model's {longest} positions"
+    check_range("token id", tokens.get("input_ids"), vocab_size, vocabulary)
+    check_range("position", tokens.get("position_ids"), longest, positions)
 
 
 def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
-    """A number for each token; it sees the same number only. Padding is a segment of its own, -1."""
+    """Number each token's segment; it sees the same number only. Padding is a segment of its own,
+    -1. None if there is one segment."""
     if not _has_padding(mask):
         return documents
-    return (
-        torch.zeros_like(mask, dtype=torch.int64) if documents is None else documents
-    ).masked_fill(mask == 0, -1)
+    if documents is None:
+        documents = torch.zeros_like(mask, dtype=torch.int64)
+    return documents.masked_fill(mask == 0, -1)
 
 
 def _has_padding(mask: torch.Tensor | None) -> bool:
@@ -183,20 +155,39 @@ def _has_padding(mask: torch.Tensor | None) -> bool:
     return mask is not None and (mask.is_cuda or not bool(mask.all()))
 
 
-def _padded(name: str, tensor: torch.Tensor, padding: int) -> torch.Tensor:
-    """Padding on the right: targets without loss, the last position again, token 0 of no segment."""
+def _on_device(
+    tensors: dict[str, torch.Tensor | None], ctx: ParallelContext
+) -> dict[str, torch.Tensor]:
+    return {name: x.to(ctx.device) for name, x in tensors.items() if x is not None}
+
+
+def _padded(
+    tokens: dict[str, torch.Tensor], shape: tuple[int, int], padding: int, ctx: ParallelContext
+) -> dict[str, torch.Tensor]:
+    """Add so much padding on the right, which no token sees, as sequence parallelism needs where tp
+    doesn't divide the sequence: targets without loss, the last position again, token 0 of no
+    segment."""
     if not padding:
-        return tensor
-    if name == "position_ids":
-        return torch.cat([tensor, tensor[:, -1:].expand(-1, padding)], dim=1)
-    return F.pad(tensor, (0, padding), value={"targets": IGNORE_INDEX, "segments": -1}.get(name, 0))
+        return tokens
+    if "position_ids" not in tokens and ctx.pp_rank == 0:
+        positions = torch.arange(shape[1], device=ctx.device).expand(shape)
+        tokens = {**tokens, "position_ids": positions}
+    values = {"targets": IGNORE_INDEX, "segments": -1}
+    padded = {name: F.pad(x, (0, padding), value=values.get(name, 0)) for name, x in tokens.items()}
+    if "position_ids" in tokens:
+        last = tokens["position_ids"][:, -1:]
+        padded["position_ids"][:, shape[1] :] = last
+    return padded
 
 
 def _from_first_stage(
-    tensors: dict, shape: tuple[int, int], shared: dict[str, bool], ctx: ParallelContext
+    tensors: dict[str, torch.Tensor],
+    shape: tuple[int, int],
+    shared: dict[str, bool],
+    ctx: ParallelContext,
 ) -> dict[str, torch.Tensor]:
-    """The tensors, with those that the first stage has for all others; a stage's own of such names
-    don't count."""
+    """Replace what the first stage has for all others; a stage's own tensors of such names don't
+    count."""
     kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
     for name in (name for name, there in shared.items() if there):
         size = shape[:1] if name == "scored" else shape
@@ -209,14 +200,23 @@ def _from_first_stage(
     return kept
 
 
-def _check_range(
-    what: str, tensor: torch.Tensor | None, end: int, where: str, but: int | None = None
-) -> None:
-    """Refuse numbers outside 0 <= n < end; on CUDA the check would wait for the device, and is left
-    out."""
-    if tensor is None or tensor.is_cuda or not tensor.numel():
-        return
-    tensor = tensor if but is None else tensor.masked_fill(tensor == but, 0)
-    low, high = tensor.min().item(), tensor.max().item()
-    if low < 0 or high >= end:
-        raise UserError(f"{what} {low if low < 0 else high} is outside {where}")
+def _cut(
+    tensors: dict[str, torch.Tensor],
+    shape: tuple[int, int],
+    *,
+    length: int,
+    dropout_seeds: list[int],
+) -> list[MicroBatch]:
+    """Cut tensors along the batch into one micro-batch for each seed. shape: with padding; length:
+    of the sequence without."""
+    count = len(dropout_seeds)
+    parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
+    return [
+        MicroBatch(
+            (shape[0] // count, shape[1]),
+            length=length,
+            dropout_seed=dropout_seed,
+            **{name: part[index] for name, part in parts.items()},
+        )
+        for index, dropout_seed in enumerate(dropout_seeds)
+    ]

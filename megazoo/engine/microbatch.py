@@ -12,8 +12,9 @@ class Output:
     """What a forward returns. loss: 0-dimensional fp32, or None. logits: [batch, sequence,
     vocabulary], or None.
 
-    As an output of transformers it can be indexed and given on as keywords: output[0], output[:2],
-    output["loss"], f(**output). Only what is not None counts. Iterating over it raises UserError.
+    Like an output of transformers it can be indexed and given on as keywords: output[0],
+    output[:2], output["loss"], f(**output). Only what is not None counts. Iterating over it raises
+    UserError.
     """
 
     loss: torch.Tensor | None = None
@@ -50,8 +51,8 @@ class Output:
 
     def __iter__(self):
         raise UserError(
-            "an output can't be iterated over: for a loop over micro-batches call model.microbatches(...), "
-            "to unpack loss and logits call to_tuple()"
+            "an output can't be iterated over: for a loop over micro-batches call "
+            "model.microbatches(...), to unpack loss and logits call to_tuple()"
         )
 
 
@@ -60,17 +61,18 @@ class MicroBatch:
     """What a stage may need to know of a micro-batch besides the activations. Tensors are int64
     [batch, sequence].
 
-    shape: (batch, sequence). input_ids and targets: None on stages that don't use them; targets[b,
-    s] is the token that position s is to predict, or -100. Of a classifier: targets are its labels,
-    of any shape that begins with the batch, and scored, [batch], the positions of which it judges.
-    labels: what the user's own loss is given. length: the sequence's, without the padding that
-    sequence parallelism needs.
-    position_ids: None for 0, 1, 2 ... segments: tokens see those of the same
-    number only; None where there is one. dropout_seed: what its dropout is drawn from.
+    shape: (batch, sequence), with the padding that sequence parallelism needs. length: of the
+    sequence without it.
+    input_ids: None on all stages but the first. targets: targets[b, s] is the token that position s
+    is to predict, or -100; of a classifier its labels, of any shape that begins with the batch.
+    None on all stages but the last. labels: what a loss of the user's own is given.
+    position_ids: None for 0, 1, 2 ... segments: tokens see those of the same number only; None
+    where there is one segment. scored: [batch], the position of each row that a classifier judges
+    it by. dropout_seed: what its dropout is drawn from.
 
     While generating: cache, the KVCache of the tokens before, if they are kept (segments are then
-    of these, too); longest, the tokens of the whole batch's longest row; and only the last
-    position's logits are wanted (last_only).
+    of these, too). longest: the tokens of the whole batch's longest row. last_only: only the last
+    position's logits are wanted.
     """
 
     shape: tuple[int, int]
@@ -88,11 +90,11 @@ class MicroBatch:
 
     @property
     def keys(self) -> int:
-        """Tokens that may be looked at: those of the sequence, and of the cache."""
+        """How many tokens may be looked at: those of the sequence, and of the cache."""
         return self.shape[1] + (self.cache.used if self.cache else 0)
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """int64, [sequence] or [batch, sequence]."""
+        """Return the positions of the tokens: int64, [sequence] or [batch, sequence]."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.keys - self.shape[1], self.keys, device=device)

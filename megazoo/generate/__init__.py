@@ -1,1 +1,5 @@
-"""Generation: the choice of tokens, and the forwards that it takes."""
+"""Generation: tokens are chosen from logits, by as many forwards as that takes, in every layout."""
+
+from megazoo.generate.settings import GenerationSettings
+
+__all__ = ["GenerationSettings"]

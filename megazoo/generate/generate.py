@@ -1,18 +1,21 @@
-"""Generation in every layout: rows go through the stages in groups, and the last stage chooses
-their tokens."""
+"""Generation works in every layout: rows go through the stages in groups, and the last stage
+chooses their tokens."""
 
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.shares import share_of
 from megazoo.errors import UserError
-from megazoo.generate.decoding import BeamSearch, Choice, GenerationSettings, Sampler
+from megazoo.generate.decoding import BeamSearch, Choice, Sampler
+from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import KVCache
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.p2p import receive_from_stage, send_to_stage
-from megazoo.parallel.stages import rank_of
+from megazoo.parallel.stages import Stage, rank_of
 
 
 def generate(
@@ -24,7 +27,7 @@ def generate(
     use_cache: bool = True,
     streamer=None,
 ) -> torch.Tensor:
-    """See `Model.generate`. model: a `megazoo.models.base.Model`."""
+    """Generate as `Model.generate` says. model: a `megazoo.models.base.Model`."""
     ctx = model.ctx
     ctx.require_ranks()
     if model.num_labels:
@@ -38,11 +41,9 @@ def generate(
     _check(model, input_ids, attention_mask, settings)
     if streamer is not None and len(input_ids) * settings.rows_of_prompt > 1:
         raise UserError("a streamer takes one row, without beams or num_return_sequences")
-    # of this replica
-    mine = range(len(input_ids))[share_of(len(input_ids), ctx.dp_size, ctx.dp_rank)]
-    use_cache = use_cache and model.can_cache(
-        model.config, input_ids.shape[1] + settings.max_new_tokens
-    )
+    mine = share_of(range(len(input_ids)), ctx.dp_size, ctx.dp_rank)  # this replica's rows
+    length = input_ids.shape[1] + settings.max_new_tokens
+    use_cache = use_cache and model.can_cache(model.config, length)
     input_ids = input_ids.to(ctx.device)
     with _generating(model), torch.inference_mode():
         groups = _groups(model, input_ids, attention_mask, mine, settings, use_cache)
@@ -59,7 +60,7 @@ def generate(
 def _check(
     model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: GenerationSettings
 ) -> None:
-    """Refuse prompts that can't be gone on from."""
+    """Refuse prompts that can't be continued."""
     if mask is not None and mask.shape != input_ids.shape:
         raise UserError(
             f"attention_mask is of shape {list(mask.shape)}, input_ids of {list(input_ids.shape)}"
@@ -77,47 +78,46 @@ def _check(
             f"at most {longest - prompt} new ones fit" if prompt < longest else "shorten the prompt"
         )
         raise UserError(
-            f"a prompt of {prompt} tokens and {settings.max_new_tokens} new ones exceed the model's "
-            f"max-positions {longest}: {left}"
+            f"a prompt of {prompt} tokens and {settings.max_new_tokens} new ones exceed "
+            f"the model's max-positions {longest}: {left}"
         )
 
 
 class _Group:
-    """Prompts, and the rows that go on from them, that go through the stages together, on this
-    rank."""
+    """Prompts, and the rows that go on from them, that go through the stages together.
+
+    numbers: of the prompts in the whole batch. input_ids, positions, segments: of the tokens that
+    the next forward takes, int64 [rows, tokens], without a cache all of them; segments are of the
+    cached tokens, too. longest: tokens of the whole batch's longest prompt. chooser: on the last
+    stage alone; choice: what it chose last.
+    """
 
     def __init__(
         self,
         model,
-        input_ids,
+        input_ids: torch.Tensor,
         real: torch.Tensor | None,
         numbers: range,
         longest: int,
-        settings,
-        use_cache,
+        settings: GenerationSettings,
+        use_cache: bool,
     ):
-        self.numbers, self.copies, self.beams = (
-            numbers,
-            settings.rows_of_prompt,
-            settings.num_beams > 1,
-        )
+        """real: which of the prompts' tokens are not padding, bool, or None for all."""
+        self.numbers, self.longest = numbers, longest
+        self.copies, self.beams = settings.rows_of_prompt, settings.num_beams > 1
         self.done, self.steps = False, 0
         self.input_ids, self.positions, self.segments = input_ids, None, None
         if real is not None:
             self.positions = (real.cumsum(1) - 1).clamp(min=0)
             self.segments = real.long() - 1  # padding is a segment of its own, -1
-        self.longest = longest
-        self.cache = (
-            KVCache(
-                len(model.layers), input_ids.shape[1] + settings.max_new_tokens - 1, self.copies
-            )
-            if use_cache
-            else None
-        )
-        self.chooser = None
-        if model.stages[-1].last:
-            prompt = (settings, input_ids, real)
-            self.chooser = BeamSearch(*prompt) if self.beams else Sampler(*prompt, numbers)
+        self.cache = self.chooser = self.choice = None
+        if use_cache:
+            length = input_ids.shape[1] + settings.max_new_tokens - 1
+            self.cache = KVCache(len(model.layers), length, self.copies)
+        if model.stages[-1].last and self.beams:
+            self.chooser = BeamSearch(settings, input_ids, real)
+        elif model.stages[-1].last:
+            self.chooser = Sampler(settings, input_ids, real, numbers)
 
     @property
     def rows(self) -> int:
@@ -125,11 +125,15 @@ class _Group:
         return len(self.numbers) * self.copies
 
     def batch(self) -> MicroBatch:
-        shape = tuple(self.input_ids.shape)
-        tokens = {"position_ids": self.positions, "segments": self.segments}
-        longest = self.longest + self.steps
+        """Return what the stages' next forward takes."""
         return MicroBatch(
-            shape, self.input_ids, **tokens, longest=longest, cache=self.cache, last_only=True
+            tuple(self.input_ids.shape),
+            self.input_ids,
+            position_ids=self.positions,
+            segments=self.segments,
+            longest=self.longest + self.steps,
+            cache=self.cache,
+            last_only=True,
         )
 
     def take(self, choice: Choice) -> None:
@@ -137,10 +141,8 @@ class _Group:
         self.done = choice.done
         if self.done:
             return
-        if self.copies > 1 and self.steps == 0:  # from now on every beam, or copy, is a row
-            for name in ("input_ids", "positions", "segments"):
-                if (tensor := getattr(self, name)) is not None:
-                    setattr(self, name, tensor.repeat_interleave(self.copies, 0))
+        if self.copies > 1 and self.steps == 0:
+            self._copy_prompts()
         self.steps += 1
         tokens = choice.tokens[:, None]
         if self.segments is not None:
@@ -156,15 +158,22 @@ class _Group:
         if self.positions is not None:
             self.positions = torch.cat([self.positions, self.positions[:, -1:] + 1], dim=1)
 
+    def _copy_prompts(self) -> None:
+        """Give every beam, or every row that is drawn, a row of its own."""
+        self.input_ids = self.input_ids.repeat_interleave(self.copies, 0)
+        if self.positions is not None:
+            self.positions = self.positions.repeat_interleave(self.copies, 0)
+            self.segments = self.segments.repeat_interleave(self.copies, 0)
+
 
 def _groups(
     model, input_ids, mask, mine: range, settings: GenerationSettings, use_cache: bool
 ) -> list[_Group]:
-    """This replica's rows, in as many groups as keep all stages busy."""
+    """Make as many groups of this replica's rows as keep all stages busy."""
     count, groups = min(model.ctx.pp_size, len(mine)), []
     longest = input_ids.shape[1] if mask is None else int((mask != 0).sum(dim=1).max())
     for index in range(count):
-        numbers = mine[share_of(len(mine), count, index)]
+        numbers = share_of(mine, count, index)
         rows = slice(numbers.start, numbers.stop)
         real = None if mask is None else mask[rows].to(input_ids.device) != 0
         real = None if real is None or bool(real.all()) else real
@@ -172,82 +181,107 @@ def _groups(
     return groups
 
 
-def share_of(count: int, parts: int, index: int) -> slice:
-    """The index-th of nearly equal parts, the first of which are the larger ones."""
-    return slice(-(-count * index // parts), -(-count * (index + 1) // parts))
-
-
 def _run(model, groups: list[_Group], steps: int, streamer) -> None:
-    """Generate, until every group is done. Each stage takes the groups in turn: one computes while
-    another travels."""
-    ctx = model.ctx
-    last = ctx.pp_size - 1
-    sent = []  # tensors on their way, with their works
+    """Generate, until every group is done: first the prompts go through all stages, then each
+    choice of tokens.
 
-    def send(tensor: torch.Tensor, pp_rank: int) -> None:
-        sent.append((send_to_stage(tensor, pp_rank, ctx), tensor))
-        while len(sent) > 2 * len(groups) * ctx.pp_size:
-            sent.pop(0)[0].wait()
-
-    def choose(group: _Group, logits: torch.Tensor) -> None:
-        group.choice = group.chooser.advance(logits.float())
-        message = _message(group.choice) if last else None
-        for pp_rank in range(last):
-            send(message, pp_rank)
-
+    Each stage takes the groups in turn: one computes while another travels. A group comes back to
+    a rank's first stage with the tokens that the last stage has chosen for it; the last of `steps`
+    choices is only taken.
+    """
+    traffic = _Traffic(model, most_sent=2 * len(groups) * model.ctx.pp_size)
     for step in range(steps + 1):
         for stage in model.stages:
-            for group in [group for group in groups if not group.done]:
-                if step and stage is model.stages[0]:
-                    choice = group.choice if ctx.pp_rank == last else _received(group, last, ctx)
+            for group in groups:
+                if step > 0 and stage is model.stages[0] and not group.done:
+                    choice = traffic.choice_for(group)
                     if streamer is not None:
                         streamer.put(choice.tokens)
                     group.take(choice)
-                    if group.done:
-                        continue
-                batch = group.batch()
-                if stage.first:
-                    x = batch.input_ids
-                else:
-                    before = rank_of(stage.index - 1, ctx.pp_size)
-                    x = receive_from_stage(
-                        (*batch.shape, model.hidden_size), model.dtype, before, ctx
-                    )
-                x = model.forward_stage(x, batch, stage)
-                if group.cache is not None and stage is model.stages[-1]:
-                    group.cache.advance(batch.shape[1])
-                if stage.last:
-                    choose(group, model.whole_logits(model.outputs(x, batch), batch)[:, -1])
-                else:
-                    send(x.contiguous(), rank_of(stage.index + 1, ctx.pp_size))
-    for work, _ in sent:
-        work.wait()
+                if not group.done:
+                    _forward(model, stage, group, traffic)
+    traffic.finish()
 
 
-def _message(choice: Choice) -> torch.Tensor:
-    """A choice as int64 [1 + rows (+ rows)]: done, tokens, sources."""
-    done = torch.tensor([choice.done], dtype=torch.int64, device=choice.tokens.device)
-    return torch.cat([done, choice.tokens] + ([] if choice.sources is None else [choice.sources]))
+def _forward(model, stage: Stage, group: _Group, traffic: "_Traffic") -> None:
+    """Take a group's tokens through a stage of this rank, and send on what comes of them: the
+    activations to the next stage, or the last stage's choice of tokens to all other ranks."""
+    batch = group.batch()
+    x = batch.input_ids if stage.first else traffic.activations_for(stage, batch)
+    x = model.forward_stage(x, batch, stage)
+    if group.cache is not None and stage is model.stages[-1]:
+        group.cache.advance(batch.shape[1])
+    if stage.last:
+        logits = model.whole_logits(model.outputs(x, batch), batch)[:, -1]
+        group.choice = group.chooser.advance(logits.float())
+        traffic.send_choice(group.choice)
+    else:
+        traffic.send_activations(stage, x)
 
 
-def _received(group: _Group, last: int, ctx) -> Choice:
-    """The last stage's choice."""
-    rows = group.rows
-    message = receive_from_stage((1 + rows * (1 + group.beams),), torch.int64, last, ctx)
-    return Choice(
-        message[1 : 1 + rows], message[1 + rows :] if group.beams else None, bool(message[0])
-    )
+class _Traffic:
+    """What travels between the stages: activations to the next one, and the last one's choices to
+    all others.
+
+    Sends are waited for when more than `most_sent` are under way, and at the end.
+    """
+
+    def __init__(self, model, most_sent: int):
+        self.model, self.ctx, self.most_sent = model, model.ctx, most_sent
+        self.last = self.ctx.pp_size - 1  # the pipeline rank that chooses
+        self.sent: deque = deque()  # (work, tensor), which lives until then
+
+    def activations_for(self, stage: Stage, batch: MicroBatch) -> torch.Tensor:
+        """Wait for what the stage before sends for a batch: [batch, sequence, hidden size]."""
+        before = rank_of(stage.index - 1, self.ctx.pp_size)
+        shape = (*batch.shape, self.model.hidden_size)
+        return receive_from_stage(shape, self.model.dtype, before, self.ctx)
+
+    def send_activations(self, stage: Stage, x: torch.Tensor) -> None:
+        """Send a stage's output to the next one."""
+        self._send(x.contiguous(), rank_of(stage.index + 1, self.ctx.pp_size))
+
+    def choice_for(self, group: _Group) -> Choice:
+        """Return the last stage's choice for a group; other ranks wait for it."""
+        if self.ctx.pp_rank == self.last:
+            return group.choice
+        rows = group.rows
+        length = 1 + rows * (1 + group.beams)
+        message = receive_from_stage((length,), torch.int64, self.last, self.ctx)
+        sources = message[1 + rows :] if group.beams else None
+        return Choice(message[1 : 1 + rows], sources, bool(message[0]))
+
+    def send_choice(self, choice: Choice) -> None:
+        """Send the last stage's choice to all other ranks, as int64 [1 + rows (+ rows)]: done,
+        tokens, sources."""
+        if not self.last:
+            return
+        done = torch.tensor([choice.done], dtype=torch.int64, device=choice.tokens.device)
+        sources = [] if choice.sources is None else [choice.sources]
+        message = torch.cat([done, choice.tokens, *sources])
+        for pp_rank in range(self.last):
+            self._send(message, pp_rank)
+
+    def _send(self, tensor: torch.Tensor, pp_rank: int) -> None:
+        self.sent.append((send_to_stage(tensor, pp_rank, self.ctx), tensor))
+        while len(self.sent) > self.most_sent:
+            self.sent.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Wait for what is still under way."""
+        for work, _ in self.sent:
+            work.wait()
 
 
 def _new_tokens(
     model, groups: list[_Group], input_ids: torch.Tensor, settings: GenerationSettings
 ) -> torch.Tensor:
-    """What was generated, of all replicas, on every rank: int64 [batch, new]."""
+    """Return what was generated, of all replicas, on every rank: int64 [batch, new]."""
     ctx, each = model.ctx, settings.num_return_sequences
-    # and how many there are, first
+    # of each row how many tokens there are, and the tokens
     new = input_ids.new_zeros(len(input_ids) * each, 1 + settings.max_new_tokens)
     for group in groups if model.stages[-1].last else ():
-        result = group.chooser.result()
+        result = group.chooser.result()  # [rows, tokens]
         rows = new[group.numbers.start * each : group.numbers.stop * each]
         rows[:, 0] = result.shape[1]
         rows[:, 1:] = settings.padding
@@ -259,7 +293,7 @@ def _new_tokens(
 
 @contextmanager
 def _generating(model):
-    """Within this block there is no dropout, and no sequence parallelism: one token can't be cut."""
+    """Turn off dropout within this block, and sequence parallelism: one token can't be cut."""
     cut = [m for m in model.modules() if hasattr(m, "ctx") and m.ctx.sequence_parallel]
     contexts, whole = [module.ctx for module in cut], replace(model.ctx, sequence_parallel=False)
     for module in cut:

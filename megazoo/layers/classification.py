@@ -14,8 +14,8 @@ PROBLEMS = ("regression", "single_label_classification", "multi_label_classifica
 
 
 def last_tokens(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tensor:
-    """The position of each row's rightmost token that is not padding, by the ids; 0 if all is.
-    int64 [batch]."""
+    """Return the position of each row's last token that is not padding; 0 if all are. int64
+    [batch]."""
     batch, sequence = input_ids.shape
     if pad_token_id is None:  # for one row only
         return torch.full((batch,), sequence - 1, device=input_ids.device)
@@ -41,7 +41,7 @@ def check_labels(labels: torch.Tensor, batch: int, num_labels: int, problem: str
 
 
 def problem_of(labels: torch.Tensor, num_labels: int, problem: str | None) -> str:
-    """The problem type: the config's, or else as the labels are."""
+    """Return the problem type: the config's, or else what the labels look like."""
     if problem is not None:
         return problem
     if num_labels == 1:
@@ -54,7 +54,8 @@ def problem_of(labels: torch.Tensor, num_labels: int, problem: str | None) -> st
 
 
 def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> torch.Tensor:
-    """The sum of what the loss is the mean of: squared differences, or cross-entropies, in fp32."""
+    """Return the sum of what the loss is the mean of, in fp32: squared differences, or
+    cross-entropies."""
     logits, kind = logits.float(), problem_of(labels, logits.shape[-1], problem)
     if kind == "single_label_classification":
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -64,9 +65,13 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) ->
 
 
 class ClassificationHead(ShardedModule):
-    """Scores of each label from one position of each sequence; no bias; the same on every tp rank.
+    """A score of each label from one position of each sequence; no bias; the same on every tp rank.
 
-    Args: hidden_size; num_labels; std: of the initial weights; ctx: parallel context.
+    Args:
+        hidden_size, num_labels: inputs and outputs.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; the ambient one by default.
+
     Shapes: x [batch, sequence, hidden] (under sequence parallelism this rank's part of it),
     positions int64 [batch] -> [batch, num_labels].
     """

@@ -11,8 +11,8 @@ from megazoo.parallel.random import derive_seed, seeded
 
 
 class Dropout(nn.Module):
-    """Dropout drawn from (seed of the micro-batch, site, and the tp rank inside tensor-parallel
-    regions).
+    """Dropout whose mask follows from the micro-batch's seed, the layer's name and, inside
+    tensor-parallel regions, the tp rank.
 
     Nothing has to be saved to draw the same mask again, for a recomputation or after a resume.
 
@@ -43,7 +43,8 @@ class Dropout(nn.Module):
         return self.training and self.probability > 0
 
     def draw(self, seed: int | None, device: torch.device):
-        """A block in which torch's default generator draws for this site. seed: as in forward."""
+        """Return a block in which torch's default generator draws for this site. seed: as in
+        forward."""
         if seed is None:
             seed = torch.randint(1 << 62, ()).item()
         elif not self.site:

@@ -18,8 +18,8 @@ from megazoo.parallel.shard import ParameterSpec, Shard
 
 
 class _VocabParallel(ShardedModule):
-    """A [vocabulary, hidden] matrix, its rows cut over tp: rank r holds the tokens [start, start +
-    rows).
+    """A [vocabulary, hidden] matrix whose rows are cut over tp: this rank holds the tokens from
+    `start` to `start + rows`.
 
     tp need not divide the vocabulary: the first ranks hold one token more. There is no padding, so
     none has to be masked in the loss, kept out of sampling, or stripped from a checkpoint.
@@ -44,30 +44,40 @@ class _VocabParallel(ShardedModule):
         self.sizes = [shard.local_sizes(tp_size, rank)[0] for rank in range(tp_size)]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's logits: [..., hidden] -> [..., rows], for the tokens from `start` on."""
+        """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""
         return column_parallel_linear(x, self.weight, None, self.ctx, self.weight_queue)
 
     def loss_sum(
         self, x: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None
     ) -> torch.Tensor:
-        """The sum of the losses of `logits(x)`, which are made a few tokens at a time: see
+        """Return the sum of the losses of `logits(x)`, which are made a few tokens at a time: see
         linear_cross_entropy."""
         x = enter_tensor_parallel(x, self.ctx).flatten(0, -2)
-        how = {"rows": self.tokens_at_once, "factor": factor, "ctx": self.ctx}
-        return linear_cross_entropy(x, self.weight, targets.flatten(), self.start, **how)
+        return linear_cross_entropy(
+            x,
+            self.weight,
+            targets.flatten(),
+            self.start,
+            rows=self.tokens_at_once,
+            factor=factor,
+            ctx=self.ctx,
+        )
 
     def loss_saves_memory(self, tokens: int, differentiated: bool) -> bool:
-        """Whether loss_sum takes less than all logits of so many tokens, and their gradient if it
-        is differentiated: in place of that it keeps the weight's, in fp32."""
+        """Return whether loss_sum takes less memory than all logits of so many tokens.
+
+        differentiated: beside the logits there would be their gradient; in its place loss_sum keeps
+        the weight's, in fp32.
+        """
         return tokens >= 2 * (self.tokens_at_once + (self.weight.shape[1] if differentiated else 0))
 
     @property
     def tokens_at_once(self) -> int:
-        """Of a loss_sum, the same on every tp rank."""
+        """The tokens whose logits loss_sum makes at once, the same on every tp rank."""
         return piece_rows(self.weight.device, self.sizes[0])
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """All ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""
+        """Gather all ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""
         return gather_from_tensor_parallel(logits, self.ctx, self.sizes)
 
 

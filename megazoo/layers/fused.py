@@ -1,5 +1,11 @@
-"""The memory-saving twins of the layers' plain formulas, each tested equal to it."""
+"""The memory-saving twins of the layers' plain formulas.
 
+A twin computes what its formula computes ("Same as") and keeps less of it for backward, or writes
+it where it will be needed. tests/test_fused.py compares the two, values and gradients. The twins of
+the cross-entropies stand in fused_cross_entropy.py.
+"""
+
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,121 +17,172 @@ from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.recompute import replay
 from megazoo.torch_internals import shares_storage
 
+CosAndSin = tuple[torch.Tensor, torch.Tensor]
+
+
+def runs_as(twin: Callable) -> Callable[[Callable], Callable]:
+    """Decorate a plain formula: calls run `twin` in its place, except under torch.compile.
+
+    There the formula itself is compiled, and the compiler decides what is kept.
+    """
+
+    def decorate(formula: Callable) -> Callable:
+        @functools.wraps(formula)
+        def run(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return formula(*args, **kwargs)
+            return twin(*args, **kwargs)
+
+        return run
+
+    return decorate
+
 
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
     queue: WeightQueue | None = None,
 ) -> torch.Tensor:
-    """of(x) W^T + b, keeping x and not of(x) for backward. queue: where the weight's gradient is to
-    wait."""
-    if of is None and queue is None and product_dtype(x) == x.dtype:
+    """Return x W^T + b, or recompute(x) W^T + b, keeping x alone for backward.
+
+    Same as: F.linear(recompute(x), weight, bias), but that bfloat16 is multiplied as fp32 on CPUs
+    where that is faster.
+
+    Args:
+        x: [..., inputs], or what recompute turns into that.
+        weight: [outputs, inputs]; bias: [outputs].
+        recompute: a function without parameters of its own, run again in backward.
+        queue: where the weight's gradient waits for an idle moment of the pipeline, if it does.
+    """
+    if recompute is None and queue is None and product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
-    return _linear(of, queue, x, weight, bias)
+    return _linear(recompute, queue, x, weight, bias)
 
 
 @untraced
-def _linear(of, queue, x, weight, bias) -> torch.Tensor:
-    return _Linear.apply(of, queue, x, weight, bias)
+def _linear(recompute, queue, x, weight, bias) -> torch.Tensor:
+    return _Linear.apply(recompute, queue, x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, of, queue, x, weight, bias):
-        # the Parameter itself: its gradient is added to later
-        ctx.of, ctx.queue, ctx.weight = of, queue, weight
-        ctx.generator = torch.get_rng_state() if of else None
+    def forward(ctx, recompute, queue, x, weight, bias):
+        # the Parameter itself, not a saved tensor: the queue adds to its gradient later
+        ctx.recompute, ctx.queue, ctx.weight = recompute, queue, weight
+        ctx.generator = torch.get_rng_state() if recompute else None
         ctx.save_for_backward(x)
         dtype = product_dtype(x)
+        inputs = recompute(x) if recompute else x
         bias = None if bias is None else bias.to(dtype)
-        return F.linear((of(x) if of else x).to(dtype), weight.to(dtype), bias).to(x.dtype)
+        return F.linear(inputs.to(dtype), weight.to(dtype), bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         (x,), weight = ctx.saved_tensors, ctx.weight
-        y, x_grad = x, None
-        if ctx.of:
+        inputs, x_grad = x, None
+        if ctx.recompute:
             x = x.detach().requires_grad_()
-            y = replay(ctx.of, ctx.generator, x)
+            inputs = replay(ctx.recompute, ctx.generator, x)
         dtype = product_dtype(x)
         grad = grad.to(dtype)
         if ctx.needs_input_grad[2]:
             x_grad = (grad @ weight.to(dtype)).to(x.dtype)
-            if ctx.of:
-                (x_grad,) = torch.autograd.grad(y, x, x_grad)
-        rows, inputs = grad.flatten(0, -2), y.detach().flatten(0, -2).to(dtype)
+            if ctx.recompute:
+                (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
+        grad_rows, input_rows = grad.flatten(0, -2), inputs.detach().flatten(0, -2).to(dtype)
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[3]:
             if ctx.queue:
-                ctx.queue.put(weight, lambda: rows.t() @ inputs)
+                ctx.queue.put(weight, lambda: grad_rows.t() @ input_rows)
             else:
-                weight_grad = rows.t() @ inputs
+                weight_grad = grad_rows.t() @ input_rows
         if ctx.needs_input_grad[4]:
-            bias_grad = rows.sum(0)
+            bias_grad = grad_rows.sum(0)
         return None, None, x_grad, weight_grad, bias_grad
 
 
-class _SplitHeads(torch.autograd.Function):
-    """Gradients go into one tensor, where autograd would make three and join them; what is turned
-    is kept once."""
+def split_heads(
+    qkv: torch.Tensor, parts: Sequence[int], head_size: int, rotary: CosAndSin | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split q, k and v and turn q and k, keeping nothing but the cos and sin.
 
+    Same as: attention.split_heads.
+
+    The three gradients are written into one tensor, where autograd would make three and join them.
+    """
+    return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
+
+
+class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, parts, head_size, cos, sin):
         ctx.parts, ctx.head_size = parts, head_size
         ctx.save_for_backward(cos, sin)
+        heads = _views_of_heads(qkv, parts, head_size)
         if cos is None:
-            return _heads(qkv, parts, head_size)
-        turned = torch.empty_like(qkv)
-        _SplitHeads._fill(ctx, turned, _heads(qkv, parts, head_size), cos, sin)
-        return _heads(turned, parts, head_size)
+            return heads
+        turned = _views_of_heads(torch.empty_like(qkv), parts, head_size)
+        _copy_heads(heads, turned, cos, sin)
+        return turned
 
     @staticmethod
     def backward(ctx, *grads):
         cos, sin = ctx.saved_tensors
         batch, _, sequence, _ = grads[0].shape
         grad = grads[0].new_empty(batch, sequence, sum(ctx.parts))
-        _SplitHeads._fill(ctx, grad, grads, cos, None if sin is None else -sin)
+        heads = _views_of_heads(grad, ctx.parts, ctx.head_size)
+        _copy_heads(grads, heads, cos, None if sin is None else -sin)
         return grad, None, None, None, None
 
-    @staticmethod
-    def _fill(ctx, qkv, heads, cos, sin) -> None:
-        """Write q, k and v into qkv, q and k turned."""
-        if cos is not None and cos.dim() == 3:
-            cos, sin = cos[:, None], sin[:, None]
-        for name, part, out in zip(
-            "qkv", heads, _heads(qkv, ctx.parts, ctx.head_size), strict=True
-        ):
-            if cos is None or name == "v":
-                out.copy_(part)
-            else:
-                turn(part, cos, sin, out)
 
-
-def _heads(qkv: torch.Tensor, parts: Sequence[int], head_size: int) -> tuple[torch.Tensor, ...]:
+def _views_of_heads(
+    qkv: torch.Tensor, parts: Sequence[int], head_size: int
+) -> tuple[torch.Tensor, ...]:
+    """Return views [batch, heads, sequence, head_size] of each part of qkv."""
     return tuple(
         part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.split(parts, dim=-1)
     )
 
 
-class _Rotate(torch.autograd.Function):
-    """What is turned by an angle forward is turned back by it backward."""
+def _copy_heads(sources, targets, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
+    """Copy q, k and v to where the targets are, turning q and k by cos and sin, if given."""
+    for name, source, target in zip("qkv", sources, targets, strict=True):
+        if cos is None or name == "v":
+            target.copy_(source)
+        else:
+            _turn(source, *_over_heads(cos, sin), target)
 
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn x by cos and sin, keeping those two alone: backward turns the gradient back.
+
+    Same as: rotary.rotate.
+    """
+    return _Rotate.apply(x, *_over_heads(cos, sin))
+
+
+class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin, torch.empty_like(x))
+        return _turn(x, cos, sin, torch.empty_like(x))
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return turn(grad, cos, -sin, torch.empty_like(grad)), None, None
+        return _turn(grad, cos, -sin, torch.empty_like(grad)), None, None
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x, turned by cos and sin, to `out`. They expand to its shape, and each has two equal
+def _over_heads(cos: torch.Tensor, sin: torch.Tensor) -> CosAndSin:
+    """Give [batch, sequence, head_size] a dimension for the heads; [sequence, head_size] fits."""
+    return (cos[:, None], sin[:, None]) if cos.dim() == 3 else (cos, sin)
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write x, turned by cos and sin, to `out`. Both expand to its shape, and each has two equal
     halves."""
     half = x.shape[-1] // 2
     first, second = x.split(half, dim=-1)
@@ -135,10 +192,15 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tenso
     return out
 
 
-class _Gated(torch.autograd.Function):
-    """activation(gate) * up. Keeps what gate and up are views of, and nothing else, and fills its
-    gradient at once."""
+def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Multiply activation(gate) by up, keeping `inner` alone, which both are parts of.
 
+    Same as: mlp.gated.
+    """
+    return _Gated.apply(activation, inner)
+
+
+class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, activation, inner):
         ctx.activation = activation
@@ -162,9 +224,15 @@ class _Gated(torch.autograd.Function):
         return None, inner_grad
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Keeps x, and not what it is normalised to, for backward."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise x, keeping x and one number a row, and not what it is normalised to.
 
+    Same as: norm.rms_norm.
+    """
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
         wide = x.float()

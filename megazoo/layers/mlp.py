@@ -1,13 +1,15 @@
-"""Feed-forward blocks, their inner features cut over the tensor-parallel ranks."""
+"""Feed-forward blocks whose inner features are cut over the tensor-parallel ranks."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megazoo.errors import UserError
-from megazoo.layers.fused import _Gated
+from megazoo.layers import fused
+from megazoo.layers.fused import runs_as
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.parallel.context import ParallelContext
 
@@ -30,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # under Hugg
 
 
 def activation_named(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation that a config names; UserError if it is not in ACTIVATIONS."""
+    """Return the activation that a config names; UserError if it is not in ACTIVATIONS."""
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is not supported: there are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -40,10 +42,13 @@ class MLP(nn.Module):
     """down(activation(up(x))).
 
     Args:
-        hidden_size: size of x; ffn_size: inner features over all tp ranks, at least one for each;
-            tp need not divide them (see `megazoo.parallel.shard.units_for`).
+        hidden_size: size of x's last dimension.
+        ffn_size: inner features over all tp ranks, at least one for each; tp need not divide them
+            (see `megazoo.parallel.shard.units_for`).
         activation: elementwise function.
-        bias: biases on both layers; std, output_std: of the initial weights; ctx: parallel context.
+        bias: biases on both layers.
+        std, output_std: standard deviations of the initial weights of up and down.
+        ctx: parallel context; the ambient one by default.
 
     Shapes: [..., hidden] -> [..., hidden].
     """
@@ -68,8 +73,15 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.up(x)
         if self.recompute:
-            return self.down.of_recomputed(self.activation, inner)
+            return self.down(inner, recompute=self.activation)
         return self.down(self.activation(inner))
+
+
+@runs_as(fused.gated)
+def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return activation(gate) * up: [..., features of gate and of up] -> [..., half as many]."""
+    gate, up = inner.chunk(2, dim=-1)
+    return activation(gate) * up
 
 
 class GatedMLP(nn.Module):
@@ -102,11 +114,5 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.gate_up(x)
         if self.recompute:
-            return self.down.of_recomputed(self._gated, inner)
-        return self.down(self._gated(inner))
-
-    def _gated(self, inner: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            return _Gated.apply(self.activation, inner)
-        gate, up = inner.chunk(2, dim=-1)
-        return self.activation(gate) * up
+            return self.down(inner, recompute=partial(gated, activation=self.activation))
+        return self.down(gated(inner, self.activation))

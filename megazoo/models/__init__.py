@@ -1,6 +1,7 @@
 """The zoo: which families there are, and how one is built by name."""
 
 from megazoo.models.base import Model
+from megazoo.models.config import ModelConfig
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.hugging_face.names import HFNames
@@ -11,6 +12,7 @@ from megazoo.models.registry import (
     FAMILIES,
     config_from_dict,
     config_from_file,
+    config_from_hugging_face,
     family_of,
     find_config,
     from_config,
@@ -24,9 +26,11 @@ __all__ = [
     "HFNames",
     "Llama",
     "Model",
+    "ModelConfig",
     "Theirs",
     "config_from_dict",
     "config_from_file",
+    "config_from_hugging_face",
     "family_of",
     "find_config",
     "flops_per_token",

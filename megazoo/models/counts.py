@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model."""
+"""Counts the parameters and the FLOPs of a model."""
 
 from torch import nn
 
@@ -8,8 +8,8 @@ from megazoo.parallel.module import ShardedModule
 
 
 def parameter_count(config, train_only: str | None = None) -> int:
-    """The number of parameters of the whole model; a tied head counts once. train_only: as in
-    `Model.train_only`."""
+    """Return the number of parameters of the whole model; a tied head counts once. train_only: as
+    in `Model.train_only`."""
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
     if train_only:
         model.train_only(train_only)
@@ -17,9 +17,9 @@ def parameter_count(config, train_only: str | None = None) -> int:
 
 
 def flops_per_token(config, seq_length: int) -> int:
-    """Count the FLOPs of a training step: those of all matrix products, forward and backward,
-    nothing twice; attention's not halved for its mask. What MFU counts (Chowdhery et al. 2022,
-    appendix B).
+    """Return the FLOPs a token of a training step that MFU counts (Chowdhery et al. 2022, appendix
+    B): those of all matrix products, forward and backward, nothing twice, and attention's not
+    halved for its mask.
 
     Matrices are those that a ShardedModule names in `multiplied`, and the output head. Attention is
     what a module says in `score_features`: the features over which its queries and keys are
@@ -34,5 +34,6 @@ def flops_per_token(config, seq_length: int) -> int:
 
 
 def _score_features(module: nn.Module) -> int:
+    """Sum the score_features of the outermost modules that say them."""
     own = getattr(module, "score_features", None)
     return sum(map(_score_features, module.children())) if own is None else own

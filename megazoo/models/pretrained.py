@@ -5,14 +5,10 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import (
-    MANIFEST,
-    NoCheckpoint,
-    find_checkpoint,
-    remove,
-    replace_directory,
-)
-from megazoo.checkpoint.save import files_of_rank, saving, write_manifest, write_rank
+from megazoo.checkpoint.directories import remove, replace_directory
+from megazoo.checkpoint.places import MANIFEST, NoCheckpoint, find_checkpoint
+from megazoo.checkpoint.saving import saving_together
+from megazoo.checkpoint.shards import files_of_rank, write_manifest, write_rank
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.directory import CONFIG, HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_hugging_face
@@ -22,22 +18,20 @@ from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
 
+CLASSIFIER_HEAD = "score.weight"
+
 
 def open_source(path: str | Path) -> ModelSource:
-    """A checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError if it
-    is neither."""
+    """Open a checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError
+    if it is neither."""
     path = Path(path)
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         return HuggingFaceDirectory(path)
     try:
         return SavedModel(find_checkpoint(path))
     except NoCheckpoint as error:
-        raise UserError(
-            f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
-        ) from None
-
-
-HEAD = "score.weight"  # of a classifier
+        missing = f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
+        raise UserError(missing) from None
 
 
 def from_pretrained(
@@ -49,8 +43,8 @@ def from_pretrained(
     num_labels: int | None = None,
     pad_token_id: int | None = None,
 ) -> "Model":  # noqa: F821
-    """This rank's part of a model that is on disk; each rank reads only what it owns, straight into
-    its parameters.
+    """Build this rank's part of a model that is on disk; each rank reads only what it owns,
+    straight into its parameters.
 
     path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by
     default. dtype: as it is stored, by default. seed: of the dropout. num_labels: make a classifier
@@ -85,9 +79,8 @@ def from_parallelized(
 
     load_directory: OSLO's name for path. options: as in `from_pretrained`.
     """
-    return from_pretrained(
-        one_of("from_parallelized", path, "load_directory", load_directory), ctx, **options
-    )
+    directory = one_of("from_parallelized", path, "load_directory", load_directory)
+    return from_pretrained(directory, ctx, **options)
 
 
 def open_directory(path: str | Path) -> ModelSource:
@@ -96,16 +89,18 @@ def open_directory(path: str | Path) -> ModelSource:
     if isinstance(path, torch.nn.Module):
         raise UserError(GIVE_A_DIRECTORY)
     if not isinstance(path, str | Path):
-        what = type(path).__name__
         raise UserError(
-            f"weights are read from a directory, not from {what}: for random ones, megazoo.from_config"
+            f"weights are read from a directory, not from {type(path).__name__}: "
+            "for random ones, megazoo.from_config"
         )
     if not Path(path).exists():
-        what = f"{path} is not a directory: there is no {Path(path).absolute()}"
-        remedy = "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
-        if str(path) in presets():
-            remedy += f"; for random weights call megazoo.from_config({str(path)!r}, ctx)"
-        raise UserError(f"{what}; {remedy}")
+        is_preset = str(path) in presets()
+        random = f"; for random weights call megazoo.from_config({str(path)!r}, ctx)"
+        raise UserError(
+            f"{path} is not a directory: there is no {Path(path).absolute()}; "
+            "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
+            f"{random if is_preset else ''}"
+        )
     return open_source(path)
 
 
@@ -113,35 +108,35 @@ def one_of(function: str, directory, name: str, named):
     """Return the directory that a function was given, by position or by OSLO's name for it;
     UserError for both."""
     if (directory is None) == (named is None):
-        what = "gets its directory twice" if named is not None else "needs a directory"
+        problem = "gets its directory twice" if named is not None else "needs a directory"
         raise UserError(
-            f"{function} {what}: give {function}(DIRECTORY) or {function}({name}=DIRECTORY)"
+            f"{function} {problem}: give {function}(DIRECTORY) or {function}({name}=DIRECTORY)"
         )
     return named if directory is None else directory
 
 
 def load_weights(source: ModelSource, model) -> None:
-    """Fill this rank's parameters from an open source; its sidecar_files travel on. UserError for
-    another model's.
+    """Fill this rank's parameters from an open source; its sidecar files travel on.
 
     A classifier takes a language model's weights, too; its head is then drawn from the model's
-    seed.
+    seed. UserError if the weights are another model's.
     """
     entries = list(model.entries())
     if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
-        new = next((entry for entry in entries if entry.name == HEAD), None)
+        new = next((entry for entry in entries if entry.name == CLASSIFIER_HEAD), None)
         if new:
             initialize(new.parameter, new.spec, model.ctx, derive_seed(model.seed, new.name))
             entries.remove(new)
+    specs = source.specs
     other = [
         entry.name
         for entry in entries
-        if source.specs.get(entry.name, entry.spec).shape != entry.spec.shape
+        if entry.name in specs and specs[entry.name].shape != entry.spec.shape
     ]
-    other += [entry.name for entry in entries if entry.name not in source.specs]
+    other += [entry.name for entry in entries if entry.name not in specs]
     if type(model) is not source.model or other:
-        what = f"its {other[0]} is another" if other else f"it is a {source.model.__name__}"
-        raise UserError(f"{source.path} is not of this {type(model).__name__}: {what}")
+        reason = f"its {other[0]} is another" if other else f"it is a {source.model.__name__}"
+        raise UserError(f"{source.path} is not of this {type(model).__name__}: {reason}")
     for entry in entries:
         source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
     model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
@@ -155,14 +150,12 @@ def save_parallelized(
     save_directory: str | Path | None = None,
     merge_checkpoints: bool = False,
     max_shard_size: int | str = "5GB",
-    save_config: bool = True,
 ) -> None:
     """Write a model from all ranks together, in place of what megazoo wrote there before.
 
     save_directory: OSLO's name for directory. The files: shards, one for each (tp, pp) rank; or
     with merge_checkpoints a Hugging Face directory, in files of max_shard_size at most (bytes, or
-    as "5GB"), without its config.json if not save_config. Raises UserError on every rank if one
-    fails.
+    as "5GB"). Raises UserError on every rank if one fails.
     """
     directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
     ctx = model.ctx
@@ -172,7 +165,8 @@ def save_parallelized(
 
     def begin() -> None:
         if merge_checkpoints:
-            hugging_face_config(model.config), parse_size(max_shard_size)
+            hugging_face_config(model.config)  # raises before anything is written
+            parse_size(max_shard_size)
         _check_ours(directory)
         remove(staging)
         staging.mkdir(parents=True)
@@ -182,19 +176,20 @@ def save_parallelized(
         with replace_directory(staging, shards):
             pass
         if merge_checkpoints:
-            sizes = {"max_shard_size": max_shard_size, "save_config": save_config}
-            write_hugging_face(SavedModel(shards), directory, **sizes, overwrite=True)
+            write_hugging_face(
+                SavedModel(shards), directory, max_shard_size=max_shard_size, overwrite=True
+            )
             remove(shards)
 
-    with saving(directory, staging, ctx) as together:
-        together(begin, only_rank_zero=True)
+    with saving_together(directory, staging, ctx) as run_together:
+        run_together(begin, only_rank_zero=True)
         files = files_of_rank(model, lambda entry: entry.parameter, None)
-        written = together(lambda: write_rank(staging, files, ctx))
-        together(complete, only_rank_zero=True)
+        written = run_together(lambda: write_rank(staging, files, ctx))
+        run_together(complete, only_rank_zero=True)
 
 
 def _check_ours(directory: Path) -> None:
-    """Refuse to replace a directory that megazoo didn't write."""
+    """Raise UserError if a directory would be replaced that megazoo didn't write."""
     if not directory.is_dir() or not any(directory.iterdir()) or (directory / MANIFEST).is_file():
         return
     weights = sorted(directory.glob("model*.safetensors"))

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import Lazy, check_replaceable, new_directory
-from megazoo.checkpoint.save import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.directories import check_replaceable, new_directory
+from megazoo.checkpoint.shards import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.writing import BytesWritten, LazyTensor
 from megazoo.files import in_threads
-from megazoo.models.hugging_face.export import Progress
 from megazoo.models.source import ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import Entry
@@ -22,40 +22,33 @@ def write_shards(
     *,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
-    progress: Progress = lambda _: None,
+    progress: BytesWritten = lambda _: None,
 ) -> None:
-    """Write all that `source` holds, optimizer state too, as shards for tp x pp. dtype: of the
-    weights; as stored."""
+    """Write all that `source` holds, optimizer state too, as shards for tp x pp.
+
+    dtype: of the weights; as stored, by default.
+    """
     config, family = source.config, source.model
     family.check(config, tp, pp)
     check_replaceable(directory, overwrite)
 
-    def lazy(name: str, spec: ParameterSpec, ctx: ParallelContext, dtype: torch.dtype) -> Lazy:
-        mine = spec.pieces(ctx.tp_size, ctx.tp_rank)
-
-        def fill(rows: torch.Tensor, start: int) -> None:
-            pieces = [part for piece in mine if (part := piece.in_rows(start, start + len(rows)))]
-            source.read_pieces(name, rows, spec, pieces)
-            progress(rows.nbytes)
-
-        return Lazy(spec.local_shape(ctx.tp_size, ctx.tp_rank), dtype, fill)
-
     def write(rank: int) -> dict:
         ctx = ParallelContext.virtual(tp, pp, rank=rank)
 
-        def weight(entry: Entry) -> Lazy:
-            return lazy(entry.name, entry.spec, ctx, dtype or source.dtype_of(entry.name))
+        def weight_of(entry: Entry) -> LazyTensor:
+            stored = source.dtype_of(entry.name)
+            return _lazy_shard(source, entry.name, entry.spec, ctx, dtype or stored, progress)
 
-        def states(entry: Entry, _writer: int) -> dict[str, Lazy]:
-            names = {state: f"{entry.name}.{state}" for state in source.states_of(entry.name)}
-            return {
-                state: lazy(name, entry.spec, ctx, source.dtype_of(name))
-                for state, name in names.items()
-            }
+        def states_of(entry: Entry, _writer: int) -> dict[str, LazyTensor]:
+            states = {}
+            for state in source.states_of(entry.name):
+                name = f"{entry.name}.{state}"
+                stored = source.dtype_of(name)
+                states[state] = _lazy_shard(source, name, entry.spec, ctx, stored, progress)
+            return states
 
-        files = files_of_rank(
-            family.on_meta(config, ctx), weight, states if source.has_states else None
-        )
+        model = family.on_meta(config, ctx)
+        files = files_of_rank(model, weight_of, states_of if source.has_states else None)
         return write_rank(staging, files, ctx)
 
     with new_directory(directory) as staging:
@@ -64,3 +57,22 @@ def write_shards(
         write_manifest(
             staging, family.family, config, layout, written, source.trainer, source.sidecar_files
         )
+
+
+def _lazy_shard(
+    source: ModelSource,
+    name: str,
+    spec: ParameterSpec,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+    progress: BytesWritten,
+) -> LazyTensor:
+    """Return a rank's part of a global tensor, to be read while it is written."""
+    owned = spec.pieces(ctx.tp_size, ctx.tp_rank)
+
+    def fill(rows: torch.Tensor, start: int) -> None:
+        pieces = [part for piece in owned if (part := piece.in_rows(start, start + len(rows)))]
+        source.read_pieces(name, rows, spec, pieces)
+        progress(rows.nbytes)
+
+    return LazyTensor(spec.local_shape(ctx.tp_size, ctx.tp_rank), dtype, fill)

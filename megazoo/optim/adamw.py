@@ -1,9 +1,9 @@
-"""AdamW over this rank's part of a model, clipping by the global gradient norm, and learning-rate
-schedules."""
+"""AdamW over this rank's part of a model, with clipping by the global gradient norm."""
 
 import torch
 
 from megazoo.errors import UserError
+from megazoo.optim.base import ModelOptimizer
 from megazoo.optim.clip import check_model, element_range, global_norm
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.buckets import GradientBuckets
@@ -12,10 +12,10 @@ from megazoo.parallel.failure import together
 from megazoo.parallel.module import Entry
 from megazoo.torch_internals import fused_adamw
 
-MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
+MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"  # states, in checkpoints by these names
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(ModelOptimizer):
     """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused, on the device of the
     parameters.
 
@@ -45,7 +45,6 @@ class AdamW(torch.optim.Optimizer):
     without; what a group says of lr, betas, eps and weight_decay holds.
     """
 
-    # torch's own constructor is not called: it would import torch._dynamo (70 MB).
     def __init__(
         self,
         model,
@@ -69,40 +68,19 @@ class AdamW(torch.optim.Optimizer):
         self.device = torch.device("cpu") if offload else self.ctx.device
         model.agree_on_frozen()
         self.entries = model.trained_entries()
-        self.sharded = bool(zero) and self.ctx.dp_size > 1
+        self.replicas = self.ctx.gradient_axis
+        self.sharded = bool(zero) and self.replicas.size > 1
         self.buckets: GradientBuckets = model.fit_buckets()
         self.buckets.sharded = self.sharded
-        self.ranges = {entry.name: self.range_of(entry, self.ctx.dp_rank) for entry in self.entries}
+        self.ranges = {
+            entry.name: self.range_of(entry, self.replicas.rank) for entry in self.entries
+        }
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.param_groups = []
-        for decay in (weight_decay, 0.0):
-            entries = [
-                e for e in self.entries if (e.parameter.dim() > 1) == (not self.param_groups)
-            ]
-            group = {"params": [e.parameter for e in entries], "names": [e.name for e in entries]}
-            self.param_groups.append({**group, **self.defaults, "weight_decay": decay})
-        self.state: dict[str, dict[str, torch.Tensor]] = {}
-        for entry in self.entries:
-            mine = self._mine(entry.parameter.detach(), entry)
-            pinned = {"pin_memory": offload and self.ctx.device.type == "cuda"}
-            state = {
-                name: torch.zeros(mine.shape, dtype=torch.float32, device=self.device, **pinned)
-                for name in MOMENTS
-            }
-            if offload or mine.dtype != torch.float32:
-                state[MASTER] = torch.empty_like(state[MOMENTS[0]]).copy_(mine)
-            self.state[entry.name] = state
+        matrices = [entry for entry in self.entries if entry.parameter.dim() > 1]
+        vectors = [entry for entry in self.entries if entry.parameter.dim() <= 1]
+        self.param_groups = [self._group(matrices, weight_decay), self._group(vectors, 0.0)]
+        self.state = {entry.name: self._new_state(entry, offload) for entry in self.entries}
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return self.param_groups[0]["lr"]
-
-    @lr.setter
-    def lr(self, lr: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = lr
 
     @together
     @torch.no_grad()
@@ -116,16 +94,7 @@ class AdamW(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UserError("AdamW takes no closure: run backward before the step")
-        self.buckets = self.model.fit_buckets()
-        if not self.buckets.are_of(entry.parameter for entry in self.entries):
-            raise UserError(
-                "parameters were frozen or unfrozen after AdamW was made: make a new one"
-            )
-        if self.buckets.sharded != self.sharded:
-            raise UserError(
-                "another AdamW was made for this model, with another zero: step that one"
-            )
-        self.buckets.check()
+        self._check_gradients()
         if self.loss_scale:
             self.skipped = self._overflowed()
             self.loss_scale.update(self.skipped)
@@ -133,8 +102,7 @@ class AdamW(torch.optim.Optimizer):
                 return torch.tensor(torch.inf)
         norm = global_norm(self.entries, self.buckets)
         self.steps += 1
-        # The fused kernel divides gradients by grad_scale, so that clipping needs no pass of its
-        # own.
+        # The fused kernel divides the gradients by grad_scale: clipping needs no pass of its own.
         clips = self.clip_grad > 0 and norm > self.clip_grad
         scale = ((norm + 1e-6) / self.clip_grad).to(self.device) if clips else None
         by_name = {entry.name: entry for entry in self.entries}
@@ -147,79 +115,10 @@ class AdamW(torch.optim.Optimizer):
             self.buckets.gather()
         return norm
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero every gradient in place; or, with set_to_none, which is torch's default, free it."""
-        for entry in self.entries:
-            if set_to_none:
-                entry.parameter.grad = None
-            elif entry.parameter.grad is not None:
-                entry.parameter.grad.zero_()
-        self.buckets.forget()
-
-    def __reduce_ex__(self, protocol):
-        raise UserError(
-            "AdamW can't be copied or pickled: it belongs to its model; state_dict() gives its state"
-        )
-
-    def _no_hooks(self, *_, **__) -> None:
-        """Refuse torch's hooks, which nothing here would call."""
-        raise UserError("AdamW calls no hooks: do what is to be done before or after its step()")
-
-    register_step_pre_hook = register_step_post_hook = _no_hooks
-    register_state_dict_pre_hook = register_state_dict_post_hook = _no_hooks
-    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _no_hooks
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Refuse: a model's parameters are all there."""
-        raise UserError("AdamW has all of a model's parameters from the start: none can be added")
-
-    def state_dict(self) -> dict:
-        """Return this rank's state and settings, for a checkpoint of your own that is loaded in the
-        same layout.
-
-        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": names}], "steps":
-        ...}; tensors are not copied, as in torch. `megazoo.checkpoint.save` writes what loads in
-        any layout.
-        """
-        groups = [{**group, "params": group["names"]} for group in self.param_groups]
-        state = {"state": self.state, "param_groups": groups, "steps": int(self.steps.item())}
-        return {**state, "loss_scale": self.loss_scale.state()} if self.loss_scale else state
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Take what `state_dict` gave, of an optimizer of the same model and layout; UserError if
-        it is of another."""
-        if not {"state", "param_groups", "steps"} <= state_dict.keys():
-            raise UserError("it is no state of AdamW: give what state_dict() returned")
-        state = state_dict["state"]
-        of = {
-            name: {key: tensor.shape for key, tensor in tensors.items()}
-            for name, tensors in state.items()
-        }
-        ours = {
-            name: {key: tensor.shape for key, tensor in tensors.items()}
-            for name, tensors in self.state.items()
-        }
-        if of != ours:
-            name = min(
-                (of.keys() ^ ours.keys()) or (name for name in ours if of[name] != ours[name])
-            )
-            what = f"the optimizer's state is of another model or layout: {name} differs"
-            raise UserError(f"{what}; a checkpoint of megazoo.checkpoint.save loads in any layout")
-        for name, tensors in state.items():
-            for key, tensor in tensors.items():
-                self.state[name][key].copy_(tensor)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(
-                {key: value for key, value in saved.items() if key not in ("params", "names")}
-            )
-        self.steps.fill_(state_dict["steps"])
-        if self.loss_scale and "loss_scale" in state_dict:
-            self.loss_scale.load(state_dict["loss_scale"])
-
-    def range_of(self, entry: Entry, dp_rank: int) -> tuple[int, int]:
-        """Return the elements of a parameter, flattened, first and last + 1, of which a replica has
-        the state."""
-        return element_range(entry, self.buckets, dp_rank)
+    def range_of(self, entry: Entry, replica: int) -> tuple[int, int]:
+        """Return which elements of a parameter, flattened, a replica has the state of: (first, last
+        + 1)."""
+        return element_range(entry, self.buckets, replica)
 
     def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
         """Return a parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others
@@ -232,20 +131,50 @@ class AdamW(torch.optim.Optimizer):
             if name == MASTER and entry.parameter.dtype == torch.float32:
                 continue  # the parameter itself, on the CPU
             if self.sharded:
-                ranges = [self.range_of(entry, dp_rank) for dp_rank in range(self.ctx.dp_size)]
+                ranges = [self.range_of(entry, rank) for rank in range(self.replicas.size)]
                 whole = tensor.new_empty(entry.parameter.numel())
                 whole[slice(*self.ranges[entry.name])] = tensor
-                gather_ranges(whole, ranges, writer, self.ctx.dp_group)
+                gather_ranges(whole, ranges, writer, self.replicas.group)
                 tensor = whole
             states[name] = tensor.view(entry.parameter.shape)
         return states
 
+    def _group(self, entries: list[Entry], weight_decay: float) -> dict:
+        params, names = [e.parameter for e in entries], [e.name for e in entries]
+        return {"params": params, "names": names, **self.defaults, "weight_decay": weight_decay}
+
+    def _new_state(self, entry: Entry, offload: bool) -> dict[str, torch.Tensor]:
+        mine = self._mine(entry.parameter.detach(), entry)
+        pinned = offload and self.ctx.device.type == "cuda"
+        state = {
+            name: torch.zeros(
+                mine.shape, dtype=torch.float32, device=self.device, pin_memory=pinned
+            )
+            for name in MOMENTS
+        }
+        if offload or mine.dtype != torch.float32:
+            state[MASTER] = torch.empty_like(state[MOMENTS[0]]).copy_(mine)
+        return state
+
+    def _check_gradients(self) -> None:
+        """Raise UserError unless the gradients that are there are whole, and this optimizer's."""
+        self.buckets = self.model.fit_buckets()
+        if not self.buckets.are_of(entry.parameter for entry in self.entries):
+            raise UserError(
+                "parameters were frozen or unfrozen after AdamW was made: make a new one"
+            )
+        if self.buckets.sharded != self.sharded:
+            raise UserError(
+                "another AdamW was made for this model, with another zero: step that one"
+            )
+        self.buckets.check()
+
     def _mine(self, tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-        """The elements of a tensor of the parameter's shape that this replica updates."""
+        """Return the elements of a tensor of the parameter's shape that this replica updates."""
         return tensor.view(-1)[slice(*self.ranges[entry.name])]
 
     def _overflowed(self) -> bool:
-        """Whether a gradient on any rank is infinite or not a number."""
+        """Say whether a gradient on any rank is infinite or not a number."""
         total = torch.zeros((), device=self.ctx.device)
         for entry in self.entries:
             if entry.parameter.grad is not None:
@@ -255,6 +184,7 @@ class AdamW(torch.optim.Optimizer):
         return bool(overflow)
 
     def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:
+        """Update the elements that this replica has, by the settings of their group."""
         mine = [self._mine(e.parameter, e) for e in entries]
         fused_adamw(
             [self.state[e.name].get(MASTER, part) for e, part in zip(entries, mine, strict=True)],

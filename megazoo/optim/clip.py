@@ -43,23 +43,21 @@ def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
     for entry in entries:
         if entry.parameter.grad is not None:
-            total += _square_sum(entry, buckets)
+            total += _counted_square_sum(entry, buckets)
     shared_out = [ctx.gradient_axis] if buckets.sharded else []
     all_reduce_over(total, [ctx.axis("tp"), ctx.axis("pp"), *shared_out])
     return total.sqrt().float()
 
 
-def element_range(entry: Entry, buckets: GradientBuckets, dp_rank: int) -> tuple[int, int]:
-    """Return the elements of a parameter, flattened, first and last + 1, of which a replica has the
-    summed gradient."""
-    return (
-        buckets.range_of(entry.parameter, dp_rank)
-        if buckets.sharded
-        else (0, entry.parameter.numel())
-    )
+def element_range(entry: Entry, buckets: GradientBuckets, replica: int) -> tuple[int, int]:
+    """Return of which elements of a parameter, flattened, a replica has the summed gradient:
+    (first, last + 1)."""
+    if not buckets.sharded:
+        return 0, entry.parameter.numel()
+    return buckets.range_of(entry.parameter, replica)
 
 
-def _square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
+def _counted_square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
     """Sum the squares of the gradient's elements that this rank counts."""
     gradient, pieces = entry.parameter.grad, entry.counted_pieces(buckets.ctx)
     if not buckets.sharded:
@@ -67,32 +65,26 @@ def _square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
     counted = torch.zeros(gradient.shape, dtype=torch.bool, device=gradient.device)
     for piece in pieces:
         counted[piece.index()] = True
-    mine = slice(*element_range(entry, buckets, buckets.ctx.dp_rank))
+    mine = slice(*element_range(entry, buckets, buckets.ctx.gradient_axis.rank))
     counted, gradient = counted.view(-1)[mine], gradient.view(-1)[mine]
     return square_sum(gradient if counted.all() else gradient[counted])
 
 
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of squares in float64: fp32 sums over 10 million elements are off by 4e-4.
+    """Sum the squares in float64: fp32 sums over 10 million elements are off by 4e-4.
 
-    On the CPU in pieces of which each is one thread's: a pool's barriers cost more than they gain,
-    on busy cores much.
+    On the CPU a piece at a time, each small enough for one thread: where the cores are busy, the
+    threads of a pool wait for one another longer than they compute.
     """
     pieces = (tensor,) if tensor.is_cuda else tensor.reshape(-1).split(1 << 15)
-    return (
-        torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces])
-        .square()
-        .sum()
-    )
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    return torch.stack(norms).square().sum()
 
 
 def check_model(model, call: str) -> None:
     """Raise UserError, with the right call, if what should be a model is not one: its parameters,
     say."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "trained_entries"):
-        what = (
-            "not its parameters"
-            if not isinstance(model, nn.Module)
-            else f"not a {type(model).__name__}"
-        )
-        raise UserError(f"give a megazoo model, {what}: {call}")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"give a megazoo model, not its parameters: {call}")
+    if not hasattr(model, "trained_entries"):
+        raise UserError(f"give a megazoo model, not a {type(model).__name__}: {call}")

@@ -12,9 +12,9 @@ class LossScale:
     overflows repeat.
 
     value: what the loss is multiplied by, a power of two, at least 1. growth_interval: good steps
-    in a row after which it doubles. hysteresis: overflows since the last growth after which each
-    one halves it. good_steps and patience (overflows until it backs off) count them; they are saved
-    with a checkpoint.
+    in a row after which it doubles. hysteresis: which overflow halves it, counted since it last
+    grew; so does each further one. With 2, one overflow is tolerated. good_steps and patience
+    (overflows until it is halved) are counters, and saved with a checkpoint.
     """
 
     value: float = 2.0**16
@@ -40,7 +40,7 @@ class LossScale:
             self.value *= 2
 
     def state(self) -> dict:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {name: getattr(self, name) for name in STATE}
 
     def load(self, state: dict) -> None:

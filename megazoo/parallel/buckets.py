@@ -204,7 +204,7 @@ class GradientBuckets:
         for index in range(len(self.members) if self.axis.size > 1 else 0):
             bucket = self._filled(index)
             all_reduce(bucket, self.axis.group)
-            bucket /= self.ctx.dp_size
+            bucket /= self.ctx.dp_size  # a mean over the replicas, whatever else is summed
         self.fault = None
 
     def check(self) -> None:

@@ -23,9 +23,11 @@ NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not
 
 
 class VirtualGroup:
-    """Stands for a process group of which only this rank is there. On the meta device, where there
-    are shapes and no values, collectives over it do nothing but add up `sent`, the bytes that a
-    rank sends (see collectives.py)."""
+    """A stand-in for a process group of which only this rank is there.
+
+    On the meta device, where there are shapes and no values, collectives over it do nothing but add
+    up `sent`, the bytes that a rank sends (see collectives.py).
+    """
 
     def __init__(self, size: int, rank: int):
         self._size, self._rank, self.sent = size, rank, 0.0
@@ -70,8 +72,7 @@ class ParallelContext:
     sequence_parallel: bool = False
     virtual_size: int = 1  # stages of a rank
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
-    # the same on all ranks, and of no other context of the job
-    name: str = field(default="", repr=False)
+    name: str = field(default="", repr=False)  # the same on all ranks, and of no other context
     calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
 
     def __post_init__(self):
@@ -100,7 +101,7 @@ class ParallelContext:
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
-        """The context of this rank, from torchrun's environment or from an initialised
+        """Return the context of this rank, from torchrun's environment or an initialised
         torch.distributed.
 
         data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto"
@@ -113,8 +114,7 @@ class ParallelContext:
         stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
         included; "uniform" by layers; or the number of layers of each.
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
-        Raises UserError when a size is not a whole number above 0, or the sizes don't multiply to
-        the world.
+        UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
@@ -122,11 +122,8 @@ class ParallelContext:
         if data_parallel_size is not None:
             _check_size("data_parallel_size", data_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
-        world = (
-            dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-        )
+        world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         here = cls.virtual(
             tp,
             pp,
@@ -212,8 +209,8 @@ class ParallelContext:
         return self.axis("dp")
 
     def new_cpu_group(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup | None:
-        """A group of all ranks for CPU tensors, for a thread of its own; every rank calls it. None
-        for one rank."""
+        """Make a group of all ranks for CPU tensors, for a thread of its own; every rank calls it.
+        None for one rank."""
         return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def require_ranks(self) -> None:
@@ -224,6 +221,7 @@ class ParallelContext:
 
     @property
     def stage_count(self) -> int:
+        """The stages of the whole pipeline."""
         return self.pp_size * self.virtual_size
 
     @property
@@ -269,8 +267,15 @@ _ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar(
 
 
 def current_context() -> ParallelContext:
-    """The context of the innermost `with ctx:`, or the world of one."""
+    """Return the context of the innermost `with ctx:`, or the world of one."""
     return _ambient.get()[-1]
+
+
+def _world_and_rank() -> tuple[int, int]:
+    """Return the size of the world, and this rank, as torch.distributed or the launcher says."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 
 
 def _check_size(name: str, size) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of weights that wait for an idle moment of the pipeline."""
+"""The queue of weight gradients, for schedules that split the backward."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ class WeightQueue:
         self._waiting: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = []
 
     def put(self, weight: torch.nn.Parameter, gradient: Callable[[], torch.Tensor]) -> None:
-        """Add gradient() to the weight's later."""
+        """Add gradient() to the weight's gradient later."""
         self._waiting.append((weight, gradient))
         self.weights.add(weight)
 

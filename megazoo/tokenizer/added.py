@@ -1,5 +1,5 @@
-"""Added tokens: the strings that are split off a text before anything else happens to it, as
-`tokenizers` does."""
+"""Added tokens: strings that are split off a text before anything else happens to it, as the
+`tokenizers` library does."""
 
 import re
 import unicodedata
@@ -27,15 +27,19 @@ class AddedToken(NamedTuple):
 
     @classmethod
     def from_json(cls, entry: dict, token_id: int) -> "AddedToken":
-        """What tokenizer.json and tokenizer_config.json say of one token; raises UserError,
+        """Return what tokenizer.json or tokenizer_config.json says of one token. Raises UserError,
         KeyError or TypeError."""
         if entry.get("single_word"):
             raise UserError(f"added token {entry['content']!r}: single_word is not supported")
         check_id(token_id, entry["content"])
         special = bool(entry.get("special", False))
-        flags = {key: bool(entry.get(key, False)) for key in ("lstrip", "rstrip")}
         return cls(
-            entry["content"], token_id, special, bool(entry.get("normalized", not special)), **flags
+            entry["content"],
+            token_id,
+            special,
+            normalized=bool(entry.get("normalized", not special)),
+            lstrip=bool(entry.get("lstrip", False)),
+            rstrip=bool(entry.get("rstrip", False)),
         )
 
 
@@ -61,7 +65,7 @@ class Splitter:
         self._patterns = [_longest_first(self._raw), _longest_first(self._normalized)]
 
     def __call__(self, text: str, parse_special: bool) -> Iterator[str | int]:
-        """The normalized text between added tokens, and the ids of these."""
+        """Yield the normalized text between added tokens, and the ids of these."""
         for part in _split(text, self._patterns[0], self._raw, parse_special):
             if isinstance(part, int):
                 yield part

@@ -15,7 +15,7 @@ class ByteTokenizer(Tokenizer):
     eos_token_id = 256
 
     def encode_to_numpy(self, text: str | bytes, *, parse_special: bool = True) -> np.ndarray:
-        """uint16 [bytes]."""
+        """Return uint16 [bytes]."""
         data = text if isinstance(text, bytes) else as_text(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 

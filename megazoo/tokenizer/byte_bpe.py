@@ -11,11 +11,11 @@ from megazoo.tokenizer.base import Tokenizer
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The regex engine remembers every step of a run that it may have to take back, and gives up at a
-# million: so a run of white space is first taken by blocks. What matches is the same.
+# The regex engine remembers every step of a match that it may have to take back, and gives up at a
+# million: so a run of white space is first matched in blocks of 256. What matches is the same.
 RUN, RUN_BY_BLOCKS = r"\s+(?!\S)", r"(?:\s{256})*\s+(?!\S)"
 
 
@@ -23,9 +23,8 @@ class ByteLevelBPE(Tokenizer):
     """Byte pair encoding of the bytes of what a regular expression cuts a text into.
 
     tokens: the bytes of every id but those of added tokens. ranked: the ids in the order in which
-    they are merged, single bytes among them. unk: the id of a byte that has none; without it, such
-    a byte raises UserError.
-    nfc: texts are normalized to NFC.
+    they are merged, single bytes among them. nfc: texts are normalized to NFC. unk: the id of a
+    byte that has none; without it, such a byte raises UserError.
     """
 
     def __init__(

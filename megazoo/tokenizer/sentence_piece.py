@@ -13,9 +13,13 @@ from megazoo.tokenizer.base import Tokenizer
 from megazoo.tokenizer.settings import TokenizerSettings
 
 CLASSES = (
-    "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast", "PreTrainedTokenizerFast",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "CodeLlamaTokenizer",
+    "CodeLlamaTokenizerFast",
+    "PreTrainedTokenizerFast",
     "TokenizersBackend",
-)  # fmt: skip
+)
 SPACE = "\u2581"  # how a piece spells a space; in a text, this character becomes one
 
 
@@ -63,8 +67,8 @@ class SentencePieceTokenizer(Tokenizer):
 def from_sentencepiece(
     path: Path, data: bytes, settings: TokenizerSettings
 ) -> SentencePieceTokenizer:
-    """The tokenizer of a sentencepiece model, whose bytes are `data`. bos goes before a text, if
-    there is one."""
+    """Return the tokenizer of a sentencepiece model, whose bytes are `data`. bos goes before a
+    text, if there is one."""
     settings.refuse("tokenizer_class", *CLASSES)
     settings.refuse("add_prefix_space", True)
     try:

@@ -1,4 +1,5 @@
-"""What the JSON files beside a tokenizer say: which tokens are special, and which go around a text."""
+"""The settings of a tokenizer: the JSON files beside it say which tokens are special, and which of
+them go around a text."""
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -10,9 +11,9 @@ from megazoo.files import json_object, read_bytes
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ROLES = ("bos", "eos", "pad")
-# What published files mean that name nothing, GPT-2's for one.
+# What published files mean that name no such token, GPT-2's for one.
 USUAL = {
     "bos": ("<|begin_of_text|>", "<|endoftext|>", "<s>"),
     "eos": ("<|end_of_text|>", "<|endoftext|>", "</s>"),
@@ -22,12 +23,11 @@ USUAL = {
 
 @dataclass
 class TokenizerSettings:
-    """tokenizer_config.json, special_tokens_map.json, added_tokens.json, and the ids of
-    config.json.
+    """What SETTINGS_FILES say, and the ids of config.json and generation_config.json.
 
-    names: the content of the bos, eos, pad and unk tokens, None where a file says that there is
-    none. ids: likewise, if nothing else is known. special: the contents of further special tokens.
-    added: tokens with their ids.
+    config: all of tokenizer_config.json. names: the contents of the bos, eos, pad and unk tokens,
+    by role, None where a file says that there is none. ids: their ids, which count where nothing
+    else names one. special: the contents of further special tokens. added: tokens with their ids.
     """
 
     directory: Path
@@ -38,8 +38,8 @@ class TokenizerSettings:
     added: list[AddedToken] = field(default_factory=list)
 
     def refuse(self, key: str, *supported) -> None:
-        """Raise UserError if tokenizer_config.json has another value than these (or null) for a
-        key."""
+        """Raise UserError if tokenizer_config.json has a value for a key that is neither one of
+        these nor null."""
         value = self.config.get(key)
         if value is not None and value not in supported:
             raise UserError(
@@ -49,8 +49,8 @@ class TokenizerSettings:
     def all_added(
         self, found: Iterable[AddedToken], id_of: Callable[[str], int | None]
     ) -> list[AddedToken]:
-        """The tokens found in a vocabulary's file, those that other files add, and those that they
-        call special."""
+        """Return the added tokens found in a vocabulary's file, those that other files add, and
+        those that they call special."""
         tokens = {token.content: token for token in self.added} | {
             token.content: token for token in found
         }
@@ -74,11 +74,8 @@ class TokenizerSettings:
         a tokenizer.json: then nothing else counts.
         """
         for role in ROLES:
-            setattr(
-                tokenizer,
-                f"{role}_token_id",
-                self._id(role, id_of, own or {}, tokenizer.vocab_size),
-            )
+            token = self._id(role, id_of, own or {}, tokenizer.vocab_size)
+            setattr(tokenizer, f"{role}_token_id", token)
         if template is None:
             add = {"add_bos_token": add_bos, "add_eos_token": False}
             add |= {key: self.config[key] for key in add if self.config.get(key) is not None}
@@ -90,6 +87,8 @@ class TokenizerSettings:
     def _id(
         self, role: str, id_of: Callable[[str], int | None], own: dict[str, int], vocab_size: int
     ) -> int | None:
+        """Return the id of the token with a role: by its name, or else the vocabulary's own, or
+        else as published files usually have it."""
         if role in self.names:
             name = self.names[role]
             if name is not None and id_of(name) is None:
@@ -103,8 +102,8 @@ class TokenizerSettings:
 
 
 def read_settings(directory: Path) -> TokenizerSettings:
-    """The settings of a tokenizer's directory; the files may be missing. Raises UserError for a
-    malformed one."""
+    """Read the settings of a tokenizer's directory, any of whose files may be missing. Raises
+    UserError for a malformed one."""
     settings = TokenizerSettings(directory)
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         entries = _json_beside(directory / name)
@@ -116,18 +115,7 @@ def read_settings(directory: Path) -> TokenizerSettings:
             if content != "":
                 settings.names[role] = content
         for key in ("additional_special_tokens", "extra_special_tokens"):
-            extra = entries.get(key) or []
-            extra = (
-                extra.values()
-                if isinstance(extra, dict)
-                else extra
-                if isinstance(extra, list)
-                else []
-            )
-            contents = (
-                token.get("content") if isinstance(token, dict) else token for token in extra
-            )
-            settings.special += [content for content in contents if isinstance(content, str)]
+            settings.special += _contents(entries.get(key))
         settings.config = entries
     path = directory / "tokenizer_config.json"
     with malformed(path):
@@ -150,15 +138,25 @@ def read_settings(directory: Path) -> TokenizerSettings:
     return settings
 
 
+def _contents(tokens) -> list[str]:
+    """Return the contents of tokens, given as a list or an object of strings or of objects."""
+    if isinstance(tokens, dict):
+        tokens = tokens.values()
+    elif not isinstance(tokens, list):
+        tokens = []
+    contents = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    return [content for content in contents if isinstance(content, str)]
+
+
 def _json_beside(path: Path) -> dict:
-    """The object in a JSON file, empty if there is no such file."""
+    """Read the object in a JSON file; it is empty if there is no such file."""
     return json_object(path, read_bytes(path)) if path.exists() else {}
 
 
 @contextmanager
 def malformed(path: Path):
-    """Inside, whatever a wrong type or a missing key raises becomes a UserError that names the
-    file."""
+    """Turn what a wrong type or a missing key raises within this block into a UserError that names
+    the file."""
     try:
         yield
     except UserError as error:

@@ -27,7 +27,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class _Shared:
-    """memory: of `flags` flags and `slots` slots. pids: of the ranks that share it."""
+    """Memory that the ranks of a group share: flags and slots, as many as `counts` says.
+
+    memory: of `nbytes` bytes. pids: the processes that share it, in the order of the group's ranks.
+    """
 
     def __init__(self, memory: mmap.mmap, pids: list[int], rank: int, timeout: timedelta):
         self.rank, self.pids, self.timeout = rank, pids, timeout
@@ -41,8 +44,10 @@ class _Shared:
 
     @staticmethod
     def counts(size: int) -> tuple[int, int]:
-        """How many flags and slots a group of `size` ranks has. Memory that no one has written to
-        takes none."""
+        """Return how many flags and slots a group of `size` ranks has.
+
+        They may be many: memory that no one has written to takes no room.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -57,7 +62,7 @@ class _Shared:
         self._flags[-1] = 1
 
     def _wait(self, flag: int, number: int, rank: int) -> None:
-        """Until `rank` has raised the flag to the number."""
+        """Wait until `rank` has raised the flag to the number."""
         began, looks = time.monotonic(), 0
         while self._flags[flag] < number:
             looks += 1
@@ -153,9 +158,12 @@ class Mailboxes(_Shared):
 
     @staticmethod
     def slots_each(size: int) -> int:
-        """How many a rank has for each other. A sender waits for an empty one; with too few, ranks
-        would wait for each other: so many the interleaved schedule needs where the micro-batches
-        don't divide into groups of `size`."""
+        """Return how many slots a rank has for each other rank.
+
+        A sender waits for an empty one; with too few, ranks would wait for each other. The
+        interleaved schedule needs so many where the micro-batches don't divide into groups of
+        `size`.
+        """
         return max(3, size // 2 + 1)
 
     @staticmethod
@@ -165,8 +173,8 @@ class Mailboxes(_Shared):
         return 2 * slots, slots
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Returns when the tensor is copied; waits for an empty slot: the target takes what lies
-        there."""
+        """Copy the tensor into a slot for the target; wait for an empty one, which the target makes
+        by taking what lies there."""
         self._sent[target] = number = self._sent[target] + 1
         slot = self._slot(self.rank, target, number)
         self._wait(len(self._slots) + slot, number - self._each, target)
@@ -174,8 +182,8 @@ class Mailboxes(_Shared):
         self._flags[slot] = number
 
     def receive(self, buffer: torch.Tensor, source: int) -> "Message":
-        """The source's next message, of the buffer's shape and dtype: it is in the buffer after
-        `wait()`."""
+        """Return the source's next message, of the buffer's shape and dtype: after its `wait()` it
+        is in the buffer."""
         self._expected[source] = number = self._expected[source] + 1
         return Message(self, buffer, source, number)
 
@@ -194,7 +202,7 @@ class Mailboxes(_Shared):
 
 
 class Message:
-    """One that will come; as torch.distributed's works it is waited for."""
+    """A message that will come; it is waited for as a work of torch.distributed is."""
 
     def __init__(self, boxes: Mailboxes, buffer: torch.Tensor, source: int, number: int):
         self.boxes, self.arguments = boxes, (buffer, source, number)
@@ -207,8 +215,10 @@ _opened: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict]" = weakref.WeakKeyD
 
 
 def shared_by(group: dist.ProcessGroup, kind: type[_Shared]):
-    """A group's Reducer or Mailboxes, made when all its ranks first ask for it; None if they can't
-    share memory."""
+    """Return a group's Reducer or Mailboxes; None if its ranks can't share memory.
+
+    It is made when all ranks of the group ask for it for the first time.
+    """
     kinds = _opened.setdefault(group, {})
     if kind not in kinds:
         kinds[kind] = _open(group, kind)
@@ -223,7 +233,8 @@ def give_up(group: dist.ProcessGroup) -> None:
 
 
 def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
-    """All ranks of the group call this. No file has a name, so none is left behind."""
+    """Open memory that all ranks of the group share; all of them call this, and get None if one
+    can't. No file has a name, so none is left behind."""
     rank, size = group.rank(), group.size()
     length = kind.nbytes(size)
     file = _new_file(length) if rank == 0 and _host() else -1
@@ -244,8 +255,10 @@ def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
 
 
 def _new_file(length: int) -> int:
-    """The descriptor of an unnamed file in memory; -1 where a sandbox allows none: the other ranks
-    wait to be told."""
+    """Return the descriptor of an unnamed file in memory, or -1 where a sandbox allows none.
+
+    It raises nothing: the other ranks wait to be told.
+    """
     file = -1
     try:
         file = os.memfd_create("megazoo")
@@ -258,6 +271,7 @@ def _new_file(length: int) -> int:
 
 
 def _lives(pid: int) -> bool:
+    """Say whether a process of this host is there, and no zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
@@ -266,8 +280,10 @@ def _lives(pid: int) -> bool:
 
 
 def _host() -> tuple | None:
-    """Equal for processes that can share memory. None where one core may see another's stores out
-    of order."""
+    """Return what is equal for processes that can share memory.
+
+    None where they can't: not on Linux, or where a core may see another's stores out of order.
+    """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
     namespaces = (os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "net"))
