@@ -1,7 +1,6 @@
 """What the rest of megazoo asks of any model's config, and the sizes that fit a layout."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megazoo.errors import UserError
 from megazoo.layers.classification import PROBLEMS
@@ -18,11 +17,12 @@ class ModelConfig:
     hidden_size: int
     layers: int
     heads: int
-    ffn_size: int
-    # Fields of the families that have them: 0 stands for as many as heads, and hidden_size / heads.
-    kv_heads: ClassVar[int] = 0
-    head_size: ClassVar[int] = 0
-    tie_embeddings: bool = False
+    # A family that has these makes fields of them, in an order of its own. 0 stands for as many as
+    # heads, for hidden_size / heads, and for what the family says.
+    kv_heads = 0
+    head_size = 0
+    ffn_size = 0
+    tie_embeddings = False
     # above 0: a classifier of sequences; with the next two as transformers has them
     num_labels: int = 0
     problem_type: str | None = None
