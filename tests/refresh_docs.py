@@ -58,9 +58,12 @@ def row(field, hint, text: str | None) -> str:
     text = text or " ".join(extra.help for extra in extras if extra.help)
     told = "".join(str(extra.help_behavior_hint or "") for extra in extras)
     default = told.removeprefix("(default: ").removesuffix(")") or written(field.default)
-    choices = f": {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
+    choices = ", ".join(map(str, get_args(hint))) if get_origin(hint) is Literal else ""
+    for extra in extras:  # {a,b,...} where the help has it in place of a type
+        if (extra.metavar or "").startswith("{"):
+            choices = extra.metavar.strip("{}").replace(",", ", ")
     flag = "--" + field.name.rstrip("_").replace("_", "-")
-    cells = (f"`{flag}`{choices}", default, text)
+    cells = (f"`{flag}`" + (f": {choices}" if choices else ""), default, text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from helpers_tokenizers import BYTE_LEVEL, ROOT, TEMPLATE, edited, run_tool, split, write_tokenizers
@@ -25,7 +26,7 @@ def directory(tmp_path_factory):
     return write_tokenizers(tmp_path_factory.mktemp("tokenizers"))
 
 
-def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path):
+def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path, monkeypatch):
     text = "it's <|endoftext|> here"
     for form, name in (
         ("gpt2", "tokenizer.json"),
@@ -41,6 +42,10 @@ def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path):
     assert found.encode(text) == open_tokenizer(directory / "llama3").encode(text)
     for where in ("byte", str(tmp_path / "none"), str(directory / "gpt2"), str(step)):
         assert find_tokenizer(where) == where
+    monkeypatch.chdir(tmp_path)
+    Path("byte").mkdir()  # a checkpoint of this name does not hide the tokenizer
+    step.rename(Path("byte", step.name))
+    assert find_tokenizer("byte") == "byte"
 
 
 REFUSED = {

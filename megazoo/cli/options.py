@@ -116,7 +116,7 @@ class TrainingOptions:
     loss_scale_window: int = 1000
     """Steps in a row without overflow, after which the loss scale doubles."""
     hysteresis: int = 2
-    """Which overflow halves the loss scale, and so does each further one; 2 tolerates one."""
+    """Overflows tolerated before the loss scale is halved, the one that halves it included."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Run parts again in backward instead of keeping their activations: attention and the MLPs'
     activations, or all."""
@@ -172,7 +172,7 @@ class DataOptions:
     end."""
     tokenizer: optional(str, "NAME", "what is beside the model of --load, or byte") = None
     """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer:
-    see the README."""
+    see docs/data.md."""
     separate_documents: bool = False
     """Documents packed into one sample don't see each other, and positions begin anew in each."""
     chat_template: str = CHATML

@@ -270,7 +270,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     # What users call.
 
     def save_parallelized(self, directory=None, **options) -> None:
-        """Write the model: see `megazoo.checkpoint.save_parallelized`."""
+        """Write the model: see `megazoo.models.pretrained.save_parallelized`."""
         save_parallelized(self, directory, **options)
 
     def from_parallelized(self, directory=None, *, load_directory=None) -> "Model":
