@@ -15,6 +15,7 @@ from megazoo.layers import (
     CausalSelfAttention,
     ColumnParallelLinear,
     GatedMLP,
+    HeadwiseLayerNorm,
     QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -307,6 +308,10 @@ def test_what_cannot_be_cut_is_refused():
             QKVParallelLinear(8, 2)
         with pytest.raises(UserError, match="a vocabulary of 3 can't be cut over tp 4"):
             VocabParallelHead(3, 8)
+        with pytest.raises(
+            UserError, match="18 features in units of 6 can't be cut over tp 4, nor copied"
+        ):
+            HeadwiseLayerNorm(18, 6)
     with pytest.raises(UserError, match="3 heads don't divide a hidden size of 8"):
         QKVParallelLinear(8, 3)
 

@@ -160,7 +160,7 @@ class CausalSelfAttention(nn.Module):
         self.scale, self.clip_qkv = scale, clip_qkv
         self.q_norm, self.k_norm = q_norm, k_norm
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
-        # keep queries, keys and values, and nothing else until the output projection
+        # if True: keep queries, keys and values, and nothing else until the output projection
         self.recompute = False
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
         self.output = RowParallelLinear(

@@ -107,7 +107,8 @@ def summed_losses(
     rows: int,
     factor: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the sum of token_losses(x W^T). rows, factor: how the twin makes them; no matter."""
+    """Return the sum of token_losses(x W^T). rows, factor: for the twin alone, see
+    linear_cross_entropy."""
     return token_losses(F.linear(x, weight), columns, here, ignored, ctx).sum()
 
 

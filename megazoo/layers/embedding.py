@@ -41,7 +41,7 @@ class _VocabParallel(ShardedModule):
         self.add_parameter("weight", ParameterSpec((vocab_size, hidden_size), shard, std=std))
         (cut,) = shard.cuts(tp_size, tp_rank)
         self.start, self.rows = cut.global_start, cut.length
-        self.sizes = [shard.local_sizes(tp_size, rank)[0] for rank in range(tp_size)]
+        self.sizes = shard.sizes_of_ranks(tp_size)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""

@@ -88,7 +88,8 @@ class _SummedLosses(torch.autograd.Function):
         x_grad = torch.empty_like(x) if wanted[0] else None
         wide = weight.to(dtype)
 
-        def take(part: slice) -> None:  # and leave nothing of it
+        def add(part: slice) -> None:
+            """Add these tokens' losses and gradients; their logits are gone when it returns."""
             nonlocal weight_grad
             inputs = x[part].to(dtype)
             logits = F.linear(inputs, wide).to(x.dtype).float()
@@ -105,14 +106,14 @@ class _SummedLosses(torch.autograd.Function):
             logits.mul_((weights / total)[:, None]).scatter_add_(
                 -1, columns[part, None], -(weights * here[part])[:, None]
             )
-            logits = logits.to(x.dtype).to(dtype)  # are their gradient now
+            logits = logits.to(x.dtype).to(dtype)  # by now these are their gradient
             if wanted[0]:
                 x_grad[part] = logits @ wide
             if wanted[1]:
                 weight_grad = _add_product(weight_grad, logits.t(), inputs)
 
         for first in range(0, len(x), rows):
-            take(slice(first, first + rows))
+            add(slice(first, first + rows))
         ctx.factor, ctx.gradients = factor, (x_grad, weight_grad)
         return losses.masked_fill_(ignored, 0).sum()
 

@@ -57,7 +57,8 @@ class ColumnParallelLinear(ShardedModule):
         super().__init__(ctx)
         parts = out_features if isinstance(out_features, tuple) else (out_features,)
         shard = Shard(0, parts, units or units_for(parts, self.ctx.tp_size))
-        self.sizes = _sizes_of_ranks(shard, "outputs", self.ctx.tp_size)
+        shard.check(self.ctx.tp_size, "outputs")
+        self.sizes = shard.sizes_of_ranks(self.ctx.tp_size)
         if gather_output and len(parts) > 1:
             raise UserError(
                 f"gather_output would interleave the {len(parts)} fused parts: "
@@ -129,7 +130,8 @@ class RowParallelLinear(ShardedModule):
         super().__init__(ctx)
         units = (unit,) if unit else units_for((in_features,), self.ctx.tp_size)
         shard = Shard(1, (in_features,), units)
-        self.sizes = _sizes_of_ranks(shard, "inputs", self.ctx.tp_size)
+        shard.check(self.ctx.tp_size, "inputs")
+        self.sizes = shard.sizes_of_ranks(self.ctx.tp_size)
         if self.ctx.sequence_parallel and not input_is_parallel:
             raise UserError(
                 "under sequence parallelism a row-parallel layer needs an input that is cut by "
@@ -154,20 +156,3 @@ class RowParallelLinear(ShardedModule):
         y = linear(x, self.weight, bias, recompute=recompute, queue=self.weight_queue)
         y = leave_tensor_parallel(y, self.ctx)
         return y if alone or self.bias is None else y + self.replicated("bias")
-
-
-def _sizes_of_ranks(shard: Shard, what: str, tp_size: int) -> list[int]:
-    """Return how many of the features (`what` they are) every rank has; UserError if they can't be
-    cut."""
-    replicated = shard.replicated(tp_size)
-    for part, unit, copied in zip(shard.parts, shard.all_units, replicated, strict=True):
-        if copied and unit == 1:
-            raise UserError(
-                f"{part} {what} can't be cut over tp {tp_size}: use tp of at most {part}"
-            )
-        if copied and (part % unit or not part or tp_size % (part // unit)):
-            raise UserError(
-                f"{part} {what} in units of {unit} can't be cut over tp {tp_size}, "
-                "nor copied evenly"
-            )
-    return [sum(shard.local_sizes(tp_size, rank)) for rank in range(tp_size)]

@@ -67,7 +67,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up = ColumnParallelLinear(hidden_size, ffn_size, bias, std=std, ctx=ctx)
         self.activation = activation
-        self.recompute = False  # keep what goes into the activation, not what comes out
+        self.recompute = False  # if True: keep what goes into the activation, not what comes out
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class GatedMLP(nn.Module):
             hidden_size, (ffn_size, ffn_size), bias, std=std, ctx=ctx
         )
         self.activation = activation
-        self.recompute = False  # keep what goes into the activation, not what comes out
+        self.recompute = False  # if True: keep what goes into the activation, not what comes out
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,7 @@ class HeadwiseLayerNorm(ShardedModule):
         eps, bias, ctx: as in LayerNorm.
 
     Shapes: [..., this rank's heads, head_size] -> the same.
+    Errors: UserError if the features can't be cut so over the ranks.
     """
 
     def __init__(
@@ -110,14 +111,14 @@ class HeadwiseLayerNorm(ShardedModule):
     ):
         super().__init__(ctx)
         self.eps, shard = eps, Shard(0, (hidden_size,), (unit,))
+        shard.check(self.ctx.tp_size, "features")
         self.add_parameter("weight", ParameterSpec((hidden_size,), shard, mean=1.0))
         if bias:
             self.add_parameter("bias", ParameterSpec((hidden_size,), shard))
         else:
             self.register_parameter("bias", None)
-        tp_size = self.ctx.tp_size
         # features over all ranks: replicated heads count as often as they are held
-        self.counted = sum(sum(shard.local_sizes(tp_size, rank)) for rank in range(tp_size))
+        self.counted = sum(shard.sizes_of_ranks(self.ctx.tp_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.flatten(-2).float()

@@ -109,7 +109,7 @@ class ParallelContext:
         bounds every wait on every group.
         sequence_parallel: between tensor-parallel regions cut the activations along the sequence
         (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
-        what backward gathers again is sent again.
+        in return backward gathers once more what a column-parallel layer takes.
         virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule.
         stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
         included; "uniform" by layers; or the number of layers of each.

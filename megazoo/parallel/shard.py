@@ -4,6 +4,7 @@ alone."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
@@ -76,6 +77,25 @@ class Shard:
         """The lengths of the rank's shares of the parts."""
         return [cut.length for cut in self.cuts(tp_size, tp_rank)]
 
+    def sizes_of_ranks(self, tp_size: int) -> list[int]:
+        """What each rank has of the dimension, its shares of all parts together."""
+        return [sum(self.local_sizes(tp_size, rank)) for rank in range(tp_size)]
+
+    def check(self, tp_size: int, what: str) -> None:
+        """Raise UserError if a part has too few units for the ranks, and the ranks can't share out
+        copies of them evenly. what: what is cut, in the plural, for the error: "outputs", say."""
+        replicated = self.replicated(tp_size)
+        for part, unit, shared in zip(self.parts, self.all_units, replicated, strict=True):
+            if shared and unit == 1:
+                raise UserError(
+                    f"{part} {what} can't be cut over tp {tp_size}: use tp of at most {part}"
+                )
+            if shared and (part % unit or not part or tp_size % (part // unit)):
+                raise UserError(
+                    f"{part} {what} in units of {unit} can't be cut over tp {tp_size}, "
+                    "nor copied evenly"
+                )
+
 
 def nearly_even(count: int, tp_size: int) -> bool:
     """Say whether so many things, none of them cut, can be shared so that no rank has over a
@@ -84,8 +104,8 @@ def nearly_even(count: int, tp_size: int) -> bool:
 
 
 def units_for(parts: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-    """Choose the units in which features that belong to no head are cut; a part's are its size's
-    alone.
+    """Choose the units in which features that belong to no head are cut. Those of a part follow
+    from its size alone, so that layers of equal sizes are cut alike.
 
     Single features where tp divides the part, so that all ranks have as many. Else ALIGNED of them,
     if no rank then has over a quarter more than its share; else single features, and ranks differ

@@ -22,7 +22,7 @@ LOST = "connection closed by peer"  # begins what is raised where a rank can't b
 # two lines of the cache for each flag, so that those who wait don't slow down those who write
 FLAG_BYTES = 128
 OPERATIONS = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-# that OPERATIONS combine as gloo does
+# dtypes that OPERATIONS combine as gloo does
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -153,7 +153,7 @@ class Mailboxes(_Shared):
     def __init__(self, *args):
         super().__init__(*args)
         self._each = self.slots_each(len(self.pids))
-        # to and from each rank
+        # how many messages so far, to and from each rank
         self._sent, self._expected = [0] * len(self.pids), [0] * len(self.pids)
 
     @staticmethod
