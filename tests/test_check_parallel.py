@@ -138,7 +138,7 @@ BUGS = {
         """,
     ),
     "queries normalised with the moments of a rank's own heads": (
-        "mpt",
+        replace(find_config("mpt"), qk_norm=True),
         "tp2",
         r"module layers\.0\.attention\.q_norm: its output differs on ranks 0 .*, 1",
         """
@@ -180,10 +180,8 @@ BUGS = {
 def test_a_planted_bug_is_named(bug, tmp_path):
     model, layout, told, code = BUGS[bug]
     (tmp_path / "bug.py").write_text(REPLACE + textwrap.dedent(code))
-    config = shrink(find_config(model))
-    if "normalised" in bug:
-        config = replace(config, qk_norm=True)
-    (verdict,) = check_parallel(config, [layout], import_=tmp_path / "bug.py")
+    config = find_config(model) if isinstance(model, str) else model
+    (verdict,) = check_parallel(shrink(config), [layout], import_=tmp_path / "bug.py")
     assert re.match(told, verdict.cause or "it passed"), verdict
 
 
