@@ -4,6 +4,7 @@ planted bugs."""
 import random
 import re
 import textwrap
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -136,6 +137,15 @@ BUGS = {
         CausalSelfAttention.heads = property(lambda self: range(len(heads(self))))
         """,
     ),
+    "queries normalised with the moments of a rank's own heads": (
+        replace(find_config("mpt"), qk_norm=True),
+        "tp2",
+        r"module layers\.0\.attention\.q_norm: its output differs on ranks 0 .*, 1",
+        """
+        from megazoo.layers import norm
+        norm.reduce_from_tensor_parallel = lambda x, ctx: x * ctx.tp_size
+        """,
+    ),
     "dropout in step across dp": (
         "gpt2",
         "dp2",
@@ -170,7 +180,8 @@ BUGS = {
 def test_a_planted_bug_is_named(bug, tmp_path):
     model, layout, told, code = BUGS[bug]
     (tmp_path / "bug.py").write_text(REPLACE + textwrap.dedent(code))
-    (verdict,) = check_parallel(shrink(find_config(model)), [layout], import_=tmp_path / "bug.py")
+    config = find_config(model) if isinstance(model, str) else model
+    (verdict,) = check_parallel(shrink(config), [layout], import_=tmp_path / "bug.py")
     assert re.match(told, verdict.cause or "it passed"), verdict
 
 

@@ -28,10 +28,9 @@ def save(
     """Write `directory/step_...` from all ranks together; returns its path.
 
     Every (tp, pp) rank writes its parameters once; its dp replicas share the writing of the
-    optimizer's state.
-    trainer: JSON for trainer.json. keep_last: how many steps remain in the directory, this one
-    included; 0: all.
-    Raises UserError on every rank if one fails; earlier checkpoints stay as they were.
+    optimizer's state. trainer: JSON for trainer.json. keep_last: how many steps remain in the
+    directory, this one included; 0: all. Raises UserError on every rank if one fails; earlier
+    checkpoints stay as they were.
     """
     contents = _contents_of_step(step, model, optimizer, trainer)
     return _write_step(Path(directory), step, contents, keep_last)

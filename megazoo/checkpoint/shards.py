@@ -41,9 +41,8 @@ def files_of_rank(
         weights = {entry.name: (entry.spec, weight_of(entry)) for entry in entries}
         files[f"model_{place}.safetensors"] = weights
     if states_of:
-        writer_of = _writers(
-            owned, replicas.size
-        )  # of the same entries, so the same on all tp ranks
+        # of all that the stage owns, so that tp ranks agree
+        writer_of = _writers(owned, replicas.size)
         states = {}
         for entry in entries:
             tensors = states_of(entry, writer_of[entry.name])

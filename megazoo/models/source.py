@@ -12,7 +12,7 @@ from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, config_from_dict, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec
-from megazoo.tokenizer import TOKENIZER_FILES
+from megazoo.tokenizer import has_tokenizer
 
 
 class ModelSource(TensorSource):
@@ -39,7 +39,7 @@ class ModelSource(TensorSource):
     def tokenizer(self) -> str | None:
         """What opens its tokenizer: its own directory, if the files are there, or what it was
         trained with."""
-        if any((self.path / name).is_file() for name in TOKENIZER_FILES):
+        if has_tokenizer(self.path):
             return str(self.path)
         return self.trainer.get("settings", {}).get("tokenizer")
 

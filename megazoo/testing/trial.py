@@ -303,23 +303,40 @@ def _part_of(
 ) -> torch.Tensor | None:
     """Return the part of a module's input (dim 1) or output (dim 0) that this rank should have.
 
-    whole: of one process, [rows, sequence, features]. shape: of what the rank has. The part is all,
-    the rank's part of the sequence, or the features that dimension `dim` of its weight is of. None
-    if that can't be told.
+    whole: of one process, [rows, sequence, features] or [rows, sequence, heads, head size]. shape:
+    of what the rank has. The part is all, the rank's part of the sequence, or the features that
+    dimension `dim` of its weight is of. None if that can't be told.
     """
     if whole.shape == shape:
         return whole
-    if whole.dim() != 3 or len(shape) != 3:
+    if whole.dim() not in (3, 4) or whole.dim() != len(shape):
         return None
+    part, features = whole.flatten(2), shape[2:].numel()
+    if part.shape[2] != features:
+        part = _features_of_rank(part, module, dim, ctx)
+    if part is None and len(shape) == 4 and whole.shape[2] == shape[2] * ctx.tp_size:
+        # heads that are normalised each alone: the weight doesn't say how they are cut
+        part = whole.chunk(ctx.tp_size, dim=2)[ctx.tp_rank].flatten(2)
+    if part is None:
+        return None
+    if ctx.sequence_parallel and part.shape[1] == shape[1] * ctx.tp_size:
+        part = part.chunk(ctx.tp_size, dim=1)[ctx.tp_rank]
+    return part.reshape(shape) if part.shape == (*shape[:2], features) else None
+
+
+def _features_of_rank(
+    whole: torch.Tensor, module, dim: int, ctx: ParallelContext
+) -> torch.Tensor | None:
+    """Return the features of `whole`, [rows, sequence, features], that the rank's part of dimension
+    `dim` of a module's weight is of; None if that dimension isn't cut, or is of something else."""
     spec = getattr(module, "specs", {}).get("weight")
-    if whole.shape[2] != shape[2]:
-        if not spec or not spec.shard or spec.shard.dim != dim or spec.shape[dim] != whole.shape[2]:
-            return None
-        pieces = sorted(spec.pieces(ctx.tp_size, ctx.tp_rank), key=lambda piece: piece.offset[dim])
-        whole = torch.cat([whole[..., slice(*piece.box[dim])] for piece in pieces], dim=-1)
-    if ctx.sequence_parallel and whole.shape[1] == shape[1] * ctx.tp_size:
-        whole = whole.chunk(ctx.tp_size, dim=1)[ctx.tp_rank]
-    return whole if whole.shape == shape else None
+    if not spec or not spec.shard:
+        return None
+    dim = min(dim, len(spec.shape) - 1)  # the weight of a norm has one dimension, for both
+    if spec.shard.dim != dim or spec.shape[dim] != whole.shape[2]:
+        return None
+    pieces = sorted(spec.pieces(ctx.tp_size, ctx.tp_rank), key=lambda piece: piece.offset[dim])
+    return torch.cat([whole[..., slice(*piece.box[dim])] for piece in pieces], dim=-1)
 
 
 def relative(distance: torch.Tensor | float, size: torch.Tensor | float) -> float:
