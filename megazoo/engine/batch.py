@@ -17,17 +17,18 @@ from megazoo.parallel.random import derive_seed
 class Batch:
     """A replica's batch as users give it. Every tensor is int64 [batch, sequence], and may be None.
 
-    input_ids: needed on the first stage. labels: aligned with input_ids, to be shifted; or targets:
-    shifted already; -100 carries no loss; a label on padding counts: put -100 there. Needed on the
-    last stage. A classifier's labels are int64 [batch], or floats [batch(, labels)] for its other
-    problems; those of a loss of one's own have any shape that begins with the batch.
+    input_ids: needed on the first stage.
+    labels: aligned with input_ids, to be shifted; or targets: shifted already. Needed on the last
+    stage. -100 carries no loss; a label on padding counts: put -100 there. A classifier's labels
+    are int64 [batch], or floats [batch(, labels)] for its other problems; those of a loss of one's
+    own have any shape that begins with the batch.
     attention_mask: 1 for tokens, 0 for padding on either side.
     position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions are distances, have no
     use for them.
-    document_ids: tokens see those of the same number only, for packed documents. A replica's batch
-    may have no rows: tensors [0, sequence].
-    The first stage's masks and positions go to all others, and the batch's shape to stages that are
-    given no tensor.
+    document_ids: tokens see those of the same number only, for packed documents.
+
+    A replica's batch may have no rows: tensors [0, sequence]. The first stage's masks and positions
+    go to all others, and the batch's shape to stages that are given no tensor.
     """
 
     input_ids: torch.Tensor | None = None
@@ -72,7 +73,10 @@ class Batch:
         rows = {"scored": scored}  # what is not of tokens
         if own_loss:
             rows["labels"] = targets if labels is None else labels
-        (tokens if task.labels_are_of_tokens else rows)["targets"] = targets
+        if task.labels_are_of_tokens:
+            tokens["targets"] = targets
+        else:
+            rows["targets"] = targets
         tokens["segments"] = _segments(
             tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
         )
@@ -191,12 +195,11 @@ def _from_first_stage(
     kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
     for name in (name for name, there in shared.items() if there):
         size = shape[:1] if name == "scored" else shape
-        mine = (
-            tensors[name]
-            if ctx.pp_rank == 0
-            else torch.empty(size, dtype=torch.int64, device=ctx.device)
-        )
-        kept[name] = broadcast_from_stage(mine.long().contiguous(), 0, ctx)
+        if ctx.pp_rank == 0:
+            tensor = tensors[name].long().contiguous()
+        else:
+            tensor = torch.empty(size, dtype=torch.int64, device=ctx.device)
+        kept[name] = broadcast_from_stage(tensor, 0, ctx)
     return kept
 
 

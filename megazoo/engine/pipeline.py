@@ -29,7 +29,7 @@ from megazoo.torch_internals import run_backward
 MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest one
 
 
-class Stages(Protocol):
+class PipelineModel(Protocol):
     """What a run asks of a model: `megazoo.models.Model` is one.
 
     stages: those of this rank. hidden_size, dtype: of the activations between stages. outputs,
@@ -64,7 +64,7 @@ class Result:
 
 
 def run_pipeline(
-    model: Stages,
+    model: PipelineModel,
     batches: list[MicroBatch],
     schedule=None,
     *,
@@ -116,7 +116,7 @@ def run_pipeline(
     return Result(loss.float(), labelled, torch.cat(run.collected) if run.collected else None)
 
 
-def count_labels(model: Stages, batches: list[MicroBatch], replicas) -> torch.Tensor:
+def count_labels(model: PipelineModel, batches: list[MicroBatch], replicas) -> torch.Tensor:
     """Count the labels of the micro-batches, and of the other replicas': fp64, 0-dimensional; 0 on
     ranks without the last stage."""
     labelled = torch.zeros((), dtype=torch.float64, device=model.ctx.device)
@@ -137,7 +137,7 @@ class PipelineRun:
 
     def __init__(
         self,
-        model: Stages,
+        model: PipelineModel,
         batches: list[MicroBatch],
         labelled: torch.Tensor,
         *,

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from megazoo.engine.microbatch import MicroBatch, Output
-from megazoo.engine.pipeline import PipelineRun, Stages, count_labels
+from megazoo.engine.pipeline import PipelineModel, PipelineRun, count_labels
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.p2p import receive_from_stage, send_to_stage
@@ -16,7 +16,7 @@ from megazoo.parallel.stages import rank_of
 
 
 def run_stepwise(
-    model: Stages, batches: list[MicroBatch], loss_scale: float = 1.0
+    model: PipelineModel, batches: list[MicroBatch], loss_scale: float = 1.0
 ) -> Iterator[Output]:
     """Yields, after each micro-batch's forward, its part of the mean loss over the global batch's
     labelled tokens.

@@ -38,6 +38,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     layer 17 of the whole model.
     """
 
+    family: str  # the name that it is registered by
     Config: type[ModelConfig]
     Block: type[nn.Module]  # a layer: Block(config, its index in the whole model)
     presets: dict
@@ -123,7 +124,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
                 )
                 accumulate_in_fp32(parameter)
                 setattr(module, name, parameter)
-        if ctx.mesh is not None and ctx.dp_size > 1:
+        if ctx.mesh is not None and ctx.gradient_axis.size > 1:
             model.fit_buckets()  # they notice a backward whose gradients nobody sums
         return model
 
@@ -145,7 +146,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         with ctx, torch.device("meta"):
             model = cls(config, ctx, seed)
         for name, module in model.named_modules():
-            if hasattr(module, "site"):  # dropout draws its masks by its global name
+            if isinstance(getattr(module, "site", None), str):  # of a dropout, which draws by it
                 module.site = name
         return model
 
@@ -249,15 +250,18 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
             return run(x, stage.layers)
         for first in stage.layers[:: self._interval]:
             layers = range(first, min(first + self._interval, stage.layers.stop))
-            if not x.requires_grad:  # nothing before these layers learns
-                if not any(
-                    p.requires_grad for i in layers for p in self.layers[str(i)].parameters()
-                ):
+            if not x.requires_grad:  # nothing before these layers is trained
+                if not self._trains(layers):
                     x = run(x, layers)
                     continue
                 x = x.detach().requires_grad_()
             x = recomputed(partial(run, layers=layers), x)
         return x
+
+    def _trains(self, layers: range) -> bool:
+        """Return whether a parameter of these layers is not frozen."""
+        parameters = (p for index in layers for p in self.layers[str(index)].parameters())
+        return any(parameter.requires_grad for parameter in parameters)
 
     @property
     def hidden_size(self) -> int:

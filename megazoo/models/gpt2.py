@@ -2,19 +2,19 @@
 embeddings.
 
     x = dropout(embedding(ids) + position_embedding(positions))   first stage
-    x = x + dropout(attention(attention_norm(x)))                 each layer, the norms before,
-    x = x + dropout(down(activation(up(mlp_norm(x)))))            not after
-    logits = norm(x) @ embedding.weight^T                         last stage; head.weight^T if the
-                                                                  head is not tied
+    x = x + dropout(attention(attention_norm(x)))                 each layer
+    x = x + dropout(down(activation(up(mlp_norm(x)))))
+    logits = norm(x) @ embedding.weight^T                         last stage (untied: head.weight)
+
 Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
 each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
 
-    embedding, head                      rows: the vocabulary
-    attention.qkv                        rows: whole heads of each of q, k, v
-    attention.output                     columns: whole heads
-    mlp.up                               rows: inner features
-    mlp.down                             columns: inner features
-    norms, position_embedding, biases of output and down: not cut
+    embedding, head    rows: the vocabulary
+    attention.qkv      rows: whole heads of each of q, k, v
+    attention.output   columns: whole heads
+    mlp.up             rows: inner features
+    mlp.down           columns: inner features
+    not cut            norms, position_embedding, biases of output and down
 
 Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter
 where one stage has both, else two copies, on the first stage and the last, that stay equal.
@@ -46,7 +46,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GPT2Config(ModelConfig):
     """The defaults are GPT-2's smallest, 124 million parameters."""
 
@@ -154,7 +154,6 @@ class GPT2(Model):
     @classmethod
     def stage_costs(cls, config: GPT2Config) -> tuple[float, float, float]:
         c = config
-        layer = (
-            4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size + c.max_positions * c.hidden_size
-        )
-        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
+        layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size
+        scores = c.max_positions * c.hidden_size
+        return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

@@ -230,8 +230,6 @@ class LastStage:
     @property
     def _loss_is_ours(self) -> bool:
         """Whether nothing on the way from the last stage to the loss is a user's own."""
-        if self.num_labels:
-            return False
         ours = [(self, LastStage, name) for name in ("outputs", "token_losses", "loss_sum")]
         ours.append((self.output_head, VocabParallelHead, "logits"))
         return all(

@@ -1,21 +1,21 @@
-"""LLaMA 1, 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): RMSNorm, rotary positions,
-grouped queries, SwiGLU.
+"""LLaMA 1, 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): RMSNorm, pre-norm blocks, rotary
+positions, grouped queries, SwiGLU.
 
     x = embedding(ids)                                              first stage
-    x = x + attention(attention_norm(x))                            each layer, the norms before,
-    x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))   not after; rotary positions
-                                                                    turn queries and keys
-    logits = norm(x) @ head.weight^T                                last stage; embedding.weight^T
-                                                                    if the head is tied
-Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
-each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
+    x = x + attention(attention_norm(x))                            each layer
+    x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))
+    logits = norm(x) @ head.weight^T                                last stage (tied: the embedding)
 
-    embedding, head                      rows: the vocabulary
-    attention.qkv                        rows: whole heads of each of q, k, v
-    attention.output                     columns: whole heads
-    mlp.gate_up                          rows: inner features of each of both
-    mlp.down                             columns: inner features
-    norms, biases of output and down: not cut
+Rotary positions turn queries and keys. Attention is causal; segments (packed documents, and padding
+as one more) hide further tokens from each other. Weights [outputs, inputs] and where tensor
+parallelism cuts them:
+
+    embedding, head    rows: the vocabulary
+    attention.qkv      rows: whole heads of each of q, k, v
+    attention.output   columns: whole heads
+    mlp.gate_up        rows: inner features of each of both
+    mlp.down           columns: inner features
+    not cut            norms, biases of output and down
 
 KV heads go with their queries; where tp exceeds their number, several ranks hold the same one.
 Biases of qkv and gate_up, if any, are cut like their rows. Embedding and head are apart by default;
@@ -48,7 +48,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
     """The defaults are LLaMA-1's smallest, 7 billion parameters."""
 

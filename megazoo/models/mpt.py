@@ -1,27 +1,26 @@
 """MPT (MosaicML 2023) as llm-foundry means it: ALiBi or learned positions, pre-norm blocks, exact
 GELU.
 
-    x = dropout(embedding(ids) [+ position_embedding(positions)])   first stage; learned positions
-                                                                    only without ALiBi
-    x = x + dropout(attention(attention_norm(x)))                   each layer, the norms before,
-    x = x + dropout(down(gelu(up(mlp_norm(x)))))                    not after; ALiBi is added to the
-                                                                    attention scores
-    logits = norm(x) @ embedding.weight^T [* logit_scale]           last stage; head.weight^T if the
-                                                                    head is not tied
-Queries, keys and values can be clipped (clip_qkv), and then queries and keys normalised, each over
-all heads (qk_norm), with an epsilon of 1e-5 whatever norm_epsilon is: llm-foundry does not hand its
-norm_eps on to q_ln and k_ln.
+    x = dropout(embedding(ids) [+ position_embedding(positions)])   first stage
+    x = x + dropout(attention(attention_norm(x)))                   each layer
+    x = x + dropout(down(gelu(up(mlp_norm(x)))))
+    logits = norm(x) @ embedding.weight^T [* logit_scale]           last stage (untied: head.weight)
+
+ALiBi is added to the attention scores; positions are learned only without it. Queries, keys and
+values can be clipped (clip_qkv), and then queries and keys normalised, each over all heads
+(qk_norm), with an epsilon of 1e-5 whatever norm_epsilon is: llm-foundry does not hand its norm_eps
+on to q_ln and k_ln.
 
 Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
 each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
 
-    embedding, head                      rows: the vocabulary
-    attention.qkv                        rows: whole heads of each of q, k, v
-    attention.q_norm, attention.k_norm   whole heads
-    attention.output                     columns: whole heads
-    mlp.up                               rows: inner features
-    mlp.down                             columns: inner features
-    position_embedding, the other norms, biases of output and down: not cut
+    embedding, head            rows: the vocabulary
+    attention.qkv              rows: whole heads of each of q, k, v
+    attention.q_norm, k_norm   whole heads
+    attention.output           columns: whole heads
+    mlp.up                     rows: inner features
+    mlp.down                   columns: inner features
+    not cut                    position_embedding, the other norms, biases of output and down
 
 A rank adds the ALiBi slopes of its own heads. KV heads go with their queries; where tp exceeds
 their number, several ranks hold the same one. Biases of qkv and up, if any, are cut like their
@@ -61,7 +60,7 @@ from megazoo.parallel.stages import Stage
 QK_NORM_EPSILON = 1e-5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MPTConfig(ModelConfig):
     """The defaults are mpt-7b's, 6.6 billion parameters."""
 
