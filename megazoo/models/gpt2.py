@@ -46,7 +46,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GPT2Config(ModelConfig):
     """The defaults are GPT-2's smallest, 124 million parameters."""
 

@@ -48,7 +48,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LlamaConfig(ModelConfig):
     """The defaults are LLaMA-1's smallest, 7 billion parameters."""
 

@@ -60,7 +60,7 @@ from megazoo.parallel.stages import Stage
 QK_NORM_EPSILON = 1e-5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MPTConfig(ModelConfig):
     """The defaults are mpt-7b's, 6.6 billion parameters."""
 
