@@ -8,6 +8,7 @@ import torch
 from helpers import context, layout_name
 from test_layers import assembled
 
+from megazoo.errors import UserError
 from megazoo.layers import (
     CausalSelfAttention,
     HeadwiseLayerNorm,
@@ -17,6 +18,7 @@ from megazoo.layers import (
     Rotary,
     units_of_heads,
 )
+from megazoo.parallel import ParallelContext
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
 
@@ -121,6 +123,15 @@ def test_a_cache_keeps_normalised_keys(ranks, name, layout):
     x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(1))
     for cached, whole in ranks(cached_and_whole, layout.get("tp", 1), name, x, layout):
         torch.testing.assert_close(cached, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_a_norm_whose_gradient_would_stay_a_part_is_refused(name):
+    with ParallelContext.virtual(tp=2):
+        with pytest.raises(UserError, match="make q_norm and k_norm with parallel=True"):
+            CausalSelfAttention(24, 4, head_size=HEAD, **{name: RMSNorm(HEAD)})
+        CausalSelfAttention(24, 4, head_size=HEAD, **{name: RMSNorm(HEAD, parallel=True)})
+    CausalSelfAttention(24, 4, head_size=HEAD, **{name: RMSNorm(HEAD)})
 
 
 def test_norms_of_each_head_are_what_they_say():

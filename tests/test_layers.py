@@ -296,6 +296,10 @@ def test_what_cannot_be_cut_is_refused():
             ColumnParallelLinear(8, (10, 3))
         with pytest.raises(UserError, match="3 inputs can't be cut over tp 4: use tp of at most 3"):
             RowParallelLinear(3, 8)
+        with pytest.raises(
+            UserError, match="8 inputs in units of 4 can't be cut over tp 4: use tp of at most 2"
+        ):
+            RowParallelLinear(8, 8, unit=4)  # two ranks would add the same to the sum
         for outputs in (10, 12):  # two units and a rest, three units
             with pytest.raises(
                 UserError,

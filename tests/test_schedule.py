@@ -232,6 +232,12 @@ def test_a_table_that_waits_for_itself_is_refused():
         timeline(tables)
 
 
+def test_weights_before_the_gradient_that_they_need_are_refused():
+    table = [Action("F", 0, 0), Action("W", 0, 0), Action("I", 0, 0)]
+    with pytest.raises(UserError, match="deadlocks: rank 0 at W stage 0"):
+        timeline([table])
+
+
 def test_zb_h1_has_one_stage_a_rank():
     with pytest.raises(UserError, match="one stage a rank: use virtual-pp 1"):
         zb_h1(0, 2, 2, 4)

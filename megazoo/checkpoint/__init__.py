@@ -10,6 +10,13 @@ __getattr__ = lazily(
         "Saver": "megazoo.checkpoint.saving",
         "load": "megazoo.checkpoint.loading",
         "save": "megazoo.checkpoint.saving",
+        # Of models: where users found them in the first version. Nothing in here uses them.
+        "HuggingFaceDirectory": "megazoo.models.hugging_face.directory",
+        "from_parallelized": "megazoo.models",
+        "from_pretrained": "megazoo.models",
+        "load_weights": "megazoo.models.pretrained",
+        "open_source": "megazoo.models.pretrained",
+        "save_parallelized": "megazoo.models.pretrained",
     },
 )
 

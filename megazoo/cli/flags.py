@@ -1,9 +1,13 @@
 """Flags: fills a dataclass from a command line, with mistakes in one line; and the kinds of flags
 that programs share."""
 
+import ast
 import contextlib
+import inspect
 import io
+import textwrap
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +37,8 @@ def parse_flags(kind: type, arguments: list[str], description: str):
     naming the nearest known one, or a value of the wrong type.
     """
     _check_names(arguments, {flag_of(name) for name in settings_of(kind)} | {"--help"})
+    if {"--help", "-h"} & set(arguments):
+        _give_help(kind)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -59,6 +65,24 @@ def settings_of(kind: type) -> dict:
         else:
             settings[f.name.rstrip("_")] = default
     return settings
+
+
+def _give_help(kind: type) -> None:
+    """Make the docstring under each setting of a dataclass its help, groups included.
+
+    tyro finds the docstrings by itself, but shows every line of one as a paragraph of its own.
+    """
+    for part in (part for part in kind.__mro__ if is_dataclass(part)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body
+        for setting, below in pairwise(body):
+            documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(setting, ast.AnnAssign) and documented:
+                name, text = setting.target.id, " ".join(below.value.value.split())
+                described = Annotated[part.__annotations__[name], tyro.conf.arg(help=text)]
+                part.__annotations__[name] = described
+    for f in fields(kind):
+        if f.default_factory is not MISSING and is_dataclass(f.default_factory):
+            _give_help(f.default_factory)
 
 
 def _check_names(arguments: list[str], flags: set[str]) -> None:

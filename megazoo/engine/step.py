@@ -101,7 +101,7 @@ class TrainingStep:
         scale = self.loss_scale.value if self.loss_scale else 1.0
         buckets.start(num_microbatches, queue.weights if queue else ())
         try:
-            with self._gradients_later(queue):
+            with self.gradients_later(queue):
                 result = run_pipeline(
                     self,
                     micro_batches,
@@ -139,7 +139,7 @@ class TrainingStep:
         buckets.start(num_microbatches)
         try:
             scale = self.loss_scale.value if self.loss_scale else 1.0
-            with self._gradients_later(None):
+            with self.gradients_later(None):
                 yield from run_stepwise(self, micro_batches, scale)
             with failing_together(self.ctx):
                 self._finish_gradients(buckets, scale)
@@ -234,7 +234,7 @@ class TrainingStep:
                 module.training = training
 
     @contextmanager
-    def _gradients_later(self, queue: WeightQueue | None):
+    def gradients_later(self, queue: WeightQueue | None):
         """Within this block gradients of copies over tp stay partial: they are summed once for all
         micro-batches.
 

@@ -12,11 +12,12 @@ from megazoo.errors import UserError
 from megazoo.layers import fused
 from megazoo.layers.cache import KVCache
 from megazoo.layers.dropout import Dropout
-from megazoo.layers.fused import CosAndSin, runs_as
+from megazoo.layers.fused import CosAndSin, replaced_by
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.rotary import rotate
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.module import ShardedModule
 
 
 def units_of_heads(
@@ -84,7 +85,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         return split_heads(self.project(x), self.local_parts, self.head_size)
 
 
-@runs_as(fused.split_heads)
+@replaced_by(fused.split_heads)
 def split_heads(
     qkv: torch.Tensor, parts: Sequence[int], head_size: int, rotary: CosAndSin | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -159,6 +160,7 @@ class CausalSelfAttention(nn.Module):
         )
         self.scale, self.clip_qkv = scale, clip_qkv
         self.q_norm, self.k_norm = q_norm, k_norm
+        self._check_norms()
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
         # if True: keep queries, keys and values, and nothing else until the output projection
         self.recompute = False
@@ -184,6 +186,17 @@ class CausalSelfAttention(nn.Module):
         if self.recompute:
             return self.output(qkv, recompute=attend)
         return self.output(attend(qkv))
+
+    def _check_norms(self) -> None:
+        """Refuse norms whose gradients would miss what the heads of other tp ranks contribute."""
+        norms = [module for norm in (self.q_norm, self.k_norm) if norm for module in norm.modules()]
+        for norm in norms:
+            specs = norm.specs.values() if isinstance(norm, ShardedModule) else ()
+            if self.qkv.ctx.tp_size > 1 and any(spec.shard is None for spec in specs):
+                raise UserError(
+                    "queries and keys differ between tp ranks: make q_norm and k_norm with "
+                    "parallel=True"
+                )
 
     def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
         """Return q, k and v, one after the other, the first two through their norms."""

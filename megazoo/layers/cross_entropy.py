@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megazoo.layers import fused_cross_entropy
-from megazoo.layers.fused import runs_as
+from megazoo.layers.fused import replaced_by
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.regions import reduce_from_tensor_parallel
@@ -42,7 +42,7 @@ def vocab_parallel_cross_entropy(
     return token_losses(logits, columns, here, ignored, ctx or current_context())
 
 
-@runs_as(fused_cross_entropy.token_losses)
+@replaced_by(fused_cross_entropy.token_losses)
 def token_losses(
     logits: torch.Tensor,
     columns: torch.Tensor,
@@ -96,7 +96,7 @@ def linear_cross_entropy(
     return summed_losses(x, weight, columns, here, ignored, ctx, rows, factor)
 
 
-@runs_as(fused_cross_entropy.summed_losses)
+@replaced_by(fused_cross_entropy.summed_losses)
 def summed_losses(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -20,10 +20,11 @@ from megazoo.torch_internals import shares_storage
 CosAndSin = tuple[torch.Tensor, torch.Tensor]
 
 
-def runs_as(twin: Callable) -> Callable[[Callable], Callable]:
-    """Decorate a plain formula: calls run `twin` in its place, except under torch.compile.
+def replaced_by(twin: Callable) -> Callable[[Callable], Callable]:
+    """Decorate a plain formula, which is there to be read and for torch.compile: calls run `twin`
+    in its place, which computes the same and keeps less for backward.
 
-    There the formula itself is compiled, and the compiler decides what is kept.
+    Under torch.compile the formula itself runs, and the compiler decides what is kept.
     """
 
     def decorate(formula: Callable) -> Callable:

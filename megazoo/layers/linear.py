@@ -110,8 +110,8 @@ class RowParallelLinear(ShardedModule):
 
     Shapes: [..., this rank's inputs] -> [..., out_features]. Under sequence parallelism y is this
     rank's part of the sequence, [..., sequence / tp, out_features].
-    Errors: UserError if there are fewer inputs than ranks, or x would be cut here under sequence
-    parallelism.
+    Errors: UserError if there are fewer inputs, or groups of them, than ranks, or x would be cut
+    here under sequence parallelism.
     """
 
     multiplied = ("weight",)
@@ -131,6 +131,11 @@ class RowParallelLinear(ShardedModule):
         units = (unit,) if unit else units_for((in_features,), self.ctx.tp_size)
         shard = Shard(1, (in_features,), units)
         shard.check(self.ctx.tp_size, "inputs")
+        if any(shard.replicated(self.ctx.tp_size)):
+            raise UserError(
+                f"{in_features} inputs in units of {unit} can't be cut over tp {self.ctx.tp_size}: "
+                f"use tp of at most {in_features // unit}, or copies would be summed twice"
+            )
         self.sizes = shard.sizes_of_ranks(self.ctx.tp_size)
         if self.ctx.sequence_parallel and not input_is_parallel:
             raise UserError(

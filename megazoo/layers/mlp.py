@@ -9,7 +9,7 @@ from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers import fused
-from megazoo.layers.fused import runs_as
+from megazoo.layers.fused import replaced_by
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.parallel.context import ParallelContext
 
@@ -77,7 +77,7 @@ class MLP(nn.Module):
         return self.down(self.activation(inner))
 
 
-@runs_as(fused.gated)
+@replaced_by(fused.gated)
 def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return activation(gate) * up: [..., features of gate and of up] -> [..., half as many]."""
     gate, up = inner.chunk(2, dim=-1)

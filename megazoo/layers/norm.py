@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.layers import fused
-from megazoo.layers.fused import runs_as
+from megazoo.layers.fused import replaced_by
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import copy_to_tensor_parallel, reduce_from_tensor_parallel
@@ -49,7 +49,7 @@ class LayerNorm(ShardedModule):
         )
 
 
-@runs_as(fused.rms_norm)
+@replaced_by(fused.rms_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight: [..., size] -> the same.
 

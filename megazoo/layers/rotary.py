@@ -7,7 +7,7 @@ import torch
 
 from megazoo.errors import UserError
 from megazoo.layers import fused
-from megazoo.layers.fused import runs_as
+from megazoo.layers.fused import replaced_by
 
 SCALINGS = {  # and what each must be given
     "default": (),
@@ -166,7 +166,7 @@ class Rotary:
         return self.scaling.get("original_max_position_embeddings") or self.max_positions
 
 
-@runs_as(fused.rotate)
+@replaced_by(fused.rotate)
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, head_size].
 

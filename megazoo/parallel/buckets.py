@@ -53,9 +53,12 @@ class GradientBuckets:
     as soon as each of its parameters has received the gradients of n backwards; `finish` waits for
     all. No memory is taken before: gradients come while activations go. One replica alone needs no
     buckets.
-    The sum needs no division: the loss is already a part of the global batch's mean. late:
-    parameters whose gradients are not whole after the last backward: their buckets leave in
-    `finish`.
+    The sum needs no division: the loss is already a part of the global batch's mean.
+    late: parameters whose gradients are not whole after the last backward, because parts over tp or
+    tied copies are still to be summed: their buckets leave in `finish`.
+
+    The order of calls, in engine/step.py: `start`, the backwards, `complete`; the sums over tp and
+    between tied stages; `finish`; and `stop`, whatever happens.
 
     With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1,
     Rajbhandari et al. 2020): the elements `range_of(parameter)` of each parameter. It updates

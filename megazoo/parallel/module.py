@@ -24,12 +24,13 @@ TILE = 128  # rows and columns of the blocks in which initial values are drawn
 class ShardedModule(nn.Module):
     """A module whose parameters know how they are cut: `specs` has the cut of each by its name.
 
-    ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward takes
-    a parameter that several tp ranks hold through `replicated`, so that its gradient is the sum of
-    what they contribute. The cuts survive deepcopy, to() and to_empty().
+    ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward uses
+    `self.replicated(name)` for a parameter of which, in some layout, the backward of a tp rank
+    gives only a part of the gradient (`ParameterSpec.has_partial_gradient`). The cuts survive
+    deepcopy, to() and to_empty().
 
-    sums_later: whoever runs backward makes those sums himself, once for many backwards
-    (`sum_over_copies`). weight_queue: where gradients of linear weights wait, if they do.
+    sums_later: whoever runs backward sums those parts, once for many backwards, as train_batch
+    does (`sum_over_copies`). weight_queue: where gradients of linear weights wait, if they do.
     multiplied: names of the parameters that are matrices by which every token is multiplied, for
     `flops_per_token` to count.
     """
@@ -46,8 +47,13 @@ class ShardedModule(nn.Module):
         self._partial: set[str] = set()
 
     def replicated(self, name: str) -> torch.Tensor | None:
-        """Return the parameter as the forward should use it: its gradient is summed over the tp
-        ranks that hold copies."""
+        """Return the parameter as the forward should use it: where each tp rank's backward gives a
+        part of its gradient, the parts are summed, here or at the end of train_batch.
+
+        So it is with KV heads that several ranks hold, and under sequence parallelism with norms.
+        Where all ranks compute the same gradient, or each has a part of its own, this is the
+        parameter itself.
+        """
         parameter = getattr(self, name)
         if name not in self._partial or self.sums_later:
             return parameter

@@ -49,8 +49,11 @@ def exchange_with_stages(
 
 
 def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
-    """Start sending to a pipeline rank; `tensor` must live, unchanged, until the returned work is
-    waited for."""
+    """Start sending to a pipeline rank, in generation and in a user's own loop over micro-batches;
+    in training `exchange_with_stages` sends.
+
+    `tensor` must live, unchanged, until the returned work is waited for.
+    """
     return dist.isend(tensor, ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
 
 

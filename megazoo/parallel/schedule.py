@@ -198,6 +198,8 @@ def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> di
             while position[rank] < len(table):
                 action = table[position[rank]]
                 needed = source_of(action, last)
+                if action.kind == "W":
+                    needed = action._replace(kind="I")  # on this rank, before
                 if needed and needed not in spans:
                     unfinished = True
                     break

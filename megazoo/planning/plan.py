@@ -230,7 +230,7 @@ class Planner:
             buckets = metered.gradient_buckets  # they say of what precision gradients are
             queue = WeightQueue(buckets.received) if split else None
             measure = estimate_costs if self.quick else costs_of
-            with metered._gradients_later(queue):
+            with metered.gradients_later(queue):
                 for key, number in new.items():
                     stage = metered.stages[number]
                     self._costs[key] = measure(metered, stage, training, queue, table)
