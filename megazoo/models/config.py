@@ -19,12 +19,10 @@ class ModelConfig:
     layers: int
     heads: int
     ffn_size: int
-    # Fields of the families that have them: 0 stands for as many as heads, and hidden_size / heads.
-    kv_heads: ClassVar[int] = 0
-    head_size: ClassVar[int] = 0
+    kv_heads: ClassVar[int] = 0  # 0: as many as heads; a field of the families that have it
+    head_size: ClassVar[int] = 0  # 0: hidden_size / heads; likewise
     tie_embeddings: bool = False
-    # above 0: a classifier of sequences; with the next two as transformers has them
-    num_labels: int = 0
+    num_labels: int = 0  # above 0: a classifier of sequences, with the next two as transformers'
     problem_type: str | None = None
     pad_token_id: int | None = None
 
