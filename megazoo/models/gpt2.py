@@ -21,7 +21,7 @@ where one stage has both, else two copies, on the first stage and the last, that
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
@@ -46,7 +46,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GPT2Config(ModelConfig):
     """The defaults are GPT-2's smallest, 124 million parameters."""
 
@@ -55,6 +55,7 @@ class GPT2Config(ModelConfig):
     hidden_size: int = 768
     layers: int = 12
     heads: int = 12
+    _: KW_ONLY  # the rest is given by name
     ffn_size: int = 0  # 0: 4 x hidden_size
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1  # of the attention probabilities

@@ -24,7 +24,7 @@ that stay equal.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
@@ -48,7 +48,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LlamaConfig(ModelConfig):
     """The defaults are LLaMA-1's smallest, 7 billion parameters."""
 
@@ -57,6 +57,7 @@ class LlamaConfig(ModelConfig):
     hidden_size: int = 4096
     layers: int = 32
     heads: int = 32
+    _: KW_ONLY  # the rest is given by name
     kv_heads: int = 0  # 0: as many as heads
     head_size: int = 0  # 0: hidden_size / heads
     ffn_size: int = 11008

@@ -29,7 +29,7 @@ copies, on the first stage and the last, that stay equal.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
@@ -60,7 +60,7 @@ from megazoo.parallel.stages import Stage
 QK_NORM_EPSILON = 1e-5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MPTConfig(ModelConfig):
     """The defaults are mpt-7b's, 6.6 billion parameters."""
 
@@ -69,6 +69,7 @@ class MPTConfig(ModelConfig):
     hidden_size: int = 4096
     layers: int = 32
     heads: int = 32
+    _: KW_ONLY  # the rest is given by name
     kv_heads: int = 0  # 0: as many as heads
     ffn_size: int = 0  # 0: 4 x hidden_size
     alibi: bool = True
