@@ -192,8 +192,8 @@ def waiting_weights(schedule):
         WeightQueue, "put", lambda queue, *what: count.append(1) or put(queue, *what)
     ):
         model.train_batch(ids, targets=targets, num_microbatches=MICROBATCHES, schedule=schedule)
-    # but for the embedding
-    return len(count), sum(p.dim() > 1 for p in model.parameters()) - model.stages[0].first
+    matrices = sum(parameter.dim() > 1 for parameter in model.parameters())
+    return len(count), matrices - model.stages[0].first  # without the embedding
 
 
 def test_the_weights_of_all_linear_layers_wait_under_zb_h1_and_only_there(ranks):

@@ -109,9 +109,8 @@ def test_loss_of_masked_labels_equals_transformers():
 
 
 @pytest.mark.parametrize(
-    # counted from the shapes in the papers: 12 L D^2 + 13 L D + (V + P + 2) D
     ("preset", "published"),
-    [
+    [  # counted from the shapes in the papers: 12 L D^2 + 13 L D + (V + P + 2) D
         ("gpt2-124m", 124_439_808),
         ("gpt2-355m", 354_823_168),
         ("gpt2-774m", 774_030_080),

@@ -37,11 +37,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, vocab=64, size=32, layers=2):
         super().__init__()
-        self.embedding, self.norm, self.head = (
-            nn.Embedding(vocab, size),
-            nn.LayerNorm(size),
-            nn.Linear(size, vocab),
-        )
+        self.embedding = nn.Embedding(vocab, size)
+        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, vocab)
         self.blocks = nn.ModuleList(Block(size) for _ in range(layers))
 
     def forward(self, ids):
@@ -93,12 +90,8 @@ def trained(layout=None):
         if step == 0:
             for prefix, module in model.named_modules():
                 for name, parameter in module.named_parameters(prefix, recurse=False):
-                    spec = (
-                        module.specs[name.rpartition(".")[2]]
-                        if isinstance(module, ShardedModule)
-                        else None
-                    )
-                    if spec:
+                    if isinstance(module, ShardedModule):
+                        spec = module.specs[name.rpartition(".")[2]]
                         pieces = spec.pieces(ctx.tp_size, ctx.tp_rank)
                         gradients[name] = [
                             (p.box, parameter.grad[p.index()].clone()) for p in pieces

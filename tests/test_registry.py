@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -189,6 +189,14 @@ def test_a_config_of_ones_own_needs_to_inherit_from_nothing():
     assert "num_labels" not in asdict(OwnConfig())
     with pytest.raises(UserError, match="tp 3 doesn't divide heads 4: use tp 1, 2 or 4"):
         Model.check(OwnConfig(), 3, 1)
+
+
+def test_a_model_that_nobody_registered_trains():
+    sizes = [(field.name, int, field.default) for field in fields(OwnConfig)]
+    bare = make_dataclass("BareConfig", sizes, frozen=True)
+    model = type("Bare", (own_model(),), {"Config": bare}).build(bare(), ParallelContext())
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    assert model.train_batch(ids, labels=ids).item() == pytest.approx(math.log(61), rel=0.05)
 
 
 @pytest.mark.parametrize("says", [("weight",), ()])

@@ -152,12 +152,12 @@ class PipelineRun:
         self.loss_scale, self.backward_is_next = loss_scale, backward_is_next
         self.collect, self.loss_fn, self.weight_queue = collect, loss_fn, weight_queue
         self.stages = {stage.index: stage for stage in model.stages}
-        # by the action that consumes it: what was received, and what is received still
+        # by the action that consumes it: what is received, and the receives to wait for
         self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
-        self.leaving: dict[Action, torch.Tensor] = {}
+        self.leaving: dict[Action, torch.Tensor] = {}  # likewise: what is to be sent
         # by stage and micro-batch: input and output of a forward
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        # likewise: what computes the gradients of the weights
+        # by stage and micro-batch: what computes the gradients of the weights
         self.weights: dict[tuple[int, int], Callable[[], None]] = {}
         self.open: deque = deque()  # exchanges whose sends may still be under way
         # of each micro-batch, its part of the mean; in double: they are summed

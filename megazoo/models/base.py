@@ -14,7 +14,7 @@ from megazoo.errors import UserError, advise
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import ClassificationHead, VocabParallelEmbedding, VocabParallelHead
-from megazoo.models.config import ModelConfig, check_sizes
+from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
 from megazoo.models.heads import LastStage
 from megazoo.models.hugging_face.names import HFNames
@@ -47,6 +47,12 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}
     HUGGING_FACE_PREFIX = ""
     HUGGING_FACE_LEGACY = "$^"
+
+    def __init_subclass__(cls, **options):
+        """Complete the family's Config, if it does not inherit from ModelConfig."""
+        super().__init_subclass__(**options)
+        if "Config" in vars(cls):
+            add_missing_fields(cls.Config)
 
     def __init__(self, config, ctx: ParallelContext, seed: int = 0):
         super().__init__()

@@ -8,7 +8,6 @@ import torch
 
 from megazoo.errors import UserError, nearest
 from megazoo.files import json_object, read_bytes
-from megazoo.models.config import add_missing_fields
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.parallel.context import ParallelContext, current_context
 
@@ -33,7 +32,6 @@ def register(name: str):
         others = {family: other for family, other in FAMILIES.items() if family != name}
         _check_names(name, model, others)
         _check_config(name, model, others)
-        add_missing_fields(model.Config)
         FAMILIES[name] = model
         model.family = name
         return model
