@@ -6,7 +6,7 @@ from megazoo.environment import is_rank_zero
 
 
 def print_rank_0(*words, end: str = "\n") -> None:
-    """Print on rank 0 alone, at once."""
+    """Print on rank 0 alone, without delay."""
     if is_rank_zero():
         print(*words, end=end, flush=True)
 

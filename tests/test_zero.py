@@ -44,7 +44,7 @@ def trained(
     if small_buckets:  # several of them, so that parameters begin and end within shards
         entries = list(model.entries())
         late = {
-            e.parameter for e in entries if len(e.stages) > 1 or e.spec.has_partial_gradient(ctx)
+            e.parameter for e in entries if len(e.pp_ranks) > 1 or e.spec.has_partial_gradient(ctx)
         }
         model._buckets = GradientBuckets([e.parameter for e in entries], ctx, 3000, late)
     optimizer, norms = AdamW(model, lr=1e-2, **settings), []

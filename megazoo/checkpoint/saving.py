@@ -1,4 +1,4 @@
-"""Saving a run, at once or in the background: model, optimizer and the trainer's state."""
+"""Saving a run, while it waits or in the background: model, optimizer and the trainer's state."""
 
 import sys
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def save(
 
 
 class Saver:
-    """Saves the steps of a run, each at once or, in the background, while training goes on.
+    """Saves the steps of a run, each while training waits or, in the background, goes on.
 
     background: `save` only copies this rank's share in memory; a thread writes it. keep_last: as in
     `save`. report: is called, on every rank, with the line "saved PATH" when a step is on disk; in

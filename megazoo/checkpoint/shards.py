@@ -34,7 +34,7 @@ def files_of_rank(
     by the first stage that has it. The replicas share the writing of the optimizer's states.
     """
     ctx, replicas = model.ctx, model.ctx.gradient_axis
-    owned = [entry for entry in model.entries() if entry.stages[0] == ctx.pp_rank]
+    owned = [entry for entry in model.entries() if entry.pp_ranks[0] == ctx.pp_rank]
     entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
     place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}
     if replicas.rank == 0:

@@ -65,7 +65,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | LazyTensor])
 class NewFile:
     """A file of a known size, written from front to back. When its block ends, it is on the disk.
 
-    Where the system can, its blocks are taken at once, so that a full disk shows early, and the
+    Where the system can, its blocks are taken in advance, so that a full disk shows early, and the
     bytes go past the page cache: several times faster for what is larger than the memory that the
     machine has at hand, and none of it is lost to the cache.
     """

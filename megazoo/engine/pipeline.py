@@ -154,7 +154,8 @@ class PipelineRun:
         self.stages = {stage.index: stage for stage in model.stages}
         # by the action that consumes it: what is received, and the receives to wait for
         self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
-        self.leaving: dict[Action, torch.Tensor] = {}  # likewise: what is to be sent
+        # by the action, of another rank, that consumes it
+        self.leaving: dict[Action, torch.Tensor] = {}
         # by stage and micro-batch: input and output of a forward
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         # by stage and micro-batch: what computes the gradients of the weights

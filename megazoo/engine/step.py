@@ -250,8 +250,12 @@ class TrainingStep:
                 module.sums_later, module.weight_queue = False, None
 
     def _finish_gradients(self, buckets: GradientBuckets, loss_scale: float) -> None:
-        """After the last backward: sum what is partial over tp, tied between stages, and over the
-        replicas."""
+        """Make the gradients whole after the last backward.
+
+        In this order: parts of a gradient are summed over the tp ranks; a tied parameter's
+        gradients between its stages; then, over the replicas, what has not been summed during
+        backward.
+        """
         entries = self.trained_entries()
         buckets.complete()
         partial = [
@@ -265,8 +269,8 @@ class TrainingStep:
 
     def _sum_tied(self, entries: list[Entry]) -> None:
         for entry in entries:
-            if len(entry.stages) > 1:
-                sum_between_stages(entry.parameter.grad, list(entry.stages), self.ctx)
+            if len(entry.pp_ranks) > 1:
+                sum_between_stages(entry.parameter.grad, list(entry.pp_ranks), self.ctx)
 
 
 def _refuse_backward(_: float) -> None:

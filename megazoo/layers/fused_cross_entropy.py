@@ -73,7 +73,7 @@ def summed_losses(
 
     Same as: cross_entropy.summed_losses.
 
-    The logits of each piece become their own gradient at once. Neither they nor x are kept: what is
+    The logits of each piece become their own gradient on the spot. Neither they nor x are kept: what is
     kept are the gradients of x and of the weight.
     """
     return _SummedLosses.apply(x, weight, columns, here, ignored, ctx.tp_group, rows, factor)

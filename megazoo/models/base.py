@@ -1,5 +1,6 @@
 """What the stages of every model share: building, ties, layers, and the calls that users make.
-Never a forward of a model: that stands, whole, in the model's own file."""
+
+The forward of a stage stands, whole, in the model's own file; what runs it is in engine/step.py."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -200,7 +201,8 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """Say that the parameter `name` (a global name) is one, though several stages build it: -1
         is the last stage.
 
-        Its gradients are summed, it counts once in the norm, and a checkpoint has it once.
+        After the last backward the stages sum its gradients (engine/step.py); it counts once in the
+        norm, and a checkpoint has it once.
         """
         indices = [stage % self.ctx.stage_count for stage in stages]
         ranks = tuple(dict.fromkeys(rank_of(index, self.ctx.pp_size) for index in indices))
@@ -214,8 +216,8 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
             if isinstance(module, ShardedModule):
                 for name, spec in module.specs.items():
                     full = f"{prefix}.{name}"
-                    stages = self.tied.get(full, (self.ctx.pp_rank,))
-                    yield Entry(full, getattr(module, name), spec, stages)
+                    pp_ranks = self.tied.get(full, (self.ctx.pp_rank,))
+                    yield Entry(full, getattr(module, name), spec, pp_ranks)
 
     # Layers.
 

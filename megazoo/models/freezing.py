@@ -75,7 +75,7 @@ class Freezing:
         return {
             entry.name
             for entry in self.entries()
-            if len(entry.stages) > 1 and not entry.parameter.requires_grad
+            if len(entry.pp_ranks) > 1 and not entry.parameter.requires_grad
         }
 
     @property
@@ -92,7 +92,7 @@ class Freezing:
             late = {
                 entry.parameter
                 for entry in entries
-                if len(entry.stages) > 1 or entry.spec.has_partial_gradient(self.ctx)
+                if len(entry.pp_ranks) > 1 or entry.spec.has_partial_gradient(self.ctx)
             }
             buckets = GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
             if self._buckets:

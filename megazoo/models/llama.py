@@ -60,7 +60,7 @@ class LlamaConfig(ModelConfig):
     kv_heads: int = 0  # 0: as many as heads
     head_size: int = 0  # 0: hidden_size / heads
     ffn_size: int = 11008
-    activation: str = "silu"  # or another of Hugging Face's names: see megazoo.layers.mlp
+    activation: str = "silu"  # of the gate; or another of Hugging Face's names: see layers/mlp.py
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary

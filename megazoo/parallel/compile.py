@@ -18,7 +18,7 @@ def untraced(function: Callable) -> Callable:
     """Decorate a function that torch.compile is to call as it is, between its graphs.
 
     It must be called through its module or its class.
-    (torch.compiler.disable would import torch._dynamo, 0.7 s, at once; here that waits for
+    (torch.compiler.disable would import torch._dynamo, 0.7 s, on the spot; here that waits for
     `prepare_to_compile`.)
     """
     _untraced.append(function)

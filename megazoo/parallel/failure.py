@@ -3,7 +3,7 @@ waiting in vain.
 
 A rank that fails says so in the job's store. If within a moment all ranks have failed in the same
 call, as with a batch that no rank can take, nothing is broken, and the program may go on. Else some
-wait for it: it closes its connections, so that their waits end at once; they close theirs, and
+wait for it: it closes its connections, so that their waits end now; they close theirs, and
 raise what the first one said.
 
 This is so for what travels by gloo and through shared memory. What waits for NCCL ends with the

@@ -82,18 +82,18 @@ class ShardedModule(nn.Module):
 class Entry:
     """A parameter of this rank under its global name.
 
-    stages: the pipeline ranks that hold it; the first is its owner.
+    pp_ranks: the pipeline ranks that hold it, several if it is tied; the first is its owner.
     """
 
     name: str
     parameter: nn.Parameter
     spec: ParameterSpec
-    stages: tuple[int, ...]
+    pp_ranks: tuple[int, ...]
 
     def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
         """Return this rank's pieces that count in sums over the model, in which copies, over tp or
         between stages, count once."""
-        if ctx.pp_rank != self.stages[0]:
+        if ctx.pp_rank != self.pp_ranks[0]:
             return []
         return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
 

@@ -54,6 +54,6 @@ def measure_static(model: Model, parallel: ParallelOptions) -> Static:
         optimizer=0 if parallel.offload_optimizer else here,
         optimizer_host=there if parallel.offload_optimizer else 0,
         sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
-        sent_tied=sum((len(e.stages) - 1) * e.parameter.grad.nbytes for e in entries),
+        sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in entries),
         sent_dp=ctx.dp_group.sent if ctx.dp_group else 0.0,
     )
