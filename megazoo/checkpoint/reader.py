@@ -82,7 +82,7 @@ class Checkpoint(TensorSource):
     def read_pieces(
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
-        """Fill pieces of `destination` from the files of those tp ranks that wrote parts of them."""
+        """Fill pieces of `destination` from the files of the tp ranks that wrote parts of them."""
         stored = self._stored(name)
         stored_spec = spec_from_manifest(stored)
         self.check_shape(name, spec)

@@ -73,8 +73,8 @@ def summed_losses(
 
     Same as: cross_entropy.summed_losses.
 
-    The logits of each piece become their own gradient on the spot. Neither they nor x are kept: what is
-    kept are the gradients of x and of the weight.
+    The logits of each piece become their own gradient on the spot. Neither they nor x are kept:
+    what is kept are the gradients of x and of the weight.
     """
     return _SummedLosses.apply(x, weight, columns, here, ignored, ctx.tp_group, rows, factor)
 
