@@ -18,6 +18,8 @@ QUICK := tests/test_schedule.py tests/test_indexed.py tests/test_order.py tests/
 pretrain: $(INSTALLED)
 	$(RUN) pretrain_gpt.py --config configs/gpt2_tiny.toml
 	$(RUN) tools/plot_metrics.py runs/gpt2-tiny/metrics.jsonl --output runs/gpt2-tiny/loss.png
+	$(RUN) tools/generate.py runs/gpt2-tiny --prompt "    def __init__(self" --max-new-tokens 100 --temperature 0.8 \
+	    --top-k 10 --seed 4
 
 check: lint
 	$(PYTEST) $(QUICK)

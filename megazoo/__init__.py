@@ -1,4 +1,5 @@
-"""megazoo: GPT-2, LLaMA and MPT from tensor-parallel layers, built stage by stage, the same in every layout."""
+"""megazoo: GPT-2, LLaMA and MPT from tensor-parallel layers, built stage by stage, the same in
+every layout."""
 
 from megazoo.errors import UserError
 from megazoo.lazy import lazily
@@ -8,14 +9,14 @@ __getattr__ = lazily(
     {
         "ParallelContext": "megazoo.parallel",
         "from_config": "megazoo.models",
-        "from_parallelized": "megazoo.checkpoint",
-        "from_pretrained": "megazoo.checkpoint",
-        "initialize": "megazoo.oslo",
+        "from_parallelized": "megazoo.models",
+        "from_pretrained": "megazoo.models",
+        "initialize": "megazoo.compat.oslo",
         "layers": "megazoo.layers",
         "models": "megazoo.models",
-        "on_evaluation": "megazoo.callbacks",
-        "on_save": "megazoo.callbacks",
-        "on_step": "megazoo.callbacks",
+        "on_evaluation": "megazoo.cli.callbacks",
+        "on_save": "megazoo.cli.callbacks",
+        "on_step": "megazoo.cli.callbacks",
         "optim": "megazoo.optim",
         "register": "megazoo.models",
     },

@@ -1,4 +1,4 @@
-"""What users are told in one line: the exception for what can't be, and the warning for what can, but badly."""
+"""What users are told in one line: errors, and advice on what can be done better."""
 
 import sys
 import warnings
@@ -6,9 +6,11 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. Programs print its text as one line and end with `exit_code`.
+    """A mistake in what the user gave. Programs print its text as one line and end with
+    `exit_code`.
 
-    exit_code: 2 for what is found before any work starts (the default), 1 for what shows up during it.
+    exit_code: 2 for what is found before any work starts (the default), 1 for what shows up during
+    it.
     """
 
     def __init__(self, message: str, exit_code: int = 2):
@@ -17,7 +19,8 @@ class UserError(ValueError):
 
 
 class Advice(UserWarning):
-    """Something that works, though not as the user may want it. Programs print its text as one line on stderr."""
+    """Something that works, though not as the user may want it. Programs print its text as one line
+    on stderr."""
 
 
 def advise(text: str) -> None:
@@ -29,6 +32,6 @@ def advise(text: str) -> None:
 
 
 def nearest(name: str, known) -> str:
-    """The words "; did you mean X?" for the known name closest to `name`, or nothing."""
+    """Return "; did you mean X?" for the known name closest to `name`, or nothing."""
     matches = get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""

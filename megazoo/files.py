@@ -1,13 +1,17 @@
-"""Small files that are read whole."""
+"""Small files that are read whole, and work on many files at once."""
 
 import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from megazoo.errors import UserError
 
 
 def json_object(path: Path, data: bytes) -> dict:
-    """Read the object that a JSON file, of these bytes, holds; UserError, naming the file, if there is none."""
+    """Read the object that a JSON file, of these bytes, holds; UserError, naming the file, if there
+    is none."""
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:
@@ -27,3 +31,10 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+
+
+def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:
+    """Return what `work` gives for each item, four at a time: some files are filled while others go
+    to the disk."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(work, items))

@@ -5,7 +5,10 @@ from importlib import import_module
 
 
 def lazily(package: str, places: dict[str, str]) -> Callable:
-    """A `__getattr__` for a package. places: the module of each of its names; a module stands for itself."""
+    """Return a `__getattr__` for a package.
+
+    places: the module of each of the package's names; a name of a module stands for the module.
+    """
 
     def get(name: str):
         if name not in places:

@@ -1,6 +1,7 @@
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side: threads would wait for each other
+# several tests run side by side: threads would wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from megazoo.testing.ranks import PRELOADED
 
 # Modules that tests import and that take seconds to load: the server of ranks loads them once.
 PRELOADED += ["pytest", "pretrain_gpt"]
-PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("auto", "gpt2", "llama", "mpt")]
+PRELOADED += [
+    f"transformers.models.{name}.modeling_{name}" for name in ("auto", "gpt2", "llama", "mpt")
+]
 
 
 @pytest.fixture(scope="session")

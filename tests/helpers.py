@@ -1,4 +1,5 @@
-"""What several tests share: tiny models, batches with unevenly masked labels, and a training run in any layout."""
+"""What several tests share: tiny models, batches with unevenly masked labels, and a training run in
+any layout."""
 
 import ctypes
 import itertools
@@ -30,7 +31,9 @@ def tiny_config(tied: bool = True, dropout: float = 0.0, **overrides) -> GPT2Con
 
 MODELS = {
     "gpt2": tiny_config(),
-    "llama": LlamaConfig(**TINY, kv_heads=2, ffn_size=48, attention_bias=True, mlp_bias=True, tie_embeddings=True),
+    "llama": LlamaConfig(
+        **TINY, kv_heads=2, ffn_size=48, attention_bias=True, mlp_bias=True, tie_embeddings=True
+    ),
     "llama, one KV head": LlamaConfig(**TINY, kv_heads=1, ffn_size=48),
     "mpt": MPTConfig(**TINY, qk_norm=True, bias=True, kv_heads=2, clip_qkv=0.5),
     "mpt, learned positions": MPTConfig(**TINY, alibi=False, logit_scale=0.5, tie_embeddings=False),
@@ -38,10 +41,14 @@ MODELS = {
 
 
 def make_batch(step: int, batch: int = GLOBAL_BATCH, sequence: int = 16, vocab: int = 61):
-    """Token ids and targets; row r keeps roughly r + 1 of every 8 labels, so that micro-batches differ widely."""
+    """Token ids and targets; row r keeps roughly r + 1 of every 8 labels, so that micro-batches
+    differ widely."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, vocab, (batch, sequence + 1), generator=generator)
-    keep = torch.rand(batch, sequence, generator=generator) < torch.arange(1, batch + 1)[:, None] / batch
+    keep = (
+        torch.rand(batch, sequence, generator=generator)
+        < torch.arange(1, batch + 1)[:, None] / batch
+    )
     return tokens[:, :-1], tokens[:, 1:].masked_fill(~keep, -100)
 
 
@@ -58,27 +65,35 @@ def context(tp=1, pp=1, dp=1, sp=False, v=1, stage_layers="balanced"):
 
 
 def randomize(model, seed=7):
-    """Give biases and norms random values too, the same in every layout, so that zeros hide nothing."""
+    """Give biases and norms random values too, the same in every layout, so that zeros hide
+    nothing."""
     from dataclasses import replace
 
+    from megazoo.parallel.module import initialize
     from megazoo.parallel.random import derive_seed
-    from megazoo.parallel.shard import initialize
 
     for entry in model.entries():
         if entry.spec.std == 0:
-            initialize(entry.parameter, replace(entry.spec, std=0.1), model.ctx, derive_seed(seed, entry.name))
+            initialize(
+                entry.parameter,
+                replace(entry.spec, std=0.1),
+                model.ctx,
+                derive_seed(seed, entry.name),
+            )
     return model
 
 
 def randomized_(hf):
-    """Random values for every parameter of a transformers model: ones and zeros would hide a mix-up."""
+    """Random values for every parameter of a transformers model: ones and zeros would hide a
+    mix-up."""
     for parameter in hf.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
     return hf.eval()
 
 
 class Case(NamedTuple):
-    """A model, given by its config and global tensors, with inputs and what an oracle gives for each."""
+    """A model, given by its config and global tensors, with inputs and what an oracle gives for
+    each."""
 
     name: str
     config: object
@@ -90,16 +105,27 @@ class Case(NamedTuple):
 def inputs_for(length: int, position_ids: bool = True) -> dict:
     """Without padding, with padding on each side, and one token. position_ids: with them, too."""
     ids = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(5))
-    inputs = {"no padding": {"input_ids": ids, "labels": ids}, "one token": {"input_ids": ids[:, :1]}}
+    inputs = {
+        "no padding": {"input_ids": ids, "labels": ids},
+        "one token": {"input_ids": ids[:, :1]},
+    }
     place = torch.arange(length - 1)
     for side, tokens in (("right", place < length - 6), ("left", place >= 6)):
-        mask = torch.stack([torch.ones_like(tokens), tokens]).long()  # an odd length, and one row with padding
+        # an odd length, and one row with padding
+        mask = torch.stack([torch.ones_like(tokens), tokens]).long()
         loses = mask.bool() & mask.roll(1, 1).bool()  # nothing is predicted from padding
         labels = ids[:, :-1].masked_fill(~loses, -100)
-        inputs[f"{side} padding"] = {"input_ids": ids[:, :-1], "attention_mask": mask, "labels": labels}
+        inputs[f"{side} padding"] = {
+            "input_ids": ids[:, :-1],
+            "attention_mask": mask,
+            "labels": labels,
+        }
         if position_ids:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-            inputs[f"{side} padding, positions"] = {**inputs[f"{side} padding"], "position_ids": positions}
+            inputs[f"{side} padding, positions"] = {
+                **inputs[f"{side} padding"],
+                "position_ids": positions,
+            }
     return inputs
 
 
@@ -107,7 +133,13 @@ def inputs_for(length: int, position_ids: bool = True) -> dict:
 def transformers_case(name: str, config, hf, weights: dict, inputs: dict) -> Case:
     """The case whose oracle is a transformers model."""
     outputs = {kind: hf(**arguments) for kind, arguments in inputs.items()}
-    return Case(name, config, weights, inputs, {kind: (out.get("loss"), out.logits) for kind, out in outputs.items()})
+    return Case(
+        name,
+        config,
+        weights,
+        inputs,
+        {kind: (out.get("loss"), out.logits) for kind, out in outputs.items()},
+    )
 
 
 def outputs_of_copied_weights(cases: list[Case], layout: dict) -> list:
@@ -120,7 +152,10 @@ def outputs_of_copied_weights(cases: list[Case], layout: dict) -> list:
                 for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
                     box = tuple(slice(*bounds) for bounds in piece.box)
                     entry.parameter[piece.index()] = case.weights[entry.name][box]
-            runs = {kind: model(**arguments, return_logits=True) for kind, arguments in case.inputs.items()}
+            runs = {
+                kind: model(**arguments, return_logits=True)
+                for kind, arguments in case.inputs.items()
+            }
         outputs.append({kind: (out.loss, out.logits) for kind, out in runs.items()})
     return outputs
 
@@ -132,7 +167,8 @@ INFERENCE_LAYOUTS = [
 
 
 def assert_outputs_equal(ranks, cases: list[Case], layout: dict):
-    """The loss within 1e-5 on every rank, the logits of all tokens within 5e-5 on the ranks of the last stage."""
+    """The loss within 1e-5 on every rank, the logits of all tokens within 5e-5 on the ranks of the
+    last stage."""
     for results in run_in_layout(ranks, outputs_of_copied_weights, layout, cases):
         for case, outputs in zip(cases, results, strict=True):
             for kind, (loss, logits) in outputs.items():
@@ -145,11 +181,16 @@ def assert_outputs_equal(ranks, cases: list[Case], layout: dict):
                     mask = torch.ones(logits.shape[:2]) if mask is None else mask
                     difference = (logits - expected_logits)[mask.bool()].abs().max()
                     assert difference < 5e-5, f"{where}: {difference}"
-    assert any(logits is not None for _, logits in results[0].values()), "the last rank has the logits"
+    assert any(logits is not None for _, logits in results[0].values()), (
+        "the last rank has the logits"
+    )
 
 
 def layout_name(layout: dict) -> str:
-    return "".join(f"{axis}{size}" if axis != "sp" else axis for axis, size in layout.items()) or "one process"
+    return (
+        "".join(f"{axis}{size}" if axis != "sp" else axis for axis, size in layout.items())
+        or "one process"
+    )
 
 
 def world(layout: dict) -> int:
@@ -157,14 +198,16 @@ def world(layout: dict) -> int:
 
 
 def run_in_layout(ranks, function, layout: dict, *args, **kwargs) -> list:
-    """function(*args, layout, **kwargs) on every rank of a layout; in this process, if it is only one."""
+    """function(*args, layout, **kwargs) on every rank of a layout; in this process, if it is only
+    one."""
     if world(layout) == 1:
         return [function(*args, layout, **kwargs)]
     return ranks(function, world(layout), *args, layout, **kwargs)
 
 
 def train(config, layout: dict, *args, **kwargs):
-    """Train on the same global batches in any layout; returns [(loss, gradient norm)] of every step."""
+    """Train on the same global batches in any layout; returns [(loss, gradient norm)] of every
+    step."""
     return [(loss, norm) for loss, norm, _ in _steps(config, layout, *args, **kwargs)]
 
 
@@ -174,8 +217,15 @@ def train_and_keep_gradients(config, layout: dict, *args, **kwargs):
     for loss, norm, model in _steps(config, layout, *args, **kwargs):
         tp = model.ctx.tp_size, model.ctx.tp_rank
         history.append((loss, norm))
-        pieces = {entry.name: (entry.parameter.grad, entry.spec.pieces(*tp)) for entry in model.entries()}
-        gradients.append({n: [(p.box, grad[p.index()].clone()) for p in parts] for n, (grad, parts) in pieces.items()})
+        pieces = {
+            entry.name: (entry.parameter.grad, entry.spec.pieces(*tp)) for entry in model.entries()
+        }
+        gradients.append(
+            {
+                n: [(p.box, grad[p.index()].clone()) for p in parts]
+                for n, (grad, parts) in pieces.items()
+            }
+        )
     return history, gradients
 
 
@@ -192,19 +242,26 @@ def _steps(
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, seed=3)).recompute(*recompute)
     opt = megazoo.optim.AdamW(model, **{"lr": 1e-3, "clip_grad": CLIP, **optimizer})
-    micro_batch = micro_batch or (2 if ctx.pp_size > 1 else rows // 2 // ctx.dp_size)  # at least two micro-batches
+    # at least two micro-batches
+    micro_batch = micro_batch or (2 if ctx.pp_size > 1 else rows // 2 // ctx.dp_size)
     for step in range(steps):
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step, rows))
         loss = model.train_batch(
-            ids, targets=targets, num_microbatches=len(ids) // micro_batch, schedule=schedule, step=step
+            ids,
+            targets=targets,
+            num_microbatches=len(ids) // micro_batch,
+            schedule=schedule,
+            step=step,
         )
         yield loss.item(), opt.step().item(), model
 
 
 def worst_gradient(ranks_gradients: list[dict], expected: dict) -> tuple[float, str]:
-    """The largest distance of a gathered gradient from the one process's, over the size that it is measured by.
+    """The largest distance of a gathered gradient from the one process's, over the size that it is
+    measured by.
 
-    That is the larger of its norm and a thousandth of the global norm. Where ranks hold copies, the worst one counts.
+    That is the larger of its norm and a thousandth of the global norm. Where ranks hold copies, the
+    worst one counts.
     """
     whole = {name: torch.cat([part for _, part in pieces]) for name, pieces in expected.items()}
     scale = 1e-3 * sum(gradient.double().square().sum() for gradient in whole.values()).sqrt()
@@ -230,10 +287,12 @@ def worst_relative(a, b) -> float:
 
 
 def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> list[tuple]:
-    """A few of the possible combinations, one value of each factor: any two values that can meet do so in one.
+    """A few of the possible combinations, one value of each factor: any two values that can meet do
+    so in one.
 
-    Most mistakes show wherever some two settings meet (Kuhn et al. 2004): these find them in minutes where all
-    combinations would take hours. Chosen greedily, by the number of new pairs; the same for the same seed.
+    Most mistakes show wherever some two settings meet (Kuhn et al. 2004): these find them in
+    minutes where all combinations would take hours. Chosen greedily, by the number of new pairs;
+    the same for the same seed.
     """
     cases = [case for case in itertools.product(*factors) if possible(*case)]
     random.Random(seed).shuffle(cases)
@@ -247,10 +306,12 @@ def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> li
 
 
 class PeakMemory:
-    """Within this block: `above`, the peak of this process's anonymous memory above the level at its start, bytes.
+    """Within this block: `above`, the peak of this process's anonymous memory above the level at
+    its start, bytes.
 
-    The kernel keeps the peak of all resident pages. What files and shared memory grew by is taken off; a thread watches
-    how much that was. On a busy machine the thread may miss a peak, but not the kernel.
+    The kernel keeps the peak of all resident pages. What files and shared memory grew by is taken
+    off; a thread watches how much that was. On a busy machine the thread may miss a peak, but not
+    the kernel.
     """
 
     def __enter__(self):
@@ -266,7 +327,9 @@ class PeakMemory:
         self._done = True
         self._watcher.join()
         status = self._look()
-        self.peak = max(self._sampled, self.start + status["VmHWM"] - self._status["VmRSS"] - self._others)
+        self.peak = max(
+            self._sampled, self.start + status["VmHWM"] - self._status["VmRSS"] - self._others
+        )
         self.above = self.peak - self.start
 
     def _watch(self):
@@ -277,7 +340,10 @@ class PeakMemory:
     def _look(self) -> dict[str, int]:
         status = self._read()
         grown = sum(status[kind] - self._status[kind] for kind in ("RssFile", "RssShmem"))
-        self._others, self._sampled = max(self._others, grown), max(self._sampled, status["RssAnon"])
+        self._others, self._sampled = (
+            max(self._others, grown),
+            max(self._sampled, status["RssAnon"]),
+        )
         return status
 
     @staticmethod
@@ -287,12 +353,14 @@ class PeakMemory:
 
 
 def give_back_freed_memory() -> None:
-    """To the system, at once, what is 64 KB or more: as the environment's MALLOC_MMAP_THRESHOLD_=65536."""
+    """To the system, at once, what is 64 KB or more: as the environment's
+    MALLOC_MMAP_THRESHOLD_=65536."""
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
 
 def in_fresh_processes(function, *args, processes: int = 1, timeout: float = 120) -> list:
-    """What a function returns in each of some processes that have done nothing before, for measurements of memory."""
+    """What a function returns in each of some processes that have done nothing before, for
+    measurements of memory."""
     pool = RankPool()
     try:
         return pool.run(function, processes, *args, timeout=timeout)

@@ -1,8 +1,9 @@
-"""Stand in for `python` in tests: have the program server run a command line, pass signals on, end as it ended.
+"""Stand in for `python` in tests: have the program server run a command line, pass signals on, end
+as it ended.
 
-Run as `python -I -S program_client.py SOCKET REAL_PYTHON ARGUMENTS`; programs.py writes a script that does so. A
-command line that the server does not understand is left to the real Python. Imports next to nothing, for its start is
-what the server saves.
+Run as `python -I -S program_client.py SOCKET REAL_PYTHON ARGUMENTS`; programs.py writes a script
+that does so. A command line that the server does not understand is left to the real Python. Imports
+next to nothing, for its start is what the server saves.
 """
 
 import marshal

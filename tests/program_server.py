@@ -1,8 +1,9 @@
 """Run Python programs without starting Python: fork a process that has imported torch already.
 
-Started by programs.py with a socket's path; ends when its standard input closes. A client sends arguments, directory,
-environment, the three standard streams and its network namespace. It is told the program's process number at once, and
-its exit code at the end (below 0: the signal). If the client dies, its program is killed.
+Started by programs.py with a socket's path; ends when its standard input closes. A client sends
+arguments, directory, environment, the three standard streams and its network namespace. It is told
+the program's process number at once, and its exit code at the end (below 0: the signal). If the
+client dies, its program is killed.
 """
 
 import contextlib
@@ -20,60 +21,88 @@ import sys
 import types
 from pathlib import Path
 
-PRELOADED = ["torch.distributed.run", "torch.fx.experimental.symbolic_shapes", "megazoo.testing", "pretrain_gpt"]
+PRELOADED = [
+    "torch.distributed.run",
+    "torch.fx.experimental.symbolic_shapes",
+    "megazoo.testing",
+    "pretrain_gpt",
+]
 LARGEST_REQUEST = 1 << 18  # bytes
 
 
-def serve(path: str) -> tuple[list[str], str, dict[str, str]] | None:
-    """Fork a process for each request: returns the request there, its streams in place; None at the server's end."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
-    listener.listen(64)
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(0, selectors.EVENT_READ)
-    running: dict[int, tuple[socket.socket, int]] = {}  # file descriptor of a process -> its client, its number
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj == 0:
-                for _, pid in running.values():
-                    os.kill(pid, signal.SIGKILL)
-                return None
-            if key.fileobj is listener:
-                client, _ = listener.accept()
-                request, streams, _, _ = socket.recv_fds(client, LARGEST_REQUEST, 4)
-                if not request:  # the client died before it asked
-                    client.close()
-                    continue
-                pid = os.fork()
-                if pid == 0:
-                    selector.close()
-                    for each in [listener, client, *(other for other, _ in running.values())]:
-                        each.close()
-                    for process in running:
-                        os.close(process)
-                    _take_over(streams)
-                    return marshal.loads(request)
-                for stream in streams:
-                    os.close(stream)
-                process = os.pidfd_open(pid)
-                running[process] = client, pid
-                _send(client, pid)
-                selector.register(client, selectors.EVENT_READ, process)
-                selector.register(process, selectors.EVENT_READ)
-            elif key.data is None:  # a program has ended
-                client, pid = running.pop(key.fd)
-                _send(client, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                if client in selector.get_map():
-                    selector.unregister(client)
-                client.close()
-            else:  # a client has died; its program's end is met above, unless it was in this round
-                client, pid = running.get(key.data, (None, 0))
-                if client is key.fileobj:
-                    selector.unregister(client)
-                    os.kill(pid, signal.SIGKILL)
+class Server:
+    """Forks a process for each request, and tells its client the process's number and exit code."""
+
+    def __init__(self, path: str):
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(path)
+        self.listener.listen(64)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(0, selectors.EVENT_READ)
+        # The file descriptor of a process: its client, its number.
+        self.running: dict[int, tuple[socket.socket, int]] = {}
+
+    def serve(self) -> tuple[list[str], str, dict[str, str]] | None:
+        """Return the request in each process that is forked for one, its streams in place; None at
+        the server's end."""
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj == 0:
+                    for _, pid in self.running.values():
+                        os.kill(pid, signal.SIGKILL)
+                    return None
+                if key.fileobj is self.listener:
+                    request = self.accept()
+                    if request:
+                        return marshal.loads(request)
+                elif key.data is None:
+                    self.end(key.fd)
+                else:
+                    self.kill(key.fileobj, key.data)
+
+    def accept(self) -> bytes | None:
+        """Fork a process for a request. Return the request there, and None here."""
+        client, _ = self.listener.accept()
+        request, streams, _, _ = socket.recv_fds(client, LARGEST_REQUEST, 4)
+        if not request:  # the client died before it asked
+            client.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            self.selector.close()
+            for each in [self.listener, client, *(other for other, _ in self.running.values())]:
+                each.close()
+            for process in self.running:
+                os.close(process)
+            _take_over(streams)
+            return request
+        for stream in streams:
+            os.close(stream)
+        process = os.pidfd_open(pid)
+        self.running[process] = client, pid
+        _send(client, pid)
+        self.selector.register(client, selectors.EVENT_READ, process)
+        self.selector.register(process, selectors.EVENT_READ)
+        return None
+
+    def end(self, process: int) -> None:
+        """Tell the client of a program that has ended its exit code."""
+        client, pid = self.running.pop(process)
+        _send(client, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        self.selector.unregister(process)
+        os.close(process)
+        if client in self.selector.get_map():
+            self.selector.unregister(client)
+        client.close()
+
+    def kill(self, client: socket.socket, process: int) -> None:
+        """Kill the program of a client that has died; its end is met later, unless it was met in
+        this round."""
+        owner, pid = self.running.get(process, (None, 0))
+        if owner is client:
+            self.selector.unregister(client)
+            os.kill(pid, signal.SIGKILL)
 
 
 def _send(client: socket.socket, number: int) -> None:
@@ -102,8 +131,12 @@ def become(words: list[str], directory: str, environment: dict[str, str]) -> Non
     os.environ.update(environment)
     sys.executable = environment["MEGAZOO_TEST_PYTHON"]
     for name, number in (("stdout", 1), ("stderr", 2)):
-        at_once = {"write_through": True} if environment.get("PYTHONUNBUFFERED") else {"line_buffering": number == 2}
-        stream = io.TextIOWrapper(open(number, "wb", closefd=False), **at_once)  # noqa: SIM115
+        unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+        stream = io.TextIOWrapper(
+            open(number, "wb", closefd=False),  # noqa: SIM115
+            write_through=unbuffered,
+            line_buffering=number == 2 and not unbuffered,
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
@@ -137,7 +170,7 @@ if __name__ == "__main__":
     del sys.path[0], sys.modules["torch.distributed.run"]  # it runs as the main program, too: anew
     gc.collect()
     gc.freeze()
-    request = serve(sys.argv[1])
+    request = Server(sys.argv[1]).serve()
     if request:
         become(*request)
         run(request[0])

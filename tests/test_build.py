@@ -1,4 +1,5 @@
-"""Building: initial weights that don't depend on the layout, and memory for no more than the rank's own shard."""
+"""Building: initial weights that don't depend on the layout, and memory for no more than the rank's
+own shard."""
 
 import sys
 
@@ -7,11 +8,13 @@ import torch
 from helpers import PeakMemory, give_back_freed_memory, in_fresh_processes
 
 import megazoo
-from megazoo.models import FAMILIES, find_config
 from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.models.registry import FAMILIES, find_config
 from megazoo.parallel import ParallelContext
 
-CONFIG = GPT2Config(vocab_size=301, max_positions=24, hidden_size=160, layers=3, heads=4, tie_embeddings=False)
+CONFIG = GPT2Config(
+    vocab_size=301, max_positions=24, hidden_size=160, layers=3, heads=4, tie_embeddings=False
+)
 
 
 def built(tp=1, pp=1, rank=0, seed=5):
@@ -27,7 +30,9 @@ def test_initial_weights_are_the_same_in_every_layout(tp, pp):
         for entry in model.entries():
             for piece in entry.spec.pieces(tp, model.ctx.tp_rank):
                 box = tuple(slice(*bounds) for bounds in piece.box)
-                assert torch.equal(entry.parameter[piece.index()], whole[entry.name][box]), entry.name
+                assert torch.equal(entry.parameter[piece.index()], whole[entry.name][box]), (
+                    entry.name
+                )
                 covered[entry.name][box] = 1
     assert all(cover.all() for cover in covered.values())
 
@@ -51,9 +56,13 @@ def test_initial_weights_follow_their_distribution_and_the_seed():
 def test_residual_projections_start_smaller_by_depth(family):
     """GPT-2's rule (Radford et al. 2019), which the families share: 0.02 / sqrt(2 layers)."""
     sizes = {"vocab_size": 61, "max_positions": 16, "hidden_size": 256, "layers": 3, "heads": 4}
-    parameters = dict(megazoo.from_config(FAMILIES[family].Config(**sizes), seed=5).named_parameters())
+    parameters = dict(
+        megazoo.from_config(FAMILIES[family].Config(**sizes), seed=5).named_parameters()
+    )
     for name in ("attention.output", "mlp.down"):
-        assert parameters[f"layers.1.{name}.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.02)
+        assert parameters[f"layers.1.{name}.weight"].std().item() == pytest.approx(
+            0.02 / 6**0.5, rel=0.02
+        )
     assert parameters["layers.1.attention.qkv.weight"].std().item() == pytest.approx(0.02, rel=0.02)
 
 

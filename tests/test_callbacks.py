@@ -1,4 +1,5 @@
-"""Functions that a file of --import registers: what they are called with, when, and what a mistake in them does."""
+"""Functions that a file of --import registers: what they are called with, when, and what a mistake
+in them does."""
 
 import json
 import subprocess
@@ -11,11 +12,13 @@ from programs import python
 
 import megazoo
 import pretrain_gpt
-from megazoo import callbacks
+from megazoo.cli import callbacks
 
 ROOT = Path(__file__).parent.parent
-SMALL = "--hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16 --device cpu --eval-steps 1".split()
-SMALL += "--global-batch-size 4 --micro-batch-size 1 --warmup-steps 1".split()
+SMALL = (
+    "--hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16 --device cpu "
+    "--eval-steps 1 --global-batch-size 4 --micro-batch-size 1 --warmup-steps 1"
+).split()
 FILE = """
 import json
 import megazoo
@@ -38,7 +41,7 @@ megazoo.on_save(tell("save"))
 
 @pytest.fixture(autouse=True)
 def _registers():
-    """Takes out again what a test registers in this process."""
+    """Take out again what a test registers in this process."""
     registers = (callbacks._steps, callbacks._evaluations, callbacks._saves)
     yield
     for register in registers:
@@ -46,7 +49,7 @@ def _registers():
 
 
 def train_with(arguments: list[str]) -> None:
-    """pretrain_gpt.main, without leaving what it registers on the rank."""
+    """Run pretrain_gpt.main, without leaving what it registers on the rank."""
     try:
         pretrain_gpt.main(arguments)
     finally:
@@ -58,23 +61,48 @@ def train_with(arguments: list[str]) -> None:
 def test_every_rank_calls_them_in_order(background, ranks, tmp_path):
     file, run, metrics = tmp_path / "mine.py", tmp_path / "run", tmp_path / "metrics"
     file.write_text(FILE.replace("{FOLDER}", str(tmp_path)))
-    job = [*SMALL, "--tp", "2", "--pp", "2", "--steps", "3", "--import", str(file), "--metrics", str(metrics)]
+    job = [*SMALL, *"--tp 2 --pp 2 --steps 3".split()]
+    job += ["--import", str(file), "--metrics", str(metrics)]
     job += ["--save", str(run), "--save-interval", "2", *(["--async-save"] if background else [])]
     ranks(train_with, 4, job)
-    called = {rank: [json.loads(line) for line in (tmp_path / str(rank)).read_text().splitlines()] for rank in range(4)}
-    expected = [("step", n) for n in (1, 2)] + [("save", 2), ("step", 3), ("evaluation", 3), ("save", 3)]
+    called = {
+        rank: [json.loads(line) for line in (tmp_path / str(rank)).read_text().splitlines()]
+        for rank in range(4)
+    }
+    expected = [("step", n) for n in (1, 2)] + [
+        ("save", 2),
+        ("step", 3),
+        ("evaluation", 3),
+        ("save", 3),
+    ]
     if background:  # known when the next save begins
-        expected = [("step", 1), ("step", 2), ("step", 3), ("evaluation", 3), ("save", 2), ("save", 3)]
+        expected = [
+            ("step", 1),
+            ("step", 2),
+            ("step", 3),
+            ("evaluation", 3),
+            ("save", 2),
+            ("save", 3),
+        ]
     expected = [
-        each for kind, n in expected for each in ([(kind, n), ("step again", n)] if kind == "step" else [(kind, n)])
+        each
+        for kind, n in expected
+        for each in ([(kind, n), ("step again", n)] if kind == "step" else [(kind, n)])
     ]
     for calls in called.values():
         assert [(kind, step) for kind, step, *_ in calls] == expected
         assert all(whole and model for *_, whole, model in calls)
     told = [json.loads(line) for line in metrics.read_text().splitlines()]
-    first = [{"step": step, **values} for kind, step, values, *_ in called[0] if kind in ("step", "evaluation")]
+    first = [
+        {"step": step, **values}
+        for kind, step, values, *_ in called[0]
+        if kind in ("step", "evaluation")
+    ]
     assert first == told
-    same = [[values["loss"] for kind, _, values, *_ in called[rank] if kind == "step"] for rank in range(4)]
+    same = [
+        [values["loss"] for kind, _, values, *_ in called[rank] if kind == "step"]
+        for rank in range(4)
+    ]
     assert same == [same[0]] * 4
     paths = [values["path"] for kind, _, values, *_ in called[0] if kind == "save"]
     assert paths == [str(run / f"step_0000000{n}") for n in (2, 3)]
@@ -91,19 +119,26 @@ def test_a_checkpoint_that_failed_is_not_called_saved(tmp_path):
         if step == 1:
             run.write_text("a file")
 
-    pretrain_gpt.main(
-        [*SMALL, "--steps", "2", "--save", str(run), "--save-interval", "1", "--on-save-error", "continue"]
-    )
+    how = "--steps 2 --save-interval 1 --on-save-error continue".split()
+    pretrain_gpt.main([*SMALL, *how, "--save", str(run)])
     assert saved == [2]
 
 
-@pytest.mark.parametrize(("raises", "line"), [
-    ("megazoo.UserError('too hot')", "pretrain_gpt.py: error: check, called after a step: too hot"),
-    ("ValueError('a bug')", "ValueError: a bug"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("raises", "line"),
+    [
+        (
+            "megazoo.UserError('too hot')",
+            "pretrain_gpt.py: error: check, called after a step: too hot",
+        ),
+        ("ValueError('a bug')", "ValueError: a bug"),
+    ],
+)
 def test_an_exception_ends_the_run(raises, line, tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(f"import megazoo\n\n@megazoo.on_step\ndef check(step, values, model):\n    raise {raises}\n")
+    file.write_text(
+        f"import megazoo\n\n@megazoo.on_step\ndef check(step, values, model):\n    raise {raises}\n"
+    )
     command = [python(), "pretrain_gpt.py", *SMALL, "--steps", "2", "--import", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
@@ -114,10 +149,12 @@ def test_an_exception_ends_the_run(raises, line, tmp_path):
 def test_one_ranks_exception_ends_the_run_in_one_line(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import megazoo\n\n@megazoo.on_step\ndef check(step, values, model):\n    if model.ctx.rank == 1:\n"
+        "import megazoo\n\n@megazoo.on_step\ndef check(step, values, model):\n"
+        "    if model.ctx.rank == 1:\n"
         "        raise megazoo.UserError('too hot')\n"
     )
-    command = [python(), "pretrain_gpt.py", *SMALL, "--tp", "2", "--steps", "2", "--import", str(file)]
+    job = [*SMALL, *"--tp 2 --steps 2 --import".split(), str(file)]
+    command = [python(), "pretrain_gpt.py", *job]
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
@@ -137,7 +174,9 @@ def test_after_an_exception_nothing_more_is_called(tmp_path):
             raise KeyError("a bug")
 
     with pytest.raises(KeyError, match="a bug"):
-        pretrain_gpt.main([*SMALL, "--steps", "3", "--save", str(run), "--save-interval", "1", "--async-save"])
+        pretrain_gpt.main(
+            [*SMALL, "--steps", "3", "--save", str(run), "--save-interval", "1", "--async-save"]
+        )
     assert saved == []
     assert (run / "step_00000001" / "megazoo.json").is_file()
 
@@ -189,7 +228,9 @@ def test_wandb_is_told_what_the_metrics_file_says(wandb, tmp_path):
     expected = []
     for record in map(json.loads, metrics.read_text().splitlines()):
         kind = "eval" if "eval_loss" in record else "train"
-        names = {key: key if key == "step" else f"{kind}/{key.removeprefix('eval_')}" for key in record}
+        names = {
+            key: key if key == "step" else f"{kind}/{key.removeprefix('eval_')}" for key in record
+        }
         expected.append(["log", {names[key]: value for key, value in record.items()}])
     assert logs == expected
     pretrain_gpt.main([*job, "--load", str(run), "--steps", "3"])
@@ -214,7 +255,9 @@ def with_wandb(folder: Path, arguments: list[str]) -> None:
 
 
 def test_what_wandb_refuses_is_told_in_one_line(wandb):
-    with pytest.raises(megazoo.UserError, match="--wandb forbidden: no such project; WANDB_MODE=offline needs"):
+    with pytest.raises(
+        megazoo.UserError, match="--wandb forbidden: no such project; WANDB_MODE=offline needs"
+    ):
         pretrain_gpt.main([*SMALL, "--steps", "1", "--wandb", "forbidden"])
 
 
@@ -222,5 +265,7 @@ def test_without_the_package_one_line_says_so(tmp_path, monkeypatch):
     """The directory wandb, which runs leave behind, is no package."""
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(megazoo.UserError, match="--wandb needs the package wandb: install it, or leave --wandb out"):
+    with pytest.raises(
+        megazoo.UserError, match="--wandb needs the package wandb: install it, or leave --wandb out"
+    ):
         pretrain_gpt.main([*SMALL, "--steps", "1", "--wandb", "mine"])

@@ -1,4 +1,5 @@
-"""Sequence classifiers against transformers: logits, losses, training in any layout, import and export."""
+"""Sequence classifiers against transformers: logits, losses, training in any layout, import and
+export."""
 
 import json
 from functools import partial
@@ -6,13 +7,29 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import context, layout_name, make_batch, randomized_, replica_rows, run_in_layout, tiny_config, world
-from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig, MptConfig
+from helpers import (
+    context,
+    layout_name,
+    make_batch,
+    randomized_,
+    replica_rows,
+    run_in_layout,
+    tiny_config,
+    world,
+)
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    MptConfig,
+)
 
 import megazoo
-from megazoo.checkpoint import open_source
-from megazoo.checkpoint.convert import write_hugging_face, write_shards
 from megazoo.errors import UserError
+from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.models.pretrained import open_source
+from megazoo.models.resharding import write_shards
 
 PAD, LABELS = 60, 3
 CONFIGS = {
@@ -26,8 +43,19 @@ CONFIGS = {
     ),
     "mpt": partial(MptConfig, vocab_size=61, max_seq_len=32, d_model=32, n_layers=4, n_heads=4),
 }  # fmt: skip
-PROBLEMS = {"single_label_classification": LABELS, "multi_label_classification": LABELS, "regression": 1}
-LAYOUTS = [{}, dict(tp=2), dict(pp=2), dict(tp=2, pp=2), dict(tp=2, sp=True), dict(tp=2, pp=2, sp=True)]
+PROBLEMS = {
+    "single_label_classification": LABELS,
+    "multi_label_classification": LABELS,
+    "regression": 1,
+}
+LAYOUTS = [
+    {},
+    dict(tp=2),
+    dict(pp=2),
+    dict(tp=2, pp=2),
+    dict(tp=2, sp=True),
+    dict(tp=2, pp=2, sp=True),
+]
 
 
 def hugging_face_classifier(family: str, **fields):
@@ -37,7 +65,8 @@ def hugging_face_classifier(family: str, **fields):
 
 
 def batches():
-    """Token ids with their masks: padding on the right, on the left, inside, everywhere in a row, and none."""
+    """Token ids with their masks: padding on the right, on the left, inside, everywhere in a row,
+    and none."""
     ids = torch.randint(0, PAD, (4, 11), generator=torch.Generator().manual_seed(1))
     place = torch.arange(11)
     ends = torch.tensor([[11], [7], [4], [9]])
@@ -47,7 +76,13 @@ def batches():
     inside[1, -1] = False
     all_of_one = right.clone()
     all_of_one[2] = False
-    kinds = {"right": right, "left": left, "inside": inside, "a whole row": all_of_one, "none": place < ends + 11}
+    kinds = {
+        "right": right,
+        "left": left,
+        "inside": inside,
+        "a whole row": all_of_one,
+        "none": place < ends + 11,
+    }
     made = {name: [ids.masked_fill(~real, PAD), real.long()] for name, real in kinds.items()}
     made["a whole row"][1] = None  # what nothing is seen of has no meaning: here all is
     return made
@@ -68,7 +103,10 @@ def outputs(paths, problem, layout):
         model = megazoo.from_pretrained(path, ctx).eval()
         for kind, (ids, mask) in batches().items():
             out = model(ids, attention_mask=mask, labels=labels_for(problem), return_logits=True)
-            results[family, kind] = (out.loss.detach(), None if out.logits is None else out.logits.detach())
+            results[family, kind] = (
+                out.loss.detach(),
+                None if out.logits is None else out.logits.detach(),
+            )
     return results
 
 
@@ -103,7 +141,9 @@ def fine_tune(path, layout, steps=6, schedule="1f1b"):
         ids[:, 10:] = torch.where(torch.arange(8)[:, None] % 2 == 0, PAD, ids[:, 10:])
         labels = (ids[:, 0] % LABELS).masked_fill(torch.arange(8) == step, -100)
         rows = [replica_rows(tensor, ctx) for tensor in (ids, labels)]
-        loss = model.train_batch(rows[0], labels=rows[1], num_microbatches=len(rows[0]) // 2, schedule=schedule)
+        loss = model.train_batch(
+            rows[0], labels=rows[1], num_microbatches=len(rows[0]) // 2, schedule=schedule
+        )
         history.append((loss.item(), optimizer.step().item()))
     with torch.no_grad():
         history.append((model.eval_batch(rows[0], labels=rows[1], num_microbatches=2).item(), 0.0))
@@ -112,12 +152,18 @@ def fine_tune(path, layout, steps=6, schedule="1f1b"):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_fine_tune_follows_one_process(ranks, tmp_path, family):
-    language_model = megazoo.from_config(megazoo.models.config_from_hugging_face(CONFIGS[family]().to_dict()), seed=1)
+    language_model = megazoo.from_config(
+        megazoo.models.config_from_hugging_face(CONFIGS[family]().to_dict()), seed=1
+    )
     language_model.generation = {"pad_token_id": PAD}
-    language_model.companions = {"generation_config.json": json.dumps({"pad_token_id": PAD}).encode()}
+    language_model.sidecar_files = {
+        "generation_config.json": json.dumps({"pad_token_id": PAD}).encode()
+    }
     language_model.save_parallelized(tmp_path / "lm")
     expected = torch.tensor(fine_tune(tmp_path / "lm", {}))
-    layouts = [dict(tp=2, pp=2), dict(tp=2, dp=2, sp=True)] if family == "llama" else [dict(tp=2, pp=2)]
+    layouts = (
+        [dict(tp=2, pp=2), dict(tp=2, dp=2, sp=True)] if family == "llama" else [dict(tp=2, pp=2)]
+    )
     for layout in layouts:
         for history in ranks(fine_tune, world(layout), tmp_path / "lm", layout):
             assert ((torch.tensor(history) - expected).abs() < 1e-5 * expected.clamp(min=1)).all()
@@ -131,7 +177,9 @@ def test_import_and_export_give_every_tensor_back(tmp_path, family):
     write_hugging_face(open_source(tmp_path / "shards"), tmp_path / "back")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "back")
     assert again.state_dict().keys() == hf.state_dict().keys()
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in hf.state_dict().items())
+    assert all(
+        torch.equal(tensor, again.state_dict()[name]) for name, tensor in hf.state_dict().items()
+    )
     for field in ("num_labels", "problem_type", "pad_token_id", "architectures"):
         assert getattr(again.config, field) == getattr(hf.config, field) or field == "architectures"
     assert again.config.architectures == [type(hf).__name__]
@@ -166,10 +214,14 @@ def test_labels_and_rows_that_cannot_be_are_refused(tmp_path):
         megazoo.from_pretrained(tmp_path / "three", num_labels=4)
     with pytest.raises(UserError, match="classifier"):
         model.generate(ids)
-    with pytest.raises(UserError, match="problem_type 'regresion' is not supported: there are regression"):
+    with pytest.raises(
+        UserError, match="problem_type 'regresion' is not supported: there are regression"
+    ):
         megazoo.from_config(tiny_config(num_labels=3, problem_type="regresion"))
     with pytest.raises(UserError, match="loss_fn must return one number"):
-        megazoo.from_config(tiny_config()).train_batch(ids, labels=ids, loss_fn=lambda logits, labels: logits)
+        megazoo.from_config(tiny_config()).train_batch(
+            ids, labels=ids, loss_fn=lambda logits, labels: logits
+        )
 
 
 def test_the_config_says_what_pads(tmp_path):
@@ -184,11 +236,14 @@ def test_the_config_says_what_pads(tmp_path):
 
 
 def shifted_cross_entropy(logits, labels):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100
+    )
 
 
 class Weighted(torch.nn.Module):
-    """A module: a mean over rows of the distance between a learned scale's logits and the labels."""
+    """A module: a mean over rows of the distance between a learned scale's logits and the
+    labels."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +267,9 @@ def own_loss(layout, kind):
     return loss.item(), optimizer.step().item()
 
 
-@pytest.mark.parametrize("layout", [{}, dict(tp=2, pp=2), dict(tp=2, dp=2, sp=True), dict(pp=2, dp=2)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [{}, dict(tp=2, pp=2), dict(tp=2, dp=2, sp=True), dict(pp=2, dp=2)], ids=layout_name
+)
 def test_a_loss_of_ones_own(ranks, layout):
     expected = torch.tensor(own_loss({}, "built in"))
     module = torch.tensor(own_loss({}, "module"))
@@ -229,7 +286,9 @@ def test_a_loss_of_ones_own_in_low_precision(dtype):
     for loss_fn in (None, shifted_cross_entropy):
         model = megazoo.from_config(tiny_config(max_positions=600), dtype=dtype, seed=3)
         optimizer = megazoo.optim.AdamW(model)
-        losses.append((model.train_batch(ids, labels=ids, loss_fn=loss_fn).item(), optimizer.step().item()))
+        losses.append(
+            (model.train_batch(ids, labels=ids, loss_fn=loss_fn).item(), optimizer.step().item())
+        )
     assert (torch.tensor(losses[0]) - torch.tensor(losses[1])).abs().max() < 1e-3
 
 
@@ -240,7 +299,10 @@ def classifier_losses(layout):
     ids = make_batch(0)[0][:4]
     own = torch.tensor([0.5, -1.0, 2.0, 0.0])
     results = []
-    for labels, loss_fn in ((torch.tensor([0, 2, 1, 0]), None), (own, lambda x, y: (x[:, 0] - y).square().mean())):
+    for labels, loss_fn in (
+        (torch.tensor([0, 2, 1, 0]), None),
+        (own, lambda x, y: (x[:, 0] - y).square().mean()),
+    ):
         given = {"input_ids": ids} if model.stages[0].first else {}
         given |= {"labels": labels} if model.stages[-1].last else {}
         results.append(model.train_batch(**given, num_microbatches=2, loss_fn=loss_fn).item())
@@ -254,8 +316,9 @@ def test_labels_on_the_last_stage_alone(ranks):
 
 
 def refusals(layout):
-    """What each rank says of a classifier that can't find the ends of rows, and of a token that is not there."""
-    from megazoo.evaluation import score
+    """What each rank says of a classifier that can't find the ends of rows, and of a token that is
+    not there."""
+    from megazoo.evaluation.scoring import score
 
     said, ctx = [], context(**layout)
     ids = torch.randint(0, 60, (4, 5))

@@ -1,8 +1,9 @@
 """docs/coming_from.md: what its tables name exists, and is run once, as written where that can be.
 
-Each code span of a table's right column (and of its left, where the right says "the same") is a claim. Flags must be
-those of the program that they belong to, and their values must parse; Python runs on four ranks, tp 2 x pp 2, in a
-directory that has what it names. A row without code names the test that shows what it says, in ELSEWHERE.
+Each code span of a table's right column (and of its left, where the right says "the same") is a
+claim. Flags must be those of the program that they belong to, and their values must parse; Python
+runs on four ranks, tp 2 x pp 2, in a directory that has what it names. A row without code names the
+test that shows what it says, in ELSEWHERE.
 """
 
 import importlib
@@ -10,7 +11,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +19,19 @@ import pytest
 import torch
 import transformers
 from helpers import context
-from programs import python
 from torch.distributed.run import get_args_parser
 from torch.utils.data import DistributedSampler
 
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load
-from megazoo.command_line import parse_options
-from megazoo.config import Options, parse_stage_layers
-from megazoo.flags import parse_flags, settings_of
-from megazoo.models import Model
+from megazoo.cli.flags import parse_flags, settings_of
+from megazoo.cli.options import Options
+from megazoo.cli.parsing import parse_options
+from megazoo.cli.rules import parse_stage_layers
+from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2Config
-from megazoo.parallel.context import cut_into_stages
+from megazoo.parallel.stages import cut_into_stages
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
@@ -42,16 +42,25 @@ PLACES = {"N": "2", "DIR": "dir", "FILE": "file", "CKPT": "ckpt"}
 
 # What else than the span itself is run for it, on the ranks.
 RUN_FOR = {
-    "GPT2Config(...)": "megazoo.from_config(transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4), ctx)",
-    'save_directory="merged"': 'model.save_parallelized(save_directory="merged", merge_checkpoints=True)',
+    "GPT2Config(...)": (
+        "megazoo.from_config(transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4), ctx)"
+    ),
+    'save_directory="merged"': (
+        'model.save_parallelized(save_directory="merged", merge_checkpoints=True)'
+    ),
     'load_directory="ckpt"': 'model.from_parallelized(load_directory="ckpt")',
     "config.json": 'megazoo.from_config("path/to/gpt2/config.json", ctx)',
     "model_tp_0_pp_0.safetensors": 'assert Path("ckpt/model_tp_0_pp_0.safetensors").is_file()',
     '"selective"': 'model.recompute("selective")',
     "Model.tie": 'assert model.tied == {"embedding.weight": (0, 1)}',  # done for the models here
-    "DistributedSampler": "assert len(list(DistributedSampler(range(8), ctx.dp_size, ctx.dp_rank))) == 8",
+    "DistributedSampler": (
+        "assert len(list(DistributedSampler(range(8), ctx.dp_size, ctx.dp_rank))) == 8"
+    ),
     "megazoo.checkpoint.save": 'megazoo.checkpoint.save("run", 1, model, optimizer)',
-    "load": 'megazoo.checkpoint.save("run", 1, model, optimizer); load(Checkpoint("run"), model, optimizer)',
+    "load": (
+        'megazoo.checkpoint.save("run", 1, model, optimizer); '
+        'load(Checkpoint("run"), model, optimizer)'
+    ),
     "train_batch": "model.train_batch(ids, labels=ids, num_microbatches=m)",
 }
 # Where the dots of a span are.
@@ -64,7 +73,9 @@ DOTS = {
 }
 # The tests that show what is not shown here.
 ELSEWHERE = {
-    "`TensorParallel(model, parallel_context)`": "test_build.py::test_initial_weights_are_the_same_in_every_layout",
+    "`TensorParallel(model, parallel_context)`": (
+        "test_build.py::test_initial_weights_are_the_same_in_every_layout"
+    ),
     "`tensor_parallel_size` a power of 2": "test_coming_from.py::test_three_ranks_share_a_model",
     "`gradient_accumulation_steps`": "test_coming_from.py::test_micro_batches_follow",
     "`deepspeed --hostfile hosts train.py`": "test_nodes.py::test_two_nodes_train_like_one_process",
@@ -72,7 +83,9 @@ ELSEWHERE = {
     "`--make-vocab-size-divisible-by`": "test_coming_from.py::test_the_vocabulary_is_never_padded",
     "`LazyInitContext`": "test_build.py::test_building_a_rank_takes_the_memory_of_its_shard",
     "`ds_to_universal.py`": "test_checkpoint.py::test_resume_in_another_layout",
-    "`--num-layers-per-virtual-pipeline-stage`": "test_coming_from.py::test_layers_of_a_virtual_stage_follow",
+    "`--num-layers-per-virtual-pipeline-stage`": (
+        "test_coming_from.py::test_layers_of_a_virtual_stage_follow"
+    ),
     "`--exit-signal-handler`": "test_nodes.py::test_a_signal_to_one_rank_saves_and_ends_all",
     "`model.compile()`": "test_compile.py::test_training_under_1f1b_with_full_recomputation",
 }
@@ -80,7 +93,11 @@ ELSEWHERE = {
 
 def rows() -> list[tuple[str, str]]:
     """The left and the right cell of each row of the page's tables."""
-    lines = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| there |")]
+    lines = [
+        line
+        for line in PAGE.splitlines()
+        if line.startswith("| ") and not line.startswith("| there |")
+    ]
     return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines]
 
 
@@ -127,7 +144,9 @@ def known_flags(kind: type) -> set[str]:
 
 def check_flags(words: list[str], kind: type) -> None:
     """Each flag is one of a program's; with a value that follows it, it parses."""
-    for flag, *values in (part.split() for part in re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(words))):
+    for flag, *values in (
+        part.split() for part in re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(words))
+    ):
         assert flag in known_flags(kind), flag
         if values:
             parse_flags(kind, [flag, *values], "")
@@ -163,7 +182,7 @@ def test_commands_have_their_flags(span):
         assert (ROOT / program).is_file()
         tool = importlib.import_module(Path(program).stem)
         check_flags(words, getattr(tool, "Options", None) or tool.ShardingOptions)
-    else:  # see test_a_script_starts
+    else:  # see test_coming_from_programs.py
         words = words[2:] if words[:1] == ["-m"] else words
         assert get_args_parser().parse_args(words).training_script.endswith(".py")
 
@@ -173,13 +192,16 @@ def test_commands_have_their_flags(span):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A directory with what the page's code names: a model of Hugging Face, a checkpoint, files of settings."""
+    """A directory with what the page's code names: a model of Hugging Face, a checkpoint, files of
+    settings."""
     folder = tmp_path_factory.mktemp("coming-from")
     model = megazoo.from_config(CONFIG)
     model.save_parallelized(folder / "path/to/gpt2", merge_checkpoints=True)
     model.save_parallelized(folder / "ckpt")
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    (folder / "oslo-config.json").write_text(json.dumps({"model_parallelism": {"enable": True, **sizes}}))
+    (folder / "oslo-config.json").write_text(
+        json.dumps({"model_parallelism": {"enable": True, **sizes}})
+    )
     return folder
 
 
@@ -191,9 +213,28 @@ def run_span(span: str, folder: Path) -> None:
     ctx = context(**(dict(tp=2, dp=2) if one_stage else dict(tp=2, pp=2)))
     ids = torch.randint(0, 61, (4, 8), generator=torch.Generator().manual_seed(1))
     model = megazoo.from_config(CONFIG, ctx)
-    names = {"config": CONFIG, "ctx": ctx, "model": model, "ids": ids, "mask": torch.ones_like(ids), "m": 2}
-    names |= {"tp": 2, "pp": 2, "path": "path/to/gpt2", "dir": "dir", "f": own_loss, "Path": Path, "Model": Model}
-    names |= {"inputs": {"input_ids": ids}, "optimizer": megazoo.optim.AdamW(model), "megazoo": megazoo}
+    names = {
+        "config": CONFIG,
+        "ctx": ctx,
+        "model": model,
+        "ids": ids,
+        "mask": torch.ones_like(ids),
+        "m": 2,
+    }
+    names |= {
+        "tp": 2,
+        "pp": 2,
+        "path": "path/to/gpt2",
+        "dir": "dir",
+        "f": own_loss,
+        "Path": Path,
+        "Model": Model,
+    }
+    names |= {
+        "inputs": {"input_ids": ids},
+        "optimizer": megazoo.optim.AdamW(model),
+        "megazoo": megazoo,
+    }
     names |= {"ParallelContext": megazoo.ParallelContext, "DistributedSampler": DistributedSampler}
     names |= {"Checkpoint": Checkpoint, "load": load, "transformers": transformers}
     code = RUN_FOR.get(span, span)
@@ -208,10 +249,14 @@ def run_span(span: str, folder: Path) -> None:
 
 
 def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+    )
 
 
-@pytest.mark.parametrize("span", [span for span, _ in cases("python") if f"`{span}`" not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "span", [span for span, _ in cases("python") if f"`{span}`" not in ELSEWHERE]
+)
 def test_python_runs_as_written(span, ranks, folder):
     if span.endswith("="):  # an argument's name
         assert span[:-1] in inspect.signature(Model.train_batch).parameters
@@ -220,7 +265,8 @@ def test_python_runs_as_written(span, ranks, folder):
 
 
 def test_every_row_is_checked():
-    """A row has code that the tests above take, or says that there is nothing, or is named in ELSEWHERE."""
+    """A row has code that the tests above take, or says that there is nothing, or is named in
+    ELSEWHERE."""
     tests = {path.name: path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
     for there, here in rows():
         named = any(there.startswith(start) or start in here for start in ELSEWHERE)
@@ -239,7 +285,9 @@ def test_three_ranks_share_a_model(ranks):
 
 
 def losses_of(layout: dict) -> list[float]:
-    config = GPT2Config(vocab_size=61, max_positions=16, hidden_size=40, layers=2, heads=5, ffn_size=96)
+    config = GPT2Config(
+        vocab_size=61, max_positions=16, hidden_size=40, layers=2, heads=5, ffn_size=96
+    )
     ids = torch.arange(32).view(2, 16)
     model = megazoo.from_config(config, context(**layout)).eval()
     return [model(ids, labels=ids).loss.item()]
@@ -261,7 +309,10 @@ def test_layers_of_a_virtual_stage_follow():
 
 def test_micro_batches_follow(ranks):
     """16 rows on two replicas, two at a time: four micro-batches."""
-    assert ranks(micro_batches_of, 2, ["--global-batch-size", "16", "--micro-batch-size", "2"]) == [4, 4]
+    assert ranks(micro_batches_of, 2, ["--global-batch-size", "16", "--micro-batch-size", "2"]) == [
+        4,
+        4,
+    ]
 
 
 def micro_batches_of(arguments: list[str]) -> int:
@@ -273,77 +324,9 @@ def micro_batches_of(arguments: list[str]) -> int:
 
     Model.train_batch = counted
     try:
-        small = "--hidden-size 16 --heads 2 --layers 1 --seq-length 16 --steps 1 --eval-steps 0 --device cpu"
+        small = "--hidden-size 16 --heads 2 --layers 1 --seq-length 16 --device cpu "
+        small += "--steps 1 --eval-steps 0"
         pretrain_gpt.main([*small.split(), *arguments])
     finally:
         Model.train_batch = train_batch
     return counts[0]
-
-
-# Programs.
-
-SCRIPT = """
-import torch, megazoo
-ctx = megazoo.ParallelContext.from_torch(tensor_parallel_size=2)
-ids = torch.arange(16).view(2, 8)
-print("loss", megazoo.from_config("gpt2", ctx).train_batch(ids, labels=ids).item(), flush=True)
-"""
-
-
-def start(directory: Path, *words) -> str:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment |= {"PYTHONPATH": str(ROOT), "PET_STANDALONE": "1"}
-    how = dict(cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
-    done = subprocess.run([python(), *map(str, words)], **how)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("launcher", ["torch.distributed.launch", "torch.distributed.run"])
-def test_a_script_starts(launcher, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    told = re.findall("loss (.*)", start(tmp_path, "-m", launcher, "--nproc_per_node", "2", "script.py"))
-    ids = torch.arange(16).view(2, 8)
-    expected = megazoo.from_config("gpt2").train_batch(ids, labels=ids).item()
-    assert [float(loss) for loss in told] == pytest.approx([expected] * 2, rel=1e-5)
-
-
-def test_the_training_program_starts_by_the_older_launcher(tmp_path):
-    job = "--tp 2 --hidden-size 16 --heads 2 --layers 1 --seq-length 16 --steps 1 --eval-steps 0 --device cpu".split()
-    told = start(tmp_path, "-m", "torch.distributed.launch", "--nproc_per_node", "2", ROOT / "pretrain_gpt.py", *job)
-    assert "tp 2 x pp 1 x dp 1" in told
-    assert "step 1/1" in told
-
-
-def test_a_run_with_the_settings_of_the_tables(ranks, tmp_path, monkeypatch):
-    """Megatron's data flags, and most of the others, at tp 2 x pp 2; then --finetune's equal."""
-    monkeypatch.chdir(tmp_path)
-    text = {"text": "a text of some words " * 4}
-    for name in ("a", "b"):
-        Path(f"{name}.jsonl").write_text((json.dumps(text) + "\n") * 300)
-        preprocess = f"--input {name}.jsonl --output-prefix out/{name} --json-keys text --append-eod --workers 2"
-        importlib.import_module("preprocess_data").main([*preprocess.split(), "--tokenizer", "byte"])
-    data = ["--data", "0.7", str(tmp_path / "out/a_text_document"), "0.3", str(tmp_path / "out/b_text_document")]
-    sizes = "--preset llama-tiny --layers 4 --hidden-size 32 --ffn-size 64 --heads 8 --kv-heads 4 --seq-length 16 "
-    sizes += (
-        "--max-positions 32 --tie-embeddings False --micro-batch-size 2 --global-batch-size 8 --seed 5 --device cpu"
-    )
-    how = "--tp 2 --pp 2 --sequence-parallel --zero 1 --offload-optimizer --dtype bfloat16 --timeout 600 "
-    how += "--recompute full --recompute-interval 2 --stage-layers 1,3 --separate-documents --tokenizer byte "
-    how += "--lr 1e-3 --min-lr 1e-4 --lr-schedule wsd --lr-decay-steps 4 --warmup-steps 1 --weight-decay 0.1 "
-    how += "--clip-grad 1.0 --beta1 0.9 --beta2 0.95 --split 98,1,1 --eval-interval 2 --eval-steps 1 --log-interval 1"
-    outputs = {name: str(tmp_path / name) for name in ("save", "metrics", "tensorboard", "profile")}
-    told = [word for name, path in outputs.items() for word in (f"--{name}", path)]
-    told += ["--profile-steps", "1", "2", "--save-interval", "2", "--async-save"]
-    ranks(pretrain_gpt.main, 4, [*sizes.split(), *how.split(), *data, *told, "--steps", "4"])
-    assert (tmp_path / "profile" / "rank_3.json.gz").is_file()
-    assert sorted(path.name for path in (tmp_path / "save").glob("step_*")) == ["step_00000002", "step_00000004"]
-    assert Checkpoint(tmp_path / "save").trainer["settings"]["lr_schedule"] == "wsd"
-    again = ["--load", outputs["save"], "--load-weights-only", "--steps", "1", "--metrics", str(tmp_path / "new")]
-    pretrain_gpt.main([*sizes.split(), *again, *data])
-    first = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
-    new = [json.loads(line) for line in (tmp_path / "new").read_text().splitlines()]
-    assert [record["step"] for record in new] == [1, 1]  # from the start, with an evaluation
-    assert new[0]["loss"] < first[0]["loss"] - 0.01  # with the weights

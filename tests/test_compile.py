@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from helpers import CLIP, MODELS, context, make_batch, pairs_covered, randomize, replica_rows, world, worst_relative
+from helpers import (
+    CLIP,
+    MODELS,
+    context,
+    make_batch,
+    pairs_covered,
+    randomize,
+    replica_rows,
+    world,
+    worst_relative,
+)
 
 import megazoo
 import pretrain_gpt
@@ -18,7 +28,9 @@ def losses(config, layout, mode, schedule="1f1b", compiled=True, dtype=torch.flo
     history = []
     for step in range(3):
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
-        loss = model.train_batch(ids, targets=targets, num_microbatches=4, schedule=schedule, step=step)
+        loss = model.train_batch(
+            ids, targets=targets, num_microbatches=4, schedule=schedule, step=step
+        )
         history.append((loss.item(), optimizer.step().item()))
     return history
 
@@ -53,7 +65,9 @@ def test_every_two_of_models_layouts_schedules_and_modes(ranks, model, layout, s
 def test_dropout_and_low_precision(ranks):
     from dataclasses import replace
 
-    config = replace(MODELS["gpt2"], embedding_dropout=0.1, attention_dropout=0.1, residual_dropout=0.1)
+    config = replace(
+        MODELS["gpt2"], embedding_dropout=0.1, attention_dropout=0.1, residual_dropout=0.1
+    )
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
         expected = ranks(losses, 2, config, dict(tp=2), ("none",), compiled=False, dtype=dtype)[0]
         history = ranks(losses, 2, config, dict(tp=2), ("selective",), dtype=dtype, timeout=500)[0]
@@ -63,5 +77,8 @@ def test_dropout_and_low_precision(ranks):
 def test_a_machine_without_a_compiler_gets_one_line(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "c++-that-is-not-there")
-    with pytest.raises(UserError, match=r"--compile needs a C\+\+ compiler, but there is no c\+\+-that-is-not-there"):
+    with pytest.raises(
+        UserError,
+        match=r"--compile needs a C\+\+ compiler, but there is no c\+\+-that-is-not-there",
+    ):
         pretrain_gpt.main(["--compile", "--device", "cpu", "--steps", "1"])

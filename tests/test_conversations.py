@@ -1,4 +1,5 @@
-"""Fine-tuning data: what is learnt, how conversations share samples, and the losses that transformers gives."""
+"""Fine-tuning data: what carries a loss, how conversations share samples, and the losses that
+transformers gives."""
 
 import json
 import random
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 import test_conversion
 import torch
+from helpers_pretrain import close, losses
 from test_conversion import tokenizer  # noqa: F401, a fixture
-from test_pretrain import close, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain_gpt
@@ -37,15 +38,15 @@ class FewTokens(Tokenizer):
 
 
 def encoded(value, template=CHATML):
-    """The text that is not learnt, and that which is, in turn; the special tokens spelled out."""
-    ids, learnt = encode_conversation(FewTokens(), value, template)
-    assert len(ids) == len(learnt)
+    """The text that carries no loss and that which does, in turn; special tokens spelled out."""
+    ids, loss_mask = encode_conversation(FewTokens(), value, template)
+    assert len(ids) == len(loss_mask)
     spelled = {300: "<|im_end|>", 301: "[bos]", 302: "\n\n", 256: "[eod]"}
     pieces, before = [], None
-    for token, is_learnt in zip(ids, learnt, strict=True):
-        pieces += [""] if is_learnt != before else []
+    for token, carries_loss in zip(ids, loss_mask, strict=True):
+        pieces += [""] if carries_loss != before else []
         pieces[-1] += spelled.get(token) or chr(token)
-        before = is_learnt
+        before = carries_loss
     return pieces
 
 
@@ -69,12 +70,16 @@ def test_the_assistants_words_are_learnt_with_what_ends_them():
     talk = [message("system", "Be kind."), message("user", "Hi"), message("assistant", "Hello")]
     talk += [message("user", "Bye"), message("assistant", "So long")]
     assert encoded({"messages": talk}) == [
-        "[bos]<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        "[bos]<|im_start|>system\nBe kind.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
         "Hello<|im_end|>\n",
         "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n",
         "So long<|im_end|>\n[eod]",
     ]
-    assert encoded({"messages": talk[1:4]}, "{role}> {content}\n")[1:] == ["Hello\n", "user> Bye\n[eod]"]
+    assert encoded({"messages": talk[1:4]}, "{role}> {content}\n")[1:] == [
+        "Hello\n",
+        "user> Bye\n[eod]",
+    ]
     assert encoded({"messages": talk[1:3]}, "<{role}>{content}</{role}>") == [
         "[bos]<user>Hi</user><assistant>",
         "Hello</assistant>[eod]",
@@ -87,7 +92,9 @@ MISTAKES = {
     "a message has no role or no content": {"messages": [{"role": "user"}]},
     "messages is no list": {"messages": {}},
     "nothing to learn: no words of the assistant": {"messages": [message("user", "a")]},
-    "'a<|im_end|>' has a special token's name in it": {"messages": [message("assistant", "a<|im_end|>")]},
+    "'a<|im_end|>' has a special token's name in it": {
+        "messages": [message("assistant", "a<|im_end|>")]
+    },
 }
 
 
@@ -141,12 +148,17 @@ def test_conversations_of_which_nothing_is_left_to_learn_are_left_out(tmp_path, 
     tokens = cached_tokens(write(tmp_path / "a.jsonl", values), "byte", CHATML)
     dataset = Conversations(*tokens, 1, 4, 7, packing)
     assert (dataset.cut, dataset.left_out) == (3, 1)
-    assert sorted(sample.targets[-2:].tolist() for sample in dataset) == [[-100, ord("c")], [ord("c"), ord("d")]]
+    assert sorted(sample.targets[-2:].tolist() for sample in dataset) == [
+        [-100, ord("c")],
+        [ord("c"), ord("d")],
+    ]
 
 
 def test_packed_samples_hold_whole_conversations_apart(tmp_path):
     tokens = cached_tokens(write(tmp_path / "a.jsonl", examples(200)), "byte", CHATML)
-    alone, packed = (Conversations(*tokens, 10, 190, 200, packing=packing) for packing in (False, True))
+    alone, packed = (
+        Conversations(*tokens, 10, 190, 200, packing=packing) for packing in (False, True)
+    )
     assert len(packed) < 1.15 * alone.lengths.sum() / 200
     found = []
     for index, sample in enumerate(packed):
@@ -154,7 +166,9 @@ def test_packed_samples_hold_whole_conversations_apart(tmp_path):
         for number in range(sample.documents.max() + 1):
             mine = sample.documents == number
             found.append((sample.input_ids[mine].tolist(), sample.targets[mine].tolist()))
-    assert sorted(found) == sorted((sample.input_ids.tolist(), sample.targets.tolist()) for sample in alone)
+    assert sorted(found) == sorted(
+        (sample.input_ids.tolist(), sample.targets.tolist()) for sample in alone
+    )
     batch = Batches(Blend([packed]), 4, ParallelContext())(0)
     starts = batch["document_ids"].diff(dim=1, prepend=torch.full((4, 1), -2)) != 0
     assert torch.equal(batch["position_ids"] == 0, starts)
@@ -177,19 +191,27 @@ def test_best_fit_fills_the_bins():
 def llama(tokenizer, tmp_path_factory):  # noqa: F811
     """A LLaMA of transformers with its tokenizer."""
     path = tmp_path_factory.mktemp("llama")
-    test_conversion.llama(vocab_size=len(tokenizer), kv_heads=2, max_positions=64).save_pretrained(path)
+    test_conversion.llama(vocab_size=len(tokenizer), kv_heads=2, max_positions=64).save_pretrained(
+        path
+    )
     tokenizer.save_pretrained(path)
     return path
 
 
 def loss_of_transformers(directory, values) -> float:
-    """The mean over all tokens of all completions, each example by itself, in the ids of transformers' tokenizer."""
-    model, theirs = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    """The mean over all tokens of all completions, each example by itself, in the ids of
+    transformers' tokenizer."""
+    model, theirs = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        AutoTokenizer.from_pretrained(directory),
+    )
     nats = labels = 0
     for value in values:
         ids = theirs(value["prompt"] + value["completion"])["input_ids"] + [theirs.eos_token_id]
         prompt = theirs(value["prompt"])["input_ids"]
-        shared = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt)
+        )
         target = torch.tensor([[-100] * shared + ids[shared:]])
         with torch.no_grad():
             loss = model(torch.tensor([ids]), labels=target).loss.item()
@@ -205,16 +227,39 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_fine_tuning_gives_transformers_loss_and_one_processs_in_every_layout(ranks, llama, tmp_path, packing):
-    """A batch is an epoch here, so that the first loss is that of all examples; the ids have 1 to 30 labels a row."""
+def test_fine_tuning_gives_transformers_loss_and_one_processs_in_every_layout(
+    ranks, llama, tmp_path, packing
+):
+    """A batch is an epoch here, so that the first loss is that of all examples; the ids have 1 to
+    30 labels a row."""
     values = examples(24)
     data = write(tmp_path / "a.jsonl", values)
     tokens = cached_tokens(data, str(llama), CHATML)
     samples = len(Conversations(*tokens, 0, 24, 64, packing))
     rows = samples // 4 * 4
     assert samples == rows or packing
-    common = ["--load", str(llama), "--data", str(data), "--split", "1,0", "--seq-length", "64", "--device", "cpu"]
-    common += ["--global-batch-size", str(rows), "--micro-batch-size", "2", "--steps", "3", "--lr", "1e-3"]
+    common = [
+        "--load",
+        str(llama),
+        "--data",
+        str(data),
+        "--split",
+        "1,0",
+        "--seq-length",
+        "64",
+        "--device",
+        "cpu",
+    ]
+    common += [
+        "--global-batch-size",
+        str(rows),
+        "--micro-batch-size",
+        "2",
+        "--steps",
+        "3",
+        "--lr",
+        "1e-3",
+    ]
     found = {}
     for name, (world, flags) in LAYOUTS.items():
         flags = (flags or "").split() if isinstance(flags, str) else flags
@@ -233,16 +278,39 @@ def test_fine_tuning_gives_transformers_loss_and_one_processs_in_every_layout(ra
 
 def test_tokenizer_files_travel_with_a_fine_tuned_model(llama, tmp_path):
     data = write(tmp_path / "a.jsonl", examples(12))
-    common = ["--data", str(data), "--global-batch-size", "2", "--micro-batch-size", "2", "--device", "cpu"]
-    run = ["--load", str(llama), "--seq-length", "32", "--epochs", "1", "--eval-steps", "1", "--split", "80,20"]
+    common = [
+        "--data",
+        str(data),
+        "--global-batch-size",
+        "2",
+        "--micro-batch-size",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    run = [
+        "--load",
+        str(llama),
+        "--seq-length",
+        "32",
+        "--epochs",
+        "1",
+        "--eval-steps",
+        "1",
+        "--split",
+        "80,20",
+    ]
     pretrain_gpt.main([*common, *run, "--save", str(tmp_path / "run")])
     saved = Checkpoint(tmp_path / "run")
     assert saved.trainer["settings"]["epochs"] == 1
-    assert saved.trainer["step"] == saved.trainer["settings"]["steps"] == 5  # 10 of the 12, two a step
+    # 10 of the 12, two a step
+    assert saved.trainer["step"] == saved.trainer["settings"]["steps"] == 5
     text = values = examples(1)[0]["prompt"]
     assert open_tokenizer(saved.path).encode(text) == open_tokenizer(llama).encode(values)
     assert "tokenizer" not in saved.trainer["settings"]
-    pretrain_gpt.main([*common, "--load", str(tmp_path / "run"), "--epochs", "2", "--save", str(tmp_path / "run")])
+    pretrain_gpt.main(
+        [*common, "--load", str(tmp_path / "run"), "--epochs", "2", "--save", str(tmp_path / "run")]
+    )
     again = Checkpoint(tmp_path / "run")
     assert (again.trainer["step"], again.trainer["consumed_samples"]) == (10, 20)
-    assert again.companions == saved.companions
+    assert again.sidecar_files == saved.sidecar_files

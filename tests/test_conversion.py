@@ -1,8 +1,10 @@
-"""Hugging Face to shards to other shards and back: bit for bit, as transformers takes it, and in little memory."""
+"""Hugging Face to shards to other shards and back: bit for bit, as transformers takes it, and in
+little memory."""
 
 import functools
 import logging
 import random
+import textwrap
 import warnings
 from itertools import product
 from pathlib import Path
@@ -17,14 +19,24 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory, load_weights, open_source
-from megazoo.checkpoint.convert import write_hugging_face, write_shards
-from megazoo.checkpoint.format import Lazy, write_json, write_safetensors
-from megazoo.checkpoint.hugging_face import their_names
+from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.models.hugging_face.names import hf_names
 from megazoo.models.llama import Llama, LlamaConfig
+from megazoo.models.pretrained import load_weights, open_source
+from megazoo.models.resharding import write_shards
+from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
 
-SIZES = {"vocab_size": 61, "max_positions": 32, "layers": 5, "hidden_size": 32, "heads": 8, "ffn_size": 48}
+SIZES = {
+    "vocab_size": 61,
+    "max_positions": 32,
+    "layers": 5,
+    "hidden_size": 32,
+    "heads": 8,
+    "ffn_size": 48,
+}
 
 
 def gpt2(**fields):
@@ -70,36 +82,49 @@ def originals(tmp_path_factory):
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def check_round_trip(original: Path, tensors: dict, first, second, directory: Path) -> None:
     write_shards(HuggingFaceDirectory(original), directory / "a", *first)
-    write_shards(Checkpoint(directory / "a"), directory / "b", *second)
-    write_hugging_face(Checkpoint(directory / "b"), directory / "hf")
+    write_shards(SavedModel(directory / "a"), directory / "b", *second)
+    write_hugging_face(SavedModel(directory / "b"), directory / "hf")
     again = tensors_of(directory / "hf")
     assert again.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert again[name].dtype == tensor.dtype
         assert torch.equal(again[name], tensor), name
-    Checkpoint(directory / "b").verify()
+    SavedModel(directory / "b").verify()
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "second", "dtype"), random.Random(4).sample(CASES, 40), ids=lambda value: str(value)
+    ("name", "first", "second", "dtype"),
+    random.Random(4).sample(CASES, 40),
+    ids=lambda value: str(value),
 )
 def test_there_and_back_is_bit_for_bit(originals, tmp_path, name, first, second, dtype):
     check_round_trip(*originals(name, dtype), first, second, tmp_path)
 
 
-UNEVEN = {"gpt2": lambda: gpt2(n_inner=50), "llama": lambda: llama(kv_heads=8, ffn_size=1283, mlp_bias=True)}
+UNEVEN = {
+    "gpt2": lambda: gpt2(n_inner=50),
+    "llama": lambda: llama(kv_heads=8, ffn_size=1283, mlp_bias=True),
+}
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-@pytest.mark.parametrize(("first", "second"), [((3, 1), (4, 2)), ((4, 2), (3, 1)), ((8, 1), (1, 2))])
+@pytest.mark.parametrize(
+    ("first", "second"), [((3, 1), (4, 2)), ((4, 2), (3, 1)), ((8, 1), (1, 2))]
+)
 def test_there_and_back_with_inner_features_that_tp_does_not_divide(tmp_path, name, first, second):
     UNEVEN[name]().save_pretrained(tmp_path / "original")
-    check_round_trip(tmp_path / "original", tensors_of(tmp_path / "original"), first, second, tmp_path)
+    check_round_trip(
+        tmp_path / "original", tensors_of(tmp_path / "original"), first, second, tmp_path
+    )
 
 
 @pytest.mark.slow
@@ -113,21 +138,28 @@ def test_there_and_back_through_every_pair_of_layouts(originals, tmp_path, name,
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A byte-level BPE tokenizer of 300 tokens, trained on this file."""
+    """A byte-level BPE tokenizer of 300 tokens, trained on a file of the standard library."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train([__file__], trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    bpe.train(
+        [textwrap.__file__],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def generated(directory: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     inputs = tokenizer("def tensors_of(", return_tensors="pt")
-    ids = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12)
+    ids = model.generate(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12
+    )
     return tokenizer.decode(ids[0]), model.config.to_dict(), model.generation_config.to_dict()
 
 
@@ -154,21 +186,25 @@ def test_transformers_takes_a_merged_directory_as_the_original(
         (tmp_path / "hf" / "generation_config.json").unlink()
     expected, config, generation = generated(tmp_path / "hf")
     write_shards(HuggingFaceDirectory(tmp_path / "hf"), tmp_path / "a", 2, 2)
-    write_hugging_face(Checkpoint(tmp_path / "a"), tmp_path / "merged", max_shard_size="40KB")
+    write_hugging_face(SavedModel(tmp_path / "a"), tmp_path / "merged", max_shard_size="40KB")
     caplog.clear()
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        with warnings.catch_warnings(record=True) as told, caplog.at_level(logging.WARNING):
+        with warnings.catch_warnings(record=True) as shown, caplog.at_level(logging.WARNING):
             warnings.simplefilter("always")
             text, merged_config, merged_generation = generated(tmp_path / "merged")
     finally:
         logger.removeHandler(caplog.handler)
-    assert [str(warning.message) for warning in told] == []
+    assert [str(warning.message) for warning in shown] == []
     assert caplog.messages == []
     assert text == expected
     assert {name: merged_config[name] for name in ids} == ids
-    differing = {name for name in config.keys() | merged_config.keys() if config.get(name) != merged_config.get(name)}
+    differing = {
+        name
+        for name in config.keys() | merged_config.keys()
+        if config.get(name) != merged_config.get(name)
+    }
     assert differing <= {"_name_or_path"}
     assert generation.keys() == merged_generation.keys()
 
@@ -183,11 +219,11 @@ def hugging_face_directory(directory: Path, hidden: int, layers: int, vocabulary
     write_json(directory / "config.json", config.to_hugging_face())
     tensors = {}
     for entry in Llama.on_meta(config, ParallelContext()).entries():
-        names = their_names(Llama, entry.name).names
+        names = hf_names(Llama, entry.name).names
         parts = entry.spec.shard.parts if len(names) > 1 else entry.spec.shape[:1]
         for name, rows in zip(names, parts, strict=True):
             shape = (rows, *entry.spec.shape[1:])
-            tensors[name] = Lazy(shape, torch.float32, lambda rows, _: rows.normal_())
+            tensors[name] = LazyTensor(shape, torch.float32, lambda rows, _: rows.normal_())
     write_safetensors(directory / "model.safetensors", tensors)
 
 
@@ -196,8 +232,8 @@ def convert_all(directory: Path) -> list[int]:
     give_back_freed_memory()
     steps = [
         lambda: write_shards(HuggingFaceDirectory(directory / "hf"), directory / "a", 4, 2),
-        lambda: write_shards(Checkpoint(directory / "a"), directory / "b", 2, 1),
-        lambda: write_hugging_face(Checkpoint(directory / "b"), directory / "c"),
+        lambda: write_shards(SavedModel(directory / "a"), directory / "b", 2, 1),
+        lambda: write_hugging_face(SavedModel(directory / "b"), directory / "c"),
     ]
     peaks = []
     for step in steps:
@@ -208,15 +244,24 @@ def convert_all(directory: Path) -> list[int]:
 
 
 def load_both(directory: Path, dtype: torch.dtype) -> list[tuple[int, int, int]]:
-    """Load a rank's part of what convert_all was given and has made: the peak, its own bytes and those read."""
+    """Load a rank's part of what convert_all was given and has made: the peak, its own bytes and
+    those read."""
     give_back_freed_memory()
     numbers = []
     for name in ("hf", "b"):
         with PeakMemory() as memory:
             source = open_source(directory / name)
-            model = source.model.empty(source.config, ParallelContext.virtual(4, 2, rank=5), dtype=dtype)
+            model = source.model.empty(
+                source.config, ParallelContext.virtual(4, 2, rank=5), dtype=dtype
+            )
             load_weights(source, model)
-        numbers.append((memory.above, sum(parameter.nbytes for parameter in model.parameters()), source.bytes_read))
+        numbers.append(
+            (
+                memory.above,
+                sum(parameter.nbytes for parameter in model.parameters()),
+                source.bytes_read,
+            )
+        )
         del model, source
     return numbers
 
@@ -238,7 +283,8 @@ def check_loading(directory: Path) -> None:
 
 def test_pieces_move_one_at_a_time(tmp_path):
     """One tensor of this model takes 96 MB, all of them 270."""
-    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 80 << 20  # four threads with two buffers each
+    # four threads with two buffers each
+    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 80 << 20
     check_loading(tmp_path)
 
 

@@ -1,4 +1,5 @@
-"""Broken and malicious files: each is refused in one line that names it, and wrong numbers never go unnoticed."""
+"""Broken and malicious files: each is refused in one line that names it, and wrong numbers never go
+unnoticed."""
 
 import json
 import os
@@ -15,9 +16,11 @@ from test_gpt2 import hugging_face_model as gpt2
 from test_hugging_face import llama
 
 import megazoo
-from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory, load, save
+from megazoo.checkpoint import load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.errors import UserError
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.source import SavedModel
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def whole(tmp_path_factory):
     """A training checkpoint with optimizer state and a tokenizer, and what it holds."""
     directory = tmp_path_factory.mktemp("run")
     model = megazoo.from_config(tiny_config(layers=2), seed=3)
-    model.companions = {"tokenizer.json": b'{"version": "1.0"}'}
+    model.sidecar_files = {"tokenizer.json": b'{"version": "1.0"}'}
     optimizer = megazoo.optim.AdamW(model)
     ids, targets = make_batch(0)
     model.train_batch(ids, targets=targets)
@@ -35,15 +38,15 @@ def whole(tmp_path_factory):
 
 
 def contents(directory: Path):
-    """All that a load gives: tensors, config, trainer's state, companions."""
-    checkpoint = Checkpoint(directory)
+    """All that a load gives: tensors, config, trainer's state, sidecar_files."""
+    checkpoint = SavedModel(directory)
     checkpoint.verify()
     model = megazoo.from_config(tiny_config(layers=2), seed=4)
     optimizer = megazoo.optim.AdamW(model)
     trainer = load(checkpoint, model, optimizer)
     tensors = [parameter.detach() for parameter in model.parameters()]
     tensors += [tensor for states in optimizer.state.values() for tensor in states.values()]
-    return tensors, (checkpoint.config, trainer, model.companions, checkpoint.layout)
+    return tensors, (checkpoint.config, trainer, model.sidecar_files, checkpoint.layout)
 
 
 def attempt(function, directory: Path):
@@ -55,21 +58,23 @@ def attempt(function, directory: Path):
 
 
 def corrupted(data: bytes, chance: random.Random) -> bytes:
-    """The bytes with something done to them, always to the effect that they differ."""
+    """Return the bytes with something done to them, so that they differ."""
     place = chance.randrange(len(data))
-    what = chance.choice(["flip a bit", "flip a bit", "cut", "insert", "zeros", "swap", "first bytes"])
-    if what == "cut":
+    kind = chance.choice(
+        ["flip a bit", "flip a bit", "cut", "insert", "zeros", "swap", "first bytes"]
+    )
+    if kind == "cut":
         return data[:place]
-    if what == "insert":
+    if kind == "insert":
         return data[:place] + chance.randbytes(8) + data[place:]
-    start, length = (0, 16) if what == "first bytes" else (place, chance.randrange(1, 64))
+    start, length = (0, 16) if kind == "first bytes" else (place, chance.randrange(1, 64))
     part = data[start : start + length]
     new = {
         "flip a bit": lambda: bytes([part[0] ^ 1 << chance.randrange(8)]) + part[1:],
         "zeros": lambda: bytes(len(part)),
         "swap": lambda: part[::-1],
         "first bytes": lambda: chance.randbytes(len(part)),
-    }[what]()
+    }[kind]()
     changed = data[:start] + new + data[start + length :]
     return changed if changed != data else corrupted(data, chance)
 
@@ -167,8 +172,14 @@ def test_sizes_in_a_config_allocate_nothing(tmp_path):
     llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for change, message in (
-        ({"vocab_size": 10**12}, r"model\.safetensors: .*has shape \[61, 32\], the model's is \[1000000000000, 32\]"),
-        ({"num_hidden_layers": 10**9}, "has 30 tensors, but its config.json says 1000000000 layers"),
+        (
+            {"vocab_size": 10**12},
+            r"model\.safetensors: .*has shape \[61, 32\], the model's is \[1000000000000, 32\]",
+        ),
+        (
+            {"num_hidden_layers": 10**9},
+            "has 30 tensors, but its config.json says 1000000000 layers",
+        ),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=message):
@@ -181,7 +192,9 @@ def test_a_tensor_that_says_more_than_its_file_holds(tmp_path):
     state["model.norm.weight"] = torch.zeros(1).expand(32)
     (tmp_path / "model.safetensors").unlink()
     torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin can't be read: it does not hold named tensors"):
+    with pytest.raises(
+        UserError, match=r"pytorch_model\.bin can't be read: it does not hold named tensors"
+    ):
         HuggingFaceDirectory(tmp_path)
 
 
@@ -189,19 +202,30 @@ def with_manifest(path: Path, change) -> None:
     """Change a manifest, as somebody would who knows how its checksum is made."""
     manifest = json.loads((path / "megazoo.json").read_text())
     change(manifest)
-    (path / "megazoo.json").write_text(json.dumps({**manifest, "crc32": manifest_checksum(manifest)}))
+    (path / "megazoo.json").write_text(
+        json.dumps({**manifest, "crc32": manifest_checksum(manifest)})
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m["files"].update({"../x": {"size": 1, "crc32": 0}}), "names a file outside its directory: ../x"),
-        (lambda m: m["tensors"]["norm.weight"].update(file="../x.safetensors"), "x.safetensors can't be read: it is"),
+        (
+            lambda m: m["files"].update({"../x": {"size": 1, "crc32": 0}}),
+            "names a file outside its directory: ../x",
+        ),
+        (
+            lambda m: m["tensors"]["norm.weight"].update(file="../x.safetensors"),
+            "x.safetensors can't be read: it is",
+        ),
         (lambda m: m["tensors"]["norm.weight"].update(shape=[2**40]), "norm.weight has shape"),
         (lambda m: m["config"].update(layers=10**9), "has 84 tensors for 1000000000 layers"),
         (lambda m: m["config"].update(hidden_size=2**20), "has shape"),
         (lambda m: m["tensors"].pop("norm.weight"), "has no tensor norm.weight"),
-        (lambda m: m["files"]["model_tp_0_pp_0.safetensors"].update(size=2), "bytes, the manifest says 2"),
+        (
+            lambda m: m["files"]["model_tp_0_pp_0.safetensors"].update(size=2),
+            "bytes, the manifest says 2",
+        ),
     ],
     ids=range(7),
 )
@@ -216,5 +240,8 @@ def test_a_file_that_another_process_cuts_short_while_saving_is_found(whole, tmp
     shutil.copytree(whole[0], tmp_path / "run")
     file = tmp_path / "run" / "step_00000001" / "optimizer_tp_0_pp_0_dp_0.safetensors"
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(UserError, match=r"optimizer_tp_0_pp_0_dp_0\.safetensors has \d+ bytes, the manifest says \d+"):
-        Checkpoint(tmp_path / "run")
+    with pytest.raises(
+        UserError,
+        match=r"optimizer_tp_0_pp_0_dp_0\.safetensors has \d+ bytes, the manifest says \d+",
+    ):
+        SavedModel(tmp_path / "run")

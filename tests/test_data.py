@@ -1,36 +1,22 @@
 """Data: the embedded corpus, token files, splits, batches made ahead, and what is refused."""
 
-import json
-import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from programs import python
+from helpers_data import open_all, write_lines
 
 import pretrain_gpt
-from megazoo.data import Batches, Blend, PackedDataset, check_data, open_datasets
-from megazoo.data import preprocess as preprocessing
-from megazoo.data.cache import cached_tokens
-from megazoo.data.conversations import CHATML
+from megazoo.data import Batches, Blend, PackedDataset, check_data
 from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import HEADER, IndexedTokens, write_index
 from megazoo.data.samples import MockDataset
 from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext
-from megazoo.tokenizer import ByteTokenizer, open_tokenizer
-
-ROOT = Path(__file__).parent.parent
-
-
-def open_all(*data, split="95,5", seq_length=64, vocab_size=257, **settings):
-    sources = check_data([str(word) for word in data], split)
-    how = {"seq_length": seq_length, "vocab_size": vocab_size, "seed": 1}
-    return open_datasets(sources, ByteTokenizer(), **how, **settings)
+from megazoo.tokenizer import open_tokenizer
 
 
 def test_the_embedded_corpus_is_the_standard_library():
@@ -46,9 +32,15 @@ def test_no_document_is_in_two_splits_and_none_is_lost():
     for blend in open_all("stdlib", split="80,15,5"):
         (dataset,) = blend.datasets
         ends = np.flatnonzero(dataset.tokens == 256)
-        parts.append([p[p != 256].astype(np.uint8).tobytes() for p in np.split(dataset.tokens, ends + 1)][:-1])
+        parts.append(
+            [p[p != 256].astype(np.uint8).tobytes() for p in np.split(dataset.tokens, ends + 1)][
+                :-1
+            ]
+        )
     assert sorted(text for part in parts for text in part) == sorted(documents)
-    assert [len(part) / len(documents) for part in parts] == pytest.approx([0.8, 0.15, 0.05], abs=2 / len(documents))
+    assert [len(part) / len(documents) for part in parts] == pytest.approx(
+        [0.8, 0.15, 0.05], abs=2 / len(documents)
+    )
 
 
 def test_samples_overlap_by_one_token():
@@ -66,7 +58,9 @@ def test_stages_without_data_get_no_arguments():
 def test_mock_data_is_random_and_the_same_again():
     dataset = MockDataset(1000, 512)
     samples = [dataset[index].input_ids for index in range(20)]
-    assert all(np.array_equal(sample, dataset[index].input_ids) for index, sample in enumerate(samples))
+    assert all(
+        np.array_equal(sample, dataset[index].input_ids) for index, sample in enumerate(samples)
+    )
     counts = np.bincount(np.concatenate(samples), minlength=1000)
     assert len(counts) == 1000
     assert (counts > 0).mean() > 0.99
@@ -75,7 +69,9 @@ def test_mock_data_is_random_and_the_same_again():
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_made_ahead_are_those_made_when_needed(workers):
-    batches = Batches(Blend([PackedDataset(np.arange(2001, dtype=np.uint16), 8)], seed=1), 8, ParallelContext())
+    batches = Batches(
+        Blend([PackedDataset(np.arange(2001, dtype=np.uint16), 8)], seed=1), 8, ParallelContext()
+    )
     starts = range(16, 400, 8)
     for start, batch in zip(starts, batches.ahead(starts, workers), strict=True):
         assert all(torch.equal(batch[name], tensor) for name, tensor in batches(start).items())
@@ -85,11 +81,17 @@ def test_batches_made_ahead_are_those_made_when_needed(workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_fails_ahead_is_raised_in_its_turn(workers):
     tokens = np.arange(2001, dtype=np.uint16)
-    batches = Batches(Blend([PackedDataset(tokens, 8, vocab_size=1000, name="a.bin", first=5)]), 8, ParallelContext())
+    batches = Batches(
+        Blend([PackedDataset(tokens, 8, vocab_size=1000, name="a.bin", first=5)]),
+        8,
+        ParallelContext(),
+    )
     made = batches.ahead(range(0, 400, 8), workers)
     for _ in range(15):
         next(made)
-    with pytest.raises(UserError, match=r"a\.bin: token 1000 at place 1,005 is outside the vocabulary of 1000"):
+    with pytest.raises(
+        UserError, match=r"a\.bin: token 1000 at place 1,005 is outside the vocabulary of 1000"
+    ):
         next(made)
 
 
@@ -108,9 +110,15 @@ def test_a_split_that_is_none_is_refused(split):
 
 def test_weights_and_sources_are_told_apart(tmp_path):
     assert check_data(["stdlib"], "95,5") == (("stdlib",), (1.0,), (0.95, 0.05, 0.0))
-    assert check_data("3 stdlib 1 mock".split(), "98,1,1") == (("stdlib", "mock"), (3.0, 1.0), (0.98, 0.01, 0.01))
+    assert check_data("3 stdlib 1 mock".split(), "98,1,1") == (
+        ("stdlib", "mock"),
+        (3.0, 1.0),
+        (0.98, 0.01, 0.01),
+    )
     for words in (["stdlib", "mock"], ["1", "stdlib", "2"], [], ["stdlib", "1", "mock", "2"]):
-        with pytest.raises(UserError, match="is neither one source nor weights and sources in turn"):
+        with pytest.raises(
+            UserError, match="is neither one source nor weights and sources in turn"
+        ):
             check_data(words, "95,5")
     with pytest.raises(UserError, match="the weights of a blend must be above 0: 1, -2"):
         check_data("1 stdlib -2 mock".split(), "95,5")
@@ -130,7 +138,9 @@ def token_files(tmp_path):
 
 
 def test_token_files_are_split_by_document(token_files):
-    train, valid, test = (blend.datasets[0] for blend in open_all(token_files, split="60,20,20", seq_length=4))
+    train, valid, test = (
+        blend.datasets[0] for blend in open_all(token_files, split="60,20,20", seq_length=4)
+    )
     assert train.tokens[:].tolist() == list(range(21))  # six documents, 1 + ... + 6 tokens
     assert valid.tokens[:].tolist() == list(range(21, 36))
     assert test.tokens[:].tolist() == list(range(36, 55))
@@ -139,7 +149,9 @@ def test_token_files_are_split_by_document(token_files):
 
 
 def test_a_blend_takes_from_all_its_sources_in_every_part(token_files):
-    train, valid, test = open_all("0.7", token_files, "0.3", "stdlib", split="60,20,20", seq_length=4)
+    train, valid, test = open_all(
+        "0.7", token_files, "0.3", "stdlib", split="60,20,20", seq_length=4
+    )
     for blend in (train, valid, test):
         places = [source for source, _ in blend.places(0, 1000)]
         assert abs(places.count(0) - 700) <= 1
@@ -150,7 +162,9 @@ def test_a_blend_takes_from_all_its_sources_in_every_part(token_files):
 REFUSED = {
     "split 0.6,0.4,0 leaves no training sample of 21 tokens": dict(split="60,40", seq_length=21),
     "split 0.01,0.99,0 leaves no training sample of 4 tokens": dict(split="1,99", seq_length=4),
-    "split 0.98,0.01,0.01 leaves no validation sample of 4 tokens": dict(split="98,1,1", seq_length=4),
+    "split 0.98,0.01,0.01 leaves no validation sample of 4 tokens": dict(
+        split="98,1,1", seq_length=4
+    ),
 }
 
 
@@ -173,18 +187,25 @@ def test_an_empty_dataset_is_refused(tmp_path):
 def test_tokens_beyond_the_vocabulary_are_told_with_their_place(token_files):
     train, _, _ = open_all(token_files, split="60,40", seq_length=4, vocab_size=11)
     assert train.datasets[0][1].targets.tolist() == [5, 6, 7, 8]
-    with pytest.raises(UserError, match=f"{token_files}.bin: token 11 at place 11 is outside the vocabulary of 11"):
+    with pytest.raises(
+        UserError, match=f"{token_files}.bin: token 11 at place 11 is outside the vocabulary of 11"
+    ):
         train.datasets[0][2]
     np.arange(-30, 25, dtype=np.int32).tofile(token_files.with_suffix(".bin"))
     write_index(token_files.with_suffix(".idx"), np.arange(1, 11), np.dtype(np.int32))
     _, valid, _ = open_all(token_files, split="60,40", seq_length=4, vocab_size=11)
-    with pytest.raises(UserError, match=f"{token_files}.bin: token -9 at place 21 is outside the vocabulary of 11"):
+    with pytest.raises(
+        UserError, match=f"{token_files}.bin: token -9 at place 21 is outside the vocabulary of 11"
+    ):
         valid.datasets[0][0]
 
 
 def test_documents_without_an_end_can_not_be_told_apart(token_files):
     open_all(token_files, split="60,40", seq_length=4)
-    with pytest.raises(UserError, match=f"{token_files}.bin: its first document doesn't end with the tokenizer's 256"):
+    with pytest.raises(
+        UserError,
+        match=f"{token_files}.bin: its first document doesn't end with the tokenizer's 256",
+    ):
         open_all(token_files, split="60,40", seq_length=4, separate_documents=True)
 
 
@@ -197,12 +218,16 @@ def test_sequences_out_of_order_are_refused(token_files):
     )
     token_files.with_suffix(".idx").write_bytes(data)
     train, valid, _ = open_all(token_files, split="60,40", seq_length=4)
-    with pytest.raises(UserError, match=f"{token_files}.idx: sequences . to . don't lie end to end in the .bin"):
+    with pytest.raises(
+        UserError, match=f"{token_files}.idx: sequences . to . don't lie end to end in the .bin"
+    ):
         train.datasets[0][0]
     valid.datasets[0][0]
     data[first : first + 80] = np.arange(90, -10, -10).astype("<i8").tobytes()
     token_files.with_suffix(".idx").write_bytes(data)
-    with pytest.raises(UserError, match=f"{token_files}.idx: sequences 0 to . don't lie end to end in the .bin"):
+    with pytest.raises(
+        UserError, match=f"{token_files}.idx: sequences 0 to . don't lie end to end in the .bin"
+    ):
         open_all(token_files, split="60,40", seq_length=4)
 
 
@@ -214,109 +239,6 @@ def test_batches_number_the_documents_if_they_are_to_be_separate():
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 3]]
     assert batch["targets"].tolist() == [[2, eod, 3, 4, 5, eod], [eod, 6, 7, 8, 9, 1]]
     assert "document_ids" not in Batches(Blend([PackedDataset(tokens, 6)]), 2, ParallelContext())(0)
-
-
-# JSONL, with its tokens beside it.
-
-
-def write_lines(path, *objects):
-    path.write_text("".join(json.dumps(value) + "\n" for value in objects))
-    return path
-
-
-def test_texts_of_jsonl_are_trained_on_and_their_tokens_kept(tmp_path, monkeypatch):
-    path = write_lines(tmp_path / "a.jsonl", *({"text": f"line {number}"} for number in range(100)))
-    for _ in range(2):
-        train, valid, _ = open_all(path, split="90,10", seq_length=8)
-        ours, held_out = (blend.datasets[0].tokens[:] for blend in (train, valid))
-        assert bytes(ours[ours < 256].astype(np.uint8)).startswith(b"line 0line 1")
-        assert (ours == 256).sum() == 90
-        assert (held_out == 256).sum() == 10
-        monkeypatch.setattr("megazoo.data.cache.preprocess", lambda *_, **__: pytest.fail("made again"))
-    monkeypatch.undo()
-    write_lines(path, {"text": "another"}, {"text": "now"})
-    (tokens,) = cached_tokens(path, "byte", CHATML)
-    assert ByteTokenizer().decode(tokens.tokens) == "anothernow"
-
-
-def _count_what_is_made(path, made):
-    preprocess = preprocessing.preprocess
-
-    def counted(*arguments, **settings):
-        with made.get_lock():
-            made.value += 1
-        return preprocess(*arguments, **settings)
-
-    sys.modules["megazoo.data.cache"].preprocess = counted
-    (tokens,) = cached_tokens(path, "byte", CHATML)
-    assert len(tokens) == 2000
-
-
-def test_the_tokens_are_made_once_however_many_processes_start_at_once(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", *({"text": f"line {number}"} for number in range(2000)))
-    fork = multiprocessing.get_context("fork")
-    made = fork.Value("i", 0)
-    processes = [fork.Process(target=_count_what_is_made, args=(path, made)) for _ in range(6)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 6
-    assert made.value == 1
-
-
-WAITING = """
-import os, sys, time
-from datetime import timedelta
-import torch.distributed as dist
-from megazoo.launch import after_rank_zero
-store = after_rank_zero(lambda: (time.sleep(3), open(sys.argv[1], "w").close()))
-assert os.path.exists(sys.argv[1])
-dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-dist.barrier()
-"""
-
-
-@pytest.mark.parametrize("agent", ["0", "1"], ids=["rank 0's store", "torchrun's store"])
-def test_ranks_wait_for_the_tokens_longer_than_for_each_other(tmp_path, agent):
-    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    (tmp_path / "waiting.py").write_text(WAITING)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(1 - int(agent))}
-    done = subprocess.run(
-        [*command, tmp_path / "waiting.py", tmp_path / "made"], env=environment, capture_output=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr.decode()
-
-
-LINES = {
-    "a.jsonl, line 3: no text under 'text'": [{"text": "a"}, {"text": "b"}, {"txt": "c"}],
-    "a.jsonl, line 2: no text under 'completion'": [{"prompt": "a", "completion": "b"}, {"prompt": "a"}],
-    "a.jsonl, line 1: it has neither text, nor prompt and completion, nor messages": [{"txt": "a"}],
-    "a.jsonl, line 1: no JSON object": [["text"]],
-    "a.jsonl, line 2: messages is no list": [{"messages": [dict(role="assistant", content="b")]}, {"messages": 3}],
-}
-
-
-@pytest.mark.parametrize("message", LINES)
-def test_a_line_without_its_key_is_told_with_its_number(tmp_path, message):
-    path = write_lines(tmp_path / "a.jsonl", *LINES[message])
-    with pytest.raises(UserError, match=message):
-        open_all(path)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_can_not_be_written_is_told(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", {"text": "a"})
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match=r"can't be kept beside it, .*: Permission denied; tools/preprocess_data.py"):
-        open_all(path)
-
-
-def test_a_file_where_the_tokens_should_be_is_told(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", {"text": "a"})
-    (tmp_path / "a.jsonl.tokens").touch()
-    with pytest.raises(UserError, match="can't be kept beside it"):
-        open_all(path)
 
 
 # Who opens what.
@@ -340,13 +262,20 @@ def opened_while_training(directory, arguments) -> set[str]:
 
 
 def test_stages_between_the_first_and_the_last_open_no_data(ranks, token_files):
-    """Told by the interpreter's own audit events, of every file that is opened, memory maps included."""
+    """Told by the interpreter's own audit events, of every file that is opened, memory maps
+    included."""
     directory = token_files.parent
-    np.arange(55 * 20, dtype=np.uint16).__mod__(200).astype(np.uint16).tofile(token_files.with_suffix(".bin"))
+    np.arange(55 * 20, dtype=np.uint16).__mod__(200).astype(np.uint16).tofile(
+        token_files.with_suffix(".bin")
+    )
     write_index(token_files.with_suffix(".idx"), np.full(20, 55), np.dtype(np.uint16))
-    write_lines(directory / "b.jsonl", *({"prompt": "a" * number, "completion": "b"} for number in range(1, 15)))
-    sizes = "--hidden-size 16 --heads 2 --layers 4 --max-positions 16 --seq-length 16 --device cpu --pp 4".split()
-    sizes += "--global-batch-size 4 --micro-batch-size 1 --steps 2 --eval-steps 1 --split 80,10,10".split()
+    write_lines(
+        directory / "b.jsonl",
+        *({"prompt": "a" * number, "completion": "b"} for number in range(1, 15)),
+    )
+    sizes = "--hidden-size 16 --heads 2 --layers 4 --max-positions 16 --seq-length 16".split()
+    sizes += "--device cpu --pp 4 --global-batch-size 4 --micro-batch-size 1 --steps 2".split()
+    sizes += "--eval-steps 1 --split 80,10,10".split()
     data = ["--data", "0.5", str(token_files), "0.5", str(directory / "b.jsonl")]
     first, *between, last = ranks(opened_while_training, 4, directory, [*sizes, *data])
     assert {"a.bin", "a.idx", "b.jsonl"} <= first & last

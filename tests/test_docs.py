@@ -1,5 +1,7 @@
-"""The pages of docs/: their blocks run as printed, one after the other, and what README and pages name is there."""
+"""The pages of docs/: their blocks run as printed, one after the other, and what README and pages
+name is there."""
 
+import ast
 import dataclasses
 import importlib
 import os
@@ -12,21 +14,30 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import refresh_docs
 from programs import MARK, marked, python
 from torch.distributed.run import get_args_parser
 
-from megazoo.config import Options
-from megazoo.flags import settings_of
-from megazoo.models import FAMILIES
+from megazoo.cli.flags import settings_of
+from megazoo.cli.options import Options
+from megazoo.models.registry import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [ROOT / "README.md", *PAGES]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"(?<![\w/.])(?:megazoo|tests|tools|configs)/[\w/]+\.(?:py|toml|sbatch)")
 NAMED = re.compile(r"# ([\w./-]+\.\w+)\n")  # a block's first line, where it is a file
 SECONDS = 300  # for one block
 # Slurm's.
-FOREIGN = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--kill-on-bad-exit", "--dependency"}
+FOREIGN = {
+    "--nodes",
+    "--ntasks-per-node",
+    "--gpus-per-node",
+    "--requeue",
+    "--kill-on-bad-exit",
+    "--dependency",
+}
 sys.path.insert(0, str(ROOT / "tools"))
 
 
@@ -41,13 +52,18 @@ def families():
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """Runs a block of bash in a directory that looks like the repository's; nothing it starts outlives the test."""
+    """Runs a block of bash in a directory that looks like the repository's; nothing it starts
+    outlives the test."""
     for name in ("pretrain_gpt.py", "tools", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment |= {
-        "PATH": ":".join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": ":".join(
+            [str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
         "PYTHONPATH": str(ROOT),
         "PET_STANDALONE": "1",  # torchrun --standalone: a free port, whatever else runs here
         "OMP_NUM_THREADS": "1",
@@ -56,7 +72,8 @@ def shell(tmp_path, monkeypatch):
     }
 
     def run(block: str) -> None:
-        told = tmp_path / ".output"  # a file: a pipe would stay open as long as what a block leaves behind
+        # a file: a pipe would stay open as long as what a block leaves behind
+        told = tmp_path / ".output"
         with told.open("w") as file:
             process = subprocess.Popen(
                 ["bash", "-e", "-c", block], env=environment, stdout=file, stderr=subprocess.STDOUT
@@ -100,7 +117,9 @@ def test_a_page_runs_as_printed(page, shell):
         elif language == "python":
             exec(compile(block, page.name, "exec"), names)
         else:
-            assert language == "text", f"{page.name} has a block of {language or 'no language'}:\n{block}"
+            assert language == "text", (
+                f"{page.name} has a block of {language or 'no language'}:\n{block}"
+            )
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
@@ -111,7 +130,9 @@ def test_every_link_leads_somewhere(page):
         file, _, anchor = link.partition("#")
         target = page.parent / file if file else page
         assert target.exists(), f"{page.name} links to {link}"
-        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}: no such heading"
+        assert not anchor or anchor in anchors(target), (
+            f"{page.name} links to {link}: no such heading"
+        )
 
 
 def anchors(page: Path) -> set[str]:
@@ -125,12 +146,72 @@ def test_the_readme_links_to_every_page():
     assert [page.name for page in PAGES if f"](docs/{page.name})" not in readme] == []
 
 
+def test_the_index_links_to_every_page():
+    links = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    assert sorted(links) == sorted(page.name for page in PAGES if page.stem != "index")
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_readme_counts_the_lines_of_the_code_to_read():
+    counts = refresh_docs.COUNTED.findall((ROOT / "README.md").read_text())
+    assert len(counts) > 10
+    missing = [path for path, *_ in counts if not (ROOT / path).is_file()]
+    assert missing == []
+    told = {path: int(count) for path, _, count in counts}
+    wrong = {path: n for path, n in told.items() if abs(refresh_docs.line_count(path) - n) > 10}
+    assert wrong == {}, "python tests/refresh_docs.py writes the right counts"
+
+
+def test_the_readme_shows_the_block_of_llama():
+    """Types are left out, and arguments where ... stands."""
+    shown = re.search(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[1]
+    source = (ROOT / "megazoo" / "models" / "llama.py").read_text()
+    theirs = [node for node in ast.parse(source).body if getattr(node, "name", "") == "Block"]
+    statements, of_the_file = (
+        [
+            ast.unparse(node)
+            for node in ast.walk(block)
+            if isinstance(node, ast.Assign | ast.Return | ast.Expr)
+        ]
+        for block in (ast.parse(shown), *theirs)
+    )
+    assert len(statements) >= 6
+    for statement in statements:
+        beginning = statement.partition("...")[0]
+        assert any(line.startswith(beginning) for line in of_the_file), statement
+
+
+def test_the_table_of_flags_is_that_of_the_settings():
+    page = refresh_docs.TRAINING.read_text()
+    table = page.partition(refresh_docs.BEGIN)[2].partition(refresh_docs.END)[0]
+    missing = {"--" + name.replace("_", "-") for name in settings_of(Options)} - set(
+        re.findall(r"^\| `(--[\w-]+)`", table, re.MULTILINE)
+    )
+    assert missing == set()
+    assert table.strip() == refresh_docs.flag_table().strip(), "python tests/refresh_docs.py"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_every_file_of_the_repository_that_a_page_names_is_there(page):
+    text = without_foreign_columns(page)
+    assert [name for name in FILE.findall(text) if not (ROOT / name).is_file()] == []
+
+
+def without_foreign_columns(page: Path) -> str:
+    """The text of a page, without what other programs have: the first columns of its tables."""
+    text = page.read_text()
+    if page.stem == "coming_from":
+        text = re.sub(r"^\|[^|]*(?=\|)", "", text, flags=re.MULTILINE)
+    return text
+
+
 def test_every_flag_is_one_of_a_program():
     known = flags_of_programs() | FOREIGN
     for page in TEXTS:
-        text = page.read_text()
-        if page.stem == "coming_from":  # the first column of its tables has other programs' flags
-            text = re.sub(r"^\|[^|]*(?=\|)", "", text, flags=re.MULTILINE)
+        text = without_foreign_columns(page)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
         assert sorted(named - known) == [], page.name
 
@@ -141,7 +222,11 @@ def flags_of_programs() -> set[str]:
     for tool in (ROOT / "tools").glob("*.py"):
         module = importlib.import_module(tool.stem)
         kind = getattr(module, "Options", None) or module.ShardingOptions
-        settings |= {f.name: f.default for f in dataclasses.fields(kind)} if tool.stem != "plan" else settings_of(kind)
+        settings |= (
+            {f.name: f.default for f in dataclasses.fields(kind)}
+            if tool.stem != "plan"
+            else settings_of(kind)
+        )
     flags = {"--" + name.rstrip("_").replace("_", "-") for name in settings}
     switches = {"--no-" + flag[2:] for flag in flags}
     torchrun = {option for action in get_args_parser()._actions for option in action.option_strings}

@@ -11,13 +11,16 @@ from megazoo.layers import attention as attention_module
 
 
 def record_masks(layout, step=1):
-    """One step with dropout. Returns the masks outside the parallel regions, by site, and the seeds drawn inside."""
+    """One step with dropout. Returns the masks outside the parallel regions, by site, and the seeds
+    drawn inside."""
     ctx = context(**layout)
     model = megazoo.from_config(tiny_config(dropout=0.5), ctx, seed=3)
     outside, inside = {}, []
 
     def hook(site):
-        return lambda module, inputs, output: outside.setdefault(site, []).append((output == 0).detach())
+        return lambda module, inputs, output: outside.setdefault(site, []).append(
+            (output == 0).detach()
+        )
 
     for name, module in model.named_modules():
         if isinstance(module, Dropout) and not module.parallel:
@@ -39,7 +42,9 @@ def record_masks(layout, step=1):
 
 
 def equal_masks(a, b):
-    return a.keys() == b.keys() and all(torch.equal(x, y) for site in a for x, y in zip(a[site], b[site], strict=True))
+    return a.keys() == b.keys() and all(
+        torch.equal(x, y) for site in a for x, y in zip(a[site], b[site], strict=True)
+    )
 
 
 def test_tp_ranks_agree_outside_the_parallel_regions_and_differ_inside(ranks):
@@ -52,13 +57,19 @@ def test_tp_ranks_agree_outside_the_parallel_regions_and_differ_inside(ranks):
 
 def test_replicas_differ_everywhere(ranks):
     (outside0, inside0, _), (outside1, inside1, _) = ranks(record_masks, 2, {"dp": 2})
-    assert all(not torch.equal(x, y) for site in outside0 for x, y in zip(outside0[site], outside1[site], strict=True))
+    assert all(
+        not torch.equal(x, y)
+        for site in outside0
+        for x, y in zip(outside0[site], outside1[site], strict=True)
+    )
     assert not set(inside0) & set(inside1)
 
 
 def test_two_runs_of_one_layout_draw_the_same_masks(ranks):
     layout = {"tp": 2, "pp": 2}
-    for first, second in zip(ranks(record_masks, 4, layout), ranks(record_masks, 4, layout), strict=True):
+    for first, second in zip(
+        ranks(record_masks, 4, layout), ranks(record_masks, 4, layout), strict=True
+    ):
         assert equal_masks(first[0], second[0])
         assert first[1] == second[1]
         assert torch.equal(first[2], second[2])
@@ -77,7 +88,11 @@ def draw_alone():
     """Layers of a user's own module, without sites or seeds; a plain one and a parallel one."""
     torch.manual_seed(0)
     with context(tp=2):
-        plain, parallel, attention = Dropout(0.5), Dropout(0.5, parallel=True), CausalSelfAttention(8, 2, dropout=0.5)
+        plain, parallel, attention = (
+            Dropout(0.5),
+            Dropout(0.5, parallel=True),
+            CausalSelfAttention(8, 2, dropout=0.5),
+        )
     x, y = torch.ones(100), torch.randn(1, 16, 8)
     return plain(x), plain(x), parallel(x), attention(y).detach(), attention(y).detach()
 

@@ -1,4 +1,5 @@
-"""Stages of no layers, ranks that own no tensor, replicas of no rows: every call does what one process does."""
+"""Stages of no layers, ranks that own no tensor, replicas of no rows: every call does what one
+process does."""
 
 import os
 import subprocess
@@ -14,15 +15,15 @@ from programs import python
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.config import ParallelOptions, TrainingOptions
-from megazoo.evaluation import score
-from megazoo.models import parameter_count
+from megazoo.cli.options import ParallelOptions, TrainingOptions
+from megazoo.evaluation.scoring import score
+from megazoo.models.counts import parameter_count
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.parallel import ParameterSpec
 from megazoo.parallel.schedule import SCHEDULES
-from megazoo.planning import Planner
+from megazoo.planning.plan import Planner
 from megazoo.testing import check_parallel
 
 ROOT = Path(__file__).parent.parent
@@ -33,8 +34,8 @@ import inspect_checkpoint  # noqa: E402
 import merge_shards  # noqa: E402
 import reshard  # noqa: E402
 
-# The tied vocabulary weighs as much as ten layers: the last stage gets none, and its norm is all that it owns, which
-# tp rank 0 writes.
+# The tied vocabulary weighs as much as ten layers: the last stage gets none, and its norm is all
+# that it owns, which tp rank 0 writes.
 TINY = dict(vocab_size=2000, max_positions=8, hidden_size=16, layers=4, heads=2)
 RATES = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
 CONFIGS = {
@@ -45,7 +46,8 @@ CONFIGS = {
 CASES = [
     ("gpt2", dict(tp=2, pp=2)),
     ("gpt2", dict(tp=2, pp=2, sp=True)),
-    ("gpt2", dict(pp=2, v=2)),  # the last of four stages is empty, the one before it on the same rank is not
+    # the last of four stages is empty, the one before it on the same rank is not
+    ("gpt2", dict(pp=2, v=2)),
     ("gpt2", dict(pp=2, dp=2)),  # the second replica is given no rows
     ("gpt2", dict(tp=2, dp=2, sp=True)),
     ("llama", dict(tp=2, pp=2)),
@@ -107,7 +109,9 @@ def one_process():
     return {family: everything(family, {}) for family in CONFIGS}
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES, ids=lambda it: it if isinstance(it, str) else layout_name(it))
+@pytest.mark.parametrize(
+    ("family", "layout"), CASES, ids=lambda it: it if isinstance(it, str) else layout_name(it)
+)
 def test_every_call_gives_the_numbers_of_one_process(family, layout, ranks, one_process):
     for numbers in run_in_layout(ranks, partial(everything, family), layout):
         for call, found in numbers.items():
@@ -159,7 +163,9 @@ def test_checkpoints_load_everywhere(family, layout, zero, ranks, one_process, t
         again.read_into(name, theirs, whole, megazoo.ParallelContext())
         assert torch.equal(ours, theirs), name
     merge_shards.main([there, str(tmp_path / "exported")])
-    convert_hf.main([str(tmp_path / "exported"), str(tmp_path / "converted"), "--tp", "2", "--pp", "2"])
+    convert_hf.main(
+        [str(tmp_path / "exported"), str(tmp_path / "converted"), "--tp", "2", "--pp", "2"]
+    )
     expected = {entry.name: entry.parameter for entry in megazoo.from_pretrained(run).entries()}
     for name in ("shards", "merged", "exported", "converted"):
         for entry in megazoo.from_pretrained(tmp_path / name).entries():
@@ -167,10 +173,13 @@ def test_checkpoints_load_everywhere(family, layout, zero, ranks, one_process, t
 
 
 def test_plans_and_checks_know_empty_ranks():
-    assert all(verdict.passed for verdict in check_parallel(CONFIGS["gpt2"], ["tp2pp2", "pp2v2"], steps=1))
+    assert all(
+        verdict.passed for verdict in check_parallel(CONFIGS["gpt2"], ["tp2pp2", "pp2v2"], steps=1)
+    )
     planner = Planner(CONFIGS["gpt2"])
     plan = planner.plan(
-        ParallelOptions(tp=2, pp=2), TrainingOptions(global_batch_size=4, micro_batch_size=2, seq_length=8)
+        ParallelOptions(tp=2, pp=2),
+        TrainingOptions(global_batch_size=4, micro_batch_size=2, seq_length=8),
     )
     assert [rank.layers for rank in plan.ranks] == [4, 0]
     assert plan.parameters == parameter_count(CONFIGS["gpt2"])
@@ -189,28 +198,62 @@ def test_rank_0_warns_of_a_stage_without_layers(ranks):
         "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
     )
     assert ranks(warnings_of_building, 4, dict(tp=2, pp=2)) == [[line], [], [], []]
-    assert ranks(warnings_of_building, 4, dict(pp=2, dp=2, stage_layers="uniform")) == [[], [], [], []]
+    assert ranks(warnings_of_building, 4, dict(pp=2, dp=2, stage_layers="uniform")) == [
+        [],
+        [],
+        [],
+        [],
+    ]
 
 
 def test_programs_warn_in_one_line(tmp_path):
-    """The training program, which saves what a tool then reads; and that tool, which can also cut otherwise."""
-    sizes = "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16".split()
+    """The training program, which saves what a tool then reads; and that tool, which can also cut
+    otherwise."""
+    sizes = (
+        "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16"
+    ).split()
     job = [*sizes, "--device", "cpu", "--pp", "2", "--tp", "2", "--steps", "1", "--eval-steps", "0"]
-    lines = run("pretrain_gpt.py", *job, "--global-batch-size", "2", "--micro-batch-size", "1", "--save", tmp_path)
+    lines = run(
+        "pretrain_gpt.py",
+        *job,
+        "--global-batch-size",
+        "2",
+        "--micro-batch-size",
+        "1",
+        "--save",
+        tmp_path,
+    )
     assert [line for line in lines if "gets no layers" in line] == [
         "warning: stage 2 of 2 gets no layers: its head weighs as much as 9.6 of them; "
         "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
     ]
     for more, count in (([], 1), (["--stage-layers", "uniform"], 0)):
-        told = run("tools/generate.py", tmp_path, "--pp", "2", "--prompt", "a", "--max-new-tokens", "2", *more)
+        told = run(
+            "tools/generate.py",
+            tmp_path,
+            "--pp",
+            "2",
+            "--prompt",
+            "a",
+            "--max-new-tokens",
+            "2",
+            *more,
+        )
         assert len([line for line in told if line.startswith("warning: stage 2 of 2")]) == count
 
 
 def run(*words) -> list[str]:
     """What a program tells on stderr."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     done = subprocess.run(
-        [python(), *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [python(), *map(str, words)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()

@@ -1,4 +1,5 @@
-"""The pipeline engine against one process and against torch.distributed.pipelining: equal gradients, bit for bit."""
+"""The pipeline engine against one process and against torch.distributed.pipelining: equal
+gradients, bit for bit."""
 
 import random
 from dataclasses import replace
@@ -8,16 +9,26 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import MODELS, context, layout_name, make_batch, randomize, replica_rows, tiny_config, worst_relative
+from helpers import (
+    MODELS,
+    context,
+    layout_name,
+    make_batch,
+    randomize,
+    replica_rows,
+    tiny_config,
+    worst_relative,
+)
 
 import megazoo
+from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.pipeline import PipelineRun
 from megazoo.errors import UserError
 from megazoo.layers import PositionEmbedding, segment_mask
 from megazoo.models.gpt2 import GPT2
-from megazoo.parallel import pipeline, shared_memory
-from megazoo.parallel.data_parallel import GradientBuckets
-from megazoo.parallel.linear import WeightQueue
-from megazoo.parallel.pipeline import MicroBatch
+from megazoo.parallel.buckets import GradientBuckets
+from megazoo.parallel.cpu import shared_memory
+from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.schedule import Action
 
 MICROBATCHES = 4
@@ -28,11 +39,18 @@ def gradients(model):
 
 
 # Eight layers, for as many stages.
-UNTIED = {"gpt2": tiny_config(tied=False, layers=8), "llama": replace(MODELS["llama"], layers=8, tie_embeddings=False)}
+UNTIED = {
+    "gpt2": tiny_config(tied=False, layers=8),
+    "llama": replace(MODELS["llama"], layers=8, tie_embeddings=False),
+}
 
 
-def engine_gradients(layout, schedule="1f1b", model="gpt2", microbatches=MICROBATCHES, recompute="none"):
-    model = randomize(megazoo.from_config(UNTIED[model], context(**layout), seed=3)).recompute(recompute)
+def engine_gradients(
+    layout, schedule="1f1b", model="gpt2", microbatches=MICROBATCHES, recompute="none"
+):
+    model = randomize(megazoo.from_config(UNTIED[model], context(**layout), seed=3)).recompute(
+        recompute
+    )
     ids, targets = make_batch(0, 2 * microbatches)
     loss = model.train_batch(ids, targets=targets, num_microbatches=microbatches, schedule=schedule)
     return loss, gradients(model)
@@ -52,7 +70,8 @@ def plain_autograd_gradients(model="gpt2", microbatches=MICROBATCHES):
 
 
 def library_gradients(layout, microbatches):
-    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has several."""
+    """The same stages under torch.distributed.pipelining's 1F1B, interleaved if a rank has
+    several."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     ctx = context(**layout)
@@ -73,7 +92,9 @@ def library_gradients(layout, microbatches):
         return model.loss_sum(model.outputs(x, batch), batch) / labelled
 
     stages = [
-        PipelineStage(StageModule(stage), stage.index, stage.count, torch.device("cpu"), group=ctx.pp_group)
+        PipelineStage(
+            StageModule(stage), stage.index, stage.count, torch.device("cpu"), group=ctx.pp_group
+        )
         for stage in model.stages
     ]
     how = {"loss_fn": loss, "scale_grads": False}
@@ -82,7 +103,9 @@ def library_gradients(layout, microbatches):
     else:
         schedule = Schedule1F1B(stages[0], microbatches, **how)
     arguments = (ids.contiguous(),) if model.stages[0].first else ()
-    schedule.step(*arguments, target=targets if model.stages[-1].last else None, return_outputs=False)
+    schedule.step(
+        *arguments, target=targets if model.stages[-1].last else None, return_outputs=False
+    )
     return gradients(model)
 
 
@@ -98,22 +121,38 @@ def test_one_process_equals_plain_autograd():
 
 
 PIPELINES = [
-    ("1f1b", dict(pp=2)), ("1f1b", dict(pp=4)), ("gpipe", dict(pp=2)), ("gpipe", dict(pp=4)), ("zb-h1", dict(pp=2)),
-    ("zb-h1", dict(pp=4)), ("1f1b", dict(pp=2, v=2)), ("1f1b", dict(pp=2, v=3)), ("1f1b", dict(pp=4, v=2)),
+    ("1f1b", dict(pp=2)),
+    ("1f1b", dict(pp=4)),
+    ("gpipe", dict(pp=2)),
+    ("gpipe", dict(pp=4)),
+    ("zb-h1", dict(pp=2)),
+    ("zb-h1", dict(pp=4)),
+    ("1f1b", dict(pp=2, v=2)),
+    ("1f1b", dict(pp=2, v=3)),
+    ("1f1b", dict(pp=4, v=2)),
     ("gpipe", dict(pp=2, v=2)),
-]  # fmt: skip
-BITS = [(*pipeline, *more) for pipeline in PIPELINES for more in product(UNTIED, (1, 4, 5, 6), ("none", "full"))]
+]
+BITS = [
+    (*pipeline, *more)
+    for pipeline in PIPELINES
+    for more in product(UNTIED, (1, 4, 5, 6), ("none", "full"))
+]
 
 
 def check_bits(ranks, schedule, layout, model, microbatches, recompute):
-    results = ranks(engine_gradients, layout["pp"], layout, schedule, model, microbatches, recompute)
+    results = ranks(
+        engine_gradients, layout["pp"], layout, schedule, model, microbatches, recompute
+    )
     assert_equal_bits([part for _, part in results], plain_autograd_gradients(model, microbatches))
     assert len({loss.item() for loss, _ in results}) == 1
 
 
-@pytest.mark.parametrize("case", random.Random(5).sample(BITS, 12) + [BITS[9 + 16 * i] for i in range(10)], ids=str)
+@pytest.mark.parametrize(
+    "case", random.Random(5).sample(BITS, 12) + [BITS[9 + 16 * i] for i in range(10)], ids=str
+)
 def test_pipeline_gradients_equal_one_process_bit_for_bit(ranks, case):
-    """Interleaved and with waiting weights, too, for numbers of micro-batches that pp does not divide."""
+    """Interleaved and with waiting weights, too, for numbers of micro-batches that pp does not
+    divide."""
     check_bits(ranks, *case)
 
 
@@ -134,7 +173,9 @@ def test_all_pipelines_gradients_equal_one_process_bit_for_bit(ranks, case):
     check_bits(ranks, *case)
 
 
-@pytest.mark.parametrize("layout", [dict(pp=2), dict(pp=4), dict(pp=2, v=2), dict(pp=4, v=2)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [dict(pp=2), dict(pp=4), dict(pp=2, v=2), dict(pp=4, v=2)], ids=layout_name
+)
 def test_pipeline_gradients_equal_torch_pipelining_bit_for_bit(ranks, layout):
     ours = [part for _, part in ranks(engine_gradients, layout["pp"], layout)]
     library = ranks(library_gradients, layout["pp"], layout, MICROBATCHES)
@@ -147,9 +188,12 @@ def waiting_weights(schedule):
     put, count = WeightQueue.put, []
     model = megazoo.from_config(UNTIED["llama"], context(pp=2), seed=3)
     ids, targets = make_batch(0)
-    with mock.patch.object(WeightQueue, "put", lambda queue, *what: count.append(1) or put(queue, *what)):
+    with mock.patch.object(
+        WeightQueue, "put", lambda queue, *what: count.append(1) or put(queue, *what)
+    ):
         model.train_batch(ids, targets=targets, num_microbatches=MICROBATCHES, schedule=schedule)
-    return len(count), sum(p.dim() > 1 for p in model.parameters()) - model.stages[0].first  # but for the embedding
+    matrices = sum(parameter.dim() > 1 for parameter in model.parameters())
+    return len(count), matrices - model.stages[0].first  # without the embedding
 
 
 def test_the_weights_of_all_linear_layers_wait_under_zb_h1_and_only_there(ranks):
@@ -159,7 +203,8 @@ def test_the_weights_of_all_linear_layers_wait_under_zb_h1_and_only_there(ranks)
 
 
 class TiedInThree(GPT2):
-    """A GPT-2 that adds one more table of positions at the start of several stages: one parameter."""
+    """A GPT-2 that adds one more table of positions at the start of several stages: one
+    parameter."""
 
     def __init__(self, config, ctx, seed=0):
         super().__init__(config, ctx, seed)
@@ -210,48 +255,60 @@ def refused():
     if not model.stages[0].first:
         return None
     ids, targets = make_batch(0)
-    run = pipeline.Run(model, [MicroBatch(tuple(ids.shape), ids, targets)], torch.ones(()))
+    run = PipelineRun(model, [MicroBatch(tuple(ids.shape), ids, targets)], torch.ones(()))
     with pytest.raises(UserError) as told:
         run.forward(Action("F", 0, 0), train=True)
     return str(told.value)
 
 
 def test_what_a_stage_returns_must_be_what_the_next_one_expects(ranks):
-    told = "forward_stage of stage 0 returns torch.bfloat16 [8, 16, 32]: stages send torch.float32 [8, 16, 32]"
+    told = (
+        "forward_stage of stage 0 returns torch.bfloat16 [8, 16, 32]: "
+        "stages send torch.float32 [8, 16, 32]"
+    )
     assert ranks(refused, 2)[0] == told
 
 
 def outputs_alive(microbatches):
     """The most bytes that outputs awaiting their backward held on this rank at any time."""
     model = megazoo.from_config(tiny_config(), context(pp=2), seed=3)
-    most, exchange = 0, pipeline.Run.exchange
+    most, exchange = 0, PipelineRun.exchange
 
     def watched(run, item):
         nonlocal most
         exchange(run, item)
-        most = max(most, sum(output.untyped_storage().nbytes() for _, output in run.graphs.values()))
+        most = max(
+            most, sum(output.untyped_storage().nbytes() for _, output in run.graphs.values())
+        )
 
-    pipeline.Run.exchange = watched
+    PipelineRun.exchange = watched
     try:
         ids, targets = make_batch(0, batch=microbatches)
         model.train_batch(ids, targets=targets, num_microbatches=microbatches, schedule="gpipe")
     finally:
-        pipeline.Run.exchange = exchange
+        PipelineRun.exchange = exchange
     return most
 
 
 def test_sent_outputs_give_their_memory_back(ranks):
     one_output = 16 * 32 * 4
-    assert ranks(outputs_alive, 2, 16)[0] < one_output, "sixteen outputs were sent, none should hold its values"
+    assert ranks(outputs_alive, 2, 16)[0] < one_output, (
+        "sixteen outputs were sent, none should hold its values"
+    )
 
 
 def reduced_in_small_buckets():
-    """Train a batch with many buckets; returns how many had left before the end, of how many, and the gradients."""
+    """Train a batch with many buckets; returns how many had left before the end, of how many, and
+    the gradients."""
     ctx = context(dp=2)
     model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
-    model._buckets = GradientBuckets([entry.parameter for entry in model.entries()], ctx, bucket_elements=2000)
+    model._buckets = GradientBuckets(
+        [entry.parameter for entry in model.entries()], ctx, bucket_elements=2000
+    )
     left, finish = [], model.gradient_buckets.finish
-    model.gradient_buckets.finish = lambda scale: left.append(model.gradient_buckets.launched) or finish(scale)
+    model.gradient_buckets.finish = lambda scale: (
+        left.append(model.gradient_buckets.launched) or finish(scale)
+    )
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
     model.train_batch(ids, targets=targets, num_microbatches=2)
     return left[0], len(model.gradient_buckets.members), gradients(model)
@@ -264,7 +321,9 @@ def test_buckets_leave_while_the_last_backward_runs(ranks):
     for left, buckets, parts in ranks(reduced_in_small_buckets, 2):
         assert left == buckets > 10
         for entry in whole.entries():
-            torch.testing.assert_close(parts[entry.name], entry.parameter.grad, atol=1e-7, rtol=1e-4)
+            torch.testing.assert_close(
+                parts[entry.name], entry.parameter.grad, atol=1e-7, rtol=1e-4
+            )
 
 
 def forward_in_layout(layout, with_labels):

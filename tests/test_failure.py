@@ -1,4 +1,5 @@
-"""A call that fails on one rank ends on all, in seconds and with its message; one that fails on all breaks nothing."""
+"""A call that fails on one rank ends on all, in seconds and with its message; one that fails on all
+breaks nothing."""
 
 import os
 import signal
@@ -14,9 +15,9 @@ from helpers import context, layout_name, make_batch, tiny_config, world
 from programs import python
 
 import megazoo
-from megazoo.elastic import StopSignal
+from megazoo.cli.elastic import StopSignal
 from megazoo.errors import UserError
-from megazoo.evaluation import score
+from megazoo.evaluation.scoring import score
 from megazoo.parallel import failure
 
 SOON = 10.0  # seconds; the groups' timeout is 60
@@ -91,13 +92,18 @@ CALLS = ["1f1b", "gpipe", "zb-h1", "microbatches", "eval", "forward", "score", "
 def test_the_other_stage_hears_of_it(ranks, kind, broken):
     answers = ranks(catching, 2, dict(pp=2), kind, broken)
     assert answers[broken][:2] == ("Broken", "a rank's own trouble")
-    assert answers[1 - broken][:2] == ("UserError", f"rank {broken} failed: Broken: a rank's own trouble")
+    assert answers[1 - broken][:2] == (
+        "UserError",
+        f"rank {broken} failed: Broken: a rank's own trouble",
+    )
     assert max(seconds for *_, seconds in answers) < SOON
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
-    "layout", [dict(tp=2), dict(dp=2), dict(tp=2, pp=2), dict(pp=2, dp=2), dict(pp=4)], ids=layout_name
+    "layout",
+    [dict(tp=2), dict(dp=2), dict(tp=2, pp=2), dict(pp=2, dp=2), dict(pp=4)],
+    ids=layout_name,
 )
 def test_all_other_ranks_hear_of_it(ranks, layout, in_backward):
     broken = world(layout) - 1
@@ -115,7 +121,10 @@ def in_backward_of_a_loop(broken):
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_backward_in_a_loop_is_heard_of(ranks, broken):
     answers = ranks(in_backward_of_a_loop, 2, broken)
-    assert answers[1 - broken][:2] == ("UserError", f"rank {broken} failed: Broken: a rank's own trouble")
+    assert answers[1 - broken][:2] == (
+        "UserError",
+        f"rank {broken} failed: Broken: a rank's own trouble",
+    )
 
 
 def alike(layout):
@@ -153,7 +162,9 @@ def one_replica_refuses(layout):
     return model.train_batch(ids, labels=ids).item()
 
 
-@pytest.mark.parametrize("layout", [dict(dp=2), dict(tp=2, dp=2), dict(pp=2, dp=2)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [dict(dp=2), dict(tp=2, dp=2), dict(pp=2, dp=2)], ids=layout_name
+)
 def test_what_one_replica_refuses_and_catches_breaks_nothing(ranks, layout):
     losses = ranks(one_replica_refuses, world(layout), layout)
     assert len(set(losses)) == 1
@@ -171,7 +182,9 @@ def own_trouble(in_body: bool, broken: int = 1):
     with mock.patch.object(failure, "PATIENCE", 0.3):
         try:
             if in_body:
-                for number, out in enumerate(model.microbatches(ids, labels=ids, num_microbatches=4)):
+                for number, out in enumerate(
+                    model.microbatches(ids, labels=ids, num_microbatches=4)
+                ):
                     if number == 1 and ctx.pp_rank == broken:
                         ask()
                     out.loss.backward()
@@ -252,7 +265,9 @@ class Own(GPT2):
     class Config(GPT2.Config):
         pass
 
-    presets = {"own-tiny": Config(vocab_size=257, max_positions=256, hidden_size=32, layers=2, heads=2)}
+    presets = {
+        "own-tiny": Config(vocab_size=257, max_positions=256, hidden_size=32, layers=2, heads=2)
+    }
 
     def forward_stage(self, x, batch, stage):
         if self.ctx.rank == 1 and self._calls > 2:
@@ -260,15 +275,35 @@ class Own(GPT2):
         return super().forward_stage(x, batch, stage)
 """
     )
-    command = [python(), "pretrain_gpt.py", "--import", tmp_path / "own.py", "--model", "own", "--pp", "2"]
+    command = [
+        python(),
+        "pretrain_gpt.py",
+        "--import",
+        tmp_path / "own.py",
+        "--model",
+        "own",
+        "--pp",
+        "2",
+    ]
     began = time.monotonic()
     done = subprocess.run(
-        [*map(str, command), "--mock-data", "--steps", "9", "--seq-length", "16", "--device", "cpu"],
+        [
+            *map(str, command),
+            "--mock-data",
+            "--steps",
+            "9",
+            "--seq-length",
+            "16",
+            "--device",
+            "cpu",
+        ],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    lines = [line for line in done.stderr.splitlines() if "error:" in line and "pretrain_gpt" in line]
+    lines = [
+        line for line in done.stderr.splitlines() if "error:" in line and "pretrain_gpt" in line
+    ]
     assert lines == ["pretrain_gpt.py: error: rank 1 failed: what this rank has met"]
     assert done.returncode == 1
     assert time.monotonic() - began < 4 * SOON, sys.executable

@@ -1,4 +1,5 @@
-"""Frozen parameters stay as they are to the bit, and the others train as torch would train them, in every layout."""
+"""Frozen parameters stay as they are to the bit, and the others train as torch would train them, in
+every layout."""
 
 import re
 from unittest import mock
@@ -21,10 +22,14 @@ from helpers import (
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.errors import UserError
-from megazoo.models.base import names_matching
+from megazoo.models.freezing import names_matching
 from megazoo.parallel import failure
 
-CONFIGS = {"gpt2, tied": MODELS["gpt2"], "gpt2": tiny_config(tied=False), "llama": MODELS["llama, one KV head"]}
+CONFIGS = {
+    "gpt2, tied": MODELS["gpt2"],
+    "gpt2": tiny_config(tied=False),
+    "llama": MODELS["llama, one KV head"],
+}
 CONFIGS["mpt"] = MODELS["mpt"]
 # What trains, as regular expressions of names; of five layers at pp 2 the first stage has two.
 TRAINED = {
@@ -34,9 +39,15 @@ TRAINED = {
     "last layer and head": r"layers\.4\.|^norm|^head",
 }
 LAYOUTS = [
-    dict(), dict(tp=2), dict(tp=2, sp=True), dict(dp=2), dict(pp=2, stage_layers=(2, 3)), dict(tp=2, pp=2),
-    dict(pp=2, dp=2), dict(pp=2, v=2),
-]  # fmt: skip
+    dict(),
+    dict(tp=2),
+    dict(tp=2, sp=True),
+    dict(dp=2),
+    dict(pp=2, stage_layers=(2, 3)),
+    dict(tp=2, pp=2),
+    dict(pp=2, dp=2),
+    dict(pp=2, v=2),
+]
 HOW = {
     "plain": {},
     "zero": {"zero": 1},
@@ -60,8 +71,11 @@ def freeze(model, trained: str) -> None:
         entry.parameter.requires_grad_(bool(re.search(trained, entry.name)))
 
 
-def train(config, trained, layout, schedule="1f1b", recompute=("none",), steps=3, one_side=False, **how):
-    """Parameters of this rank with their boxes, and the norms; sees that what is frozen stays out of everything."""
+def train(
+    config, trained, layout, schedule="1f1b", recompute=("none",), steps=3, one_side=False, **how
+):
+    """Parameters of this rank with their boxes, and the norms; sees that what is frozen stays out
+    of everything."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, seed=3)).recompute(*recompute)
     if one_side:  # of the embedding, which is tied
@@ -85,7 +99,9 @@ def train(config, trained, layout, schedule="1f1b", recompute=("none",), steps=3
         assert (entry.name in optimizer.state) != frozen
         assert (entry.parameter in model.gradient_buckets.place) != frozen
         pieces = entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
-        parts[entry.name] = [(piece.box, entry.parameter.detach()[piece.index()]) for piece in pieces]
+        parts[entry.name] = [
+            (piece.box, entry.parameter.detach()[piece.index()]) for piece in pieces
+        ]
     return parts, norms
 
 
@@ -102,7 +118,9 @@ def by_torch(config, trained, steps=3):
     for step in range(steps):
         ids, targets = make_batch(step)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            model(ids).logits.flatten(0, 1), targets.flatten()
+        ).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(learns, 0.2).item())
         optimizer.step()
     return {entry.name: entry.parameter.detach() for entry in model.entries()}, norms
@@ -116,9 +134,13 @@ def name_of(part) -> str:
 
 
 @pytest.mark.parametrize(("name", "trained", "layout", "how"), CASES, ids=name_of)
-def test_what_is_frozen_stays_and_the_rest_trains_as_torch_does_it(ranks, name, trained, layout, how):
+def test_what_is_frozen_stays_and_the_rest_trains_as_torch_does_it(
+    ranks, name, trained, layout, how
+):
     expected, norms = by_torch(CONFIGS[name], TRAINED[trained])
-    for parts, found in run_in_layout(ranks, train, layout, CONFIGS[name], TRAINED[trained], **HOW[how]):
+    for parts, found in run_in_layout(
+        ranks, train, layout, CONFIGS[name], TRAINED[trained], **HOW[how]
+    ):
         torch.testing.assert_close(found, norms, rtol=1e-4, atol=0)
         for entry, pieces in parts.items():
             for box, part in pieces:
@@ -152,7 +174,8 @@ def test_frozen_weights_of_lower_precision_stay(dtype):
 
 
 def resumed(path, layout_before, layout):
-    """Four steps, and two that go on from a checkpoint after two: in another layout, with the same frozen."""
+    """Four steps, and two that go on from a checkpoint after two: in another layout, with the same
+    frozen."""
     ctx = context(**layout)
     model = megazoo.from_config(tiny_config(), ctx, seed=3).train_only("norm|bias")
     optimizer = megazoo.optim.AdamW(model, lr=1e-2)
@@ -173,14 +196,18 @@ def resumed(path, layout_before, layout):
 def test_a_run_with_frozen_parameters_goes_on_in_any_layout(ranks, tmp_path, layout):
     norms = ranks(resumed, world(layout), tmp_path, None, layout)
     assert resumed(tmp_path, layout, {}) == pytest.approx(norms[0], rel=1e-4)
-    assert not any("embedding" in name and "exp_avg" in name for name in Checkpoint(tmp_path).tensors)
+    assert not any(
+        "embedding" in name and "exp_avg" in name for name in Checkpoint(tmp_path).tensors
+    )
 
 
 def test_unfreezing_between_a_save_and_a_load_is_refused(tmp_path):
     model = megazoo.from_config("gpt2-tiny").train_only("norm")
     save(tmp_path, 1, model, megazoo.optim.AdamW(model))
     other = megazoo.from_config("gpt2-tiny")
-    with pytest.raises(UserError, match=r"has no optimizer state of embedding\.weight: it was frozen then"):
+    with pytest.raises(
+        UserError, match=r"has no optimizer state of embedding\.weight: it was frozen then"
+    ):
         load(Checkpoint(tmp_path), other, megazoo.optim.AdamW(other))
 
 
@@ -194,7 +221,9 @@ def test_a_checkpoint_without_an_optimizer_says_so(tmp_path):
 def test_freezing_by_name():
     model = megazoo.from_config("gpt2-tiny").freeze("embedding").freeze("layers[.]0[.]")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert frozen == {name for name, _ in model.named_parameters() if re.search(r"embedding|layers\.0\.", name)}
+    assert frozen == {
+        name for name, _ in model.named_parameters() if re.search(r"embedding|layers\.0\.", name)
+    }
 
 
 def test_a_second_optimizer_trains_what_was_unfrozen():
@@ -250,7 +279,9 @@ def test_a_tie_is_not_unfrozen_on_one_side(ranks):
 def tie_unfrozen_on_both():
     model, ids, targets = tied_and_frozen()
     model.requires_grad_(True)
-    with pytest.raises(UserError, match="a tied parameter was frozen or unfrozen after training began"):
+    with pytest.raises(
+        UserError, match="a tied parameter was frozen or unfrozen after training began"
+    ):
         model.train_batch(ids, targets=targets)
     model.agree_on_frozen()
     model.train_batch(ids, targets=targets)
@@ -264,11 +295,19 @@ def test_a_tie_is_unfrozen_where_all_ranks_agree(ranks):
 
 
 def test_patterns():
-    names = ["head.weight", "layers.1.norm.weight", "layers.10.norm.weight", "layers.10.mlp.up.bias"]
+    names = [
+        "head.weight",
+        "layers.1.norm.weight",
+        "layers.10.norm.weight",
+        "layers.10.mlp.up.bias",
+    ]
     assert names_matching("head|bias", names) == {names[0], names[3]}
     assert names_matching(r"layers\.1\.", names) == {names[1]}
     assert names_matching("*norm*", names) == set(names[1:3])
-    with pytest.raises(UserError, match=r"'nrm' matches no parameter; there are head\.weight, layers\.0\.norm\.weight"):
+    with pytest.raises(
+        UserError,
+        match=r"'nrm' matches no parameter; there are head\.weight, layers\.0\.norm\.weight",
+    ):
         names_matching("nrm", names)
 
 

@@ -2,14 +2,22 @@
 
 import pytest
 import torch
-from helpers import INFERENCE_LAYOUTS, assert_outputs_equal, inputs_for, layout_name, randomized_, transformers_case
+from helpers import (
+    INFERENCE_LAYOUTS,
+    assert_outputs_equal,
+    inputs_for,
+    layout_name,
+    randomized_,
+    transformers_case,
+)
 from transformers import GPT2Config as HFConfig
 from transformers import GPT2LMHeadModel
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models import config_from_hugging_face, find_config, parameter_count
+from megazoo.models.counts import parameter_count
 from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.models.registry import config_from_hugging_face, find_config
 from megazoo.parallel import ParallelContext
 
 SIZES = {"vocab_size": 61, "max_positions": 24, "hidden_size": 32, "layers": 3, "heads": 4}
@@ -39,8 +47,13 @@ def global_tensors(hf):
             for kind in ("weight", "bias"):
                 names[f"layers.{layer}.{ours}.{kind}"] = f"transformer.h.{layer}.{theirs}.{kind}"
     state = hf.state_dict()
-    transposed = {theirs for theirs in names.values() if ".c_" in theirs and theirs.endswith("weight")}
-    tensors = {ours: state[theirs].T if theirs in transposed else state[theirs] for ours, theirs in names.items()}
+    transposed = {
+        theirs for theirs in names.values() if ".c_" in theirs and theirs.endswith("weight")
+    }
+    tensors = {
+        ours: state[theirs].T if theirs in transposed else state[theirs]
+        for ours, theirs in names.items()
+    }
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -52,7 +65,10 @@ VARIANTS = {  # ours, and transformers' fields
     "tied": ({}, {}),
     "untied": ({"tie_embeddings": False}, {"tie_word_embeddings": False}),
     "unscaled scores": ({"scale_attention": False}, {"scale_attn_weights": False}),
-    "scores over the layer": ({"scale_by_inverse_layer": True}, {"scale_attn_by_inverse_layer_idx": True}),
+    "scores over the layer": (
+        {"scale_by_inverse_layer": True},
+        {"scale_attn_by_inverse_layer_idx": True},
+    ),
     "inner features, epsilon": (
         {"ffn_size": 40, "layer_norm_epsilon": 1e-2},
         {"n_inner": 40, "layer_norm_epsilon": 1e-2},
@@ -93,8 +109,13 @@ def test_loss_of_masked_labels_equals_transformers():
 
 
 @pytest.mark.parametrize(
-    ("preset", "published"),  # counted from the shapes in the papers: 12 L D^2 + 13 L D + (V + P + 2) D
-    [("gpt2-124m", 124_439_808), ("gpt2-355m", 354_823_168), ("gpt2-774m", 774_030_080), ("gpt2-xl", 1_557_611_200)],
+    ("preset", "published"),
+    [  # counted from the shapes in the papers: 12 L D^2 + 13 L D + (V + P + 2) D
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-355m", 354_823_168),
+        ("gpt2-774m", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
 )
 def test_presets_have_the_published_sizes(preset, published):
     assert parameter_count(find_config(preset)) == published
@@ -102,7 +123,10 @@ def test_presets_have_the_published_sizes(preset, published):
 
 def test_stages_are_balanced_by_the_cost_of_their_ends():
     # gpt2-124m: the head costs as much as five layers, so the last stage gets fewer of them.
-    counts = [len(stage.layers) for stage in GPT2.all_stages(find_config("gpt2-124m"), ParallelContext.virtual(pp=4))]
+    counts = [
+        len(stage.layers)
+        for stage in GPT2.all_stages(find_config("gpt2-124m"), ParallelContext.virtual(pp=4))
+    ]
     assert sum(counts) == 12
     assert counts[-1] < min(counts[:-1])
     small = GPT2Config(vocab_size=61, layers=5, hidden_size=32, heads=4)
@@ -113,7 +137,10 @@ def test_stages_are_balanced_by_the_cost_of_their_ends():
 
 def test_stages_may_be_cut_evenly_or_by_numbers():
     def counts(**how):
-        return [len(s.layers) for s in GPT2.all_stages(find_config("gpt2-124m"), ParallelContext.virtual(pp=2, **how))]
+        return [
+            len(s.layers)
+            for s in GPT2.all_stages(find_config("gpt2-124m"), ParallelContext.virtual(pp=2, **how))
+        ]
 
     assert counts(stage_layers="uniform") == [6, 6]
     assert counts(stage_layers=(8, 4)) == [8, 4]
@@ -155,7 +182,9 @@ def test_a_layout_that_does_not_fit_is_refused(overrides, tp, pp, message):
 
 
 def test_unknown_preset_names_the_nearest():
-    with pytest.raises(UserError, match=r"unknown model or preset 'gpt2-xxl'; did you mean gpt2-xl\?"):
+    with pytest.raises(
+        UserError, match=r"unknown model or preset 'gpt2-xxl'; did you mean gpt2-xl\?"
+    ):
         megazoo.from_config("gpt2-xxl")
 
 

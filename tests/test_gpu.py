@@ -12,14 +12,28 @@ from megazoo.parallel.timing import Stopwatch, spent
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"
+    ),
 ]
 
 
 def losses_on(device, directory):
     metrics = directory / f"{device}.jsonl"
-    arguments = "--steps 20 --warmup-steps 5 --global-batch-size 8 --micro-batch-size 4 --eval-steps 0".split()
-    pretrain_gpt.main([*arguments, "--device", device, "--metrics", str(metrics), "--save", str(directory / device)])
+    arguments = "--steps 20 --warmup-steps 5 --global-batch-size 8 --micro-batch-size 4".split()
+    pretrain_gpt.main(
+        [
+            *arguments,
+            "--eval-steps",
+            "0",
+            "--device",
+            device,
+            "--metrics",
+            str(metrics),
+            "--save",
+            str(directory / device),
+        ]
+    )
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
@@ -44,29 +58,37 @@ def test_forward_takes_token_ids_from_the_cpu():
     assert model(torch.zeros(2, 8, dtype=torch.long)).logits.is_cuda
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20, "seed": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20, "seed": 3}], ids=str
+)
 def test_generation_on_cuda_as_on_the_cpu(settings):
     torch.backends.cuda.matmul.allow_tf32 = False
     ids = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(9) >= torch.tensor([[0], [4], [2]])).long()
     outputs = []
     for device in ("cpu", "cuda"):
-        model = megazoo.from_config("llama-tiny", megazoo.ParallelContext.from_torch(device=device), seed=3)
+        model = megazoo.from_config(
+            "llama-tiny", megazoo.ParallelContext.from_torch(device=device), seed=3
+        )
         for parameter in model.parameters():
-            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            values = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+            )
             parameter.data.copy_(0.3 * values + float(parameter.dim() == 1))
         outputs.append(model.generate(ids, mask, max_new_tokens=12, **settings).cpu())
     assert torch.equal(*outputs)
 
 
 def test_a_classifier_and_a_score_on_cuda():
-    from megazoo.evaluation import score
+    from megazoo.evaluation.scoring import score
 
     ctx = megazoo.ParallelContext.from_torch(device="cuda")
     config = megazoo.models.find_config("gpt2-tiny")
     ids = torch.randint(0, 256, (4, 9))
     classifier = megazoo.from_config(dataclasses.replace(config, num_labels=3, pad_token_id=0), ctx)
-    assert classifier.train_batch(ids, labels=torch.tensor([0, 1, 2, 0]), num_microbatches=2).isfinite()
+    assert classifier.train_batch(
+        ids, labels=torch.tensor([0, 1, 2, 0]), num_microbatches=2
+    ).isfinite()
     assert score(megazoo.from_config(config, ctx), ids, ids).log_likelihood.isfinite().all()
 
 

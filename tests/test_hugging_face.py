@@ -1,4 +1,5 @@
-"""Hugging Face directories in and out, against transformers: the same tensors, the same logits, in any layout."""
+"""Hugging Face directories in and out, against transformers: the same tensors, the same logits, in
+any layout."""
 
 import json
 import sys
@@ -16,10 +17,11 @@ from transformers import MptConfig as HFMptConfig
 
 import megazoo
 import pretrain_gpt
-from megazoo.checkpoint import Checkpoint, HuggingFaceDirectory, save
-from megazoo.checkpoint.convert import parse_size
+from megazoo.checkpoint import Checkpoint, save
+from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
-from megazoo.launch import run_program
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.hugging_face.export import parse_size
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 
@@ -38,7 +40,9 @@ def mpt(**fields):
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "max_seq_len": 32, "d_model": 32, "n_layers": 3, "n_heads": 4}
     return randomized_(
-        MptForCausalLM(HFMptConfig(attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3}, **sizes | fields))
+        MptForCausalLM(
+            HFMptConfig(attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3}, **sizes | fields)
+        )
     )
 
 
@@ -49,7 +53,9 @@ def llama(**fields):
 MODELS = {
     "gpt2": test_gpt2.hugging_face_model,
     "gpt2, untied": lambda: test_gpt2.hugging_face_model(tie_word_embeddings=False, n_inner=48),
-    "llama": lambda: llama(kv_heads=2, attention_bias=True, mlp_bias=True, rope_scaling=test_llama.ROPE["llama3"]),
+    "llama": lambda: llama(
+        kv_heads=2, attention_bias=True, mlp_bias=True, rope_scaling=test_llama.ROPE["llama3"]
+    ),
     "llama, tied, wide heads": lambda: llama(kv_heads=1, head_size=12, tie_embeddings=True),
     "mpt": mpt,
     "mpt, untied": lambda: mpt(tie_word_embeddings=False),
@@ -114,7 +120,11 @@ def test_bin_files_prefixes_and_legacy_buffers(tmp_path):
     hf = test_gpt2.hugging_face_model()
     hf.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    state = {name.removeprefix("transformer."): t for name, t in hf.state_dict().items() if name != "lm_head.weight"}
+    state = {
+        name.removeprefix("transformer."): t
+        for name, t in hf.state_dict().items()
+        if name != "lm_head.weight"
+    }
     for layer in range(3):
         state[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 24, 24)
         state[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
@@ -123,7 +133,10 @@ def test_bin_files_prefixes_and_legacy_buffers(tmp_path):
         logits = megazoo.from_pretrained(tmp_path).eval()(IDS).logits
         assert (logits - hf(IDS).logits).abs().max() < 5e-5
     names = list(state)
-    parts = {"pytorch_model-00001-of-00002.bin": names[:10], "pytorch_model-00002-of-00002.bin": names[10:]}
+    parts = {
+        "pytorch_model-00001-of-00002.bin": names[:10],
+        "pytorch_model-00002-of-00002.bin": names[10:],
+    }
     for file, group in parts.items():
         torch.save({name: state[name] for name in group}, tmp_path / file)
     (tmp_path / "pytorch_model.bin").unlink()
@@ -141,7 +154,9 @@ def test_ties_as_transformers_takes_them(tmp_path):
     both = {**state, "lm_head.weight": state[embedding].clone()}
     save_file(both, tmp_path / "model.safetensors")
     assert megazoo.from_pretrained(tmp_path).config.tie_embeddings
-    save_file({**both, "lm_head.weight": both["lm_head.weight"] + 1}, tmp_path / "model.safetensors")
+    save_file(
+        {**both, "lm_head.weight": both["lm_head.weight"] + 1}, tmp_path / "model.safetensors"
+    )
     assert not megazoo.from_pretrained(tmp_path).config.tie_embeddings
     only_head = {name: tensor for name, tensor in both.items() if name != embedding}
     save_file(only_head, tmp_path / "model.safetensors")
@@ -159,15 +174,29 @@ def edited(tmp_path, name, change):
 
 def test_missing_and_unexpected_tensors_are_listed(tmp_path):
     for name, change, message in (
-        ("llama", lambda s: s.pop("model.norm.weight"), "lacks model.norm.weight: it is not a Llama"),
+        (
+            "llama",
+            lambda s: s.pop("model.norm.weight"),
+            "lacks model.norm.weight: it is not a Llama",
+        ),
         ("llama", lambda s: s.pop("lm_head.weight"), "lacks lm_head.weight"),
         ("llama", lambda s: s.update(x=torch.ones(1)), "has the unexpected x"),
-        ("mpt", lambda s: s.update({f"{i}": torch.ones(1) for i in range(7)}), "0, 1, 2, 3, 4 and 2 more"),
-        ("gpt2", lambda s: s.update({"h.0.attn.c_attn.masked_bias": torch.ones(1)}), "unexpected h.0.attn.c_attn"),
+        (
+            "mpt",
+            lambda s: s.update({f"{i}": torch.ones(1) for i in range(7)}),
+            "0, 1, 2, 3, 4 and 2 more",
+        ),
+        (
+            "gpt2",
+            lambda s: s.update({"h.0.attn.c_attn.masked_bias": torch.ones(1)}),
+            "unexpected h.0.attn.c_attn",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             edited(tmp_path, name, change)
-    with pytest.raises(UserError, match=r"transformer.wte.weight has shape \[60, 32\], the model's is \[61, 32\]"):
+    with pytest.raises(
+        UserError, match=r"transformer.wte.weight has shape \[60, 32\], the model's is \[61, 32\]"
+    ):
         edited(tmp_path, "gpt2", lambda s: s.update({"transformer.wte.weight": torch.ones(60, 32)}))
 
 
@@ -181,7 +210,9 @@ def test_what_is_dangerous_is_refused(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
-    with pytest.raises(UserError, match=r"names a file outside its directory: ../elsewhere.safetensors"):
+    with pytest.raises(
+        UserError, match=r"names a file outside its directory: ../elsewhere.safetensors"
+    ):
         HuggingFaceDirectory(tmp_path)
     index.write_text("[]")
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json can't be read"):
@@ -208,7 +239,14 @@ def test_what_is_dangerous_is_refused(tmp_path):
 )
 def test_what_transformers_cannot_compute_is_not_written(settings, message, tmp_path):
     config = MPTConfig(
-        **{"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 1, "heads": 4, **settings}
+        **{
+            "vocab_size": 61,
+            "max_positions": 32,
+            "hidden_size": 32,
+            "layers": 1,
+            "heads": 4,
+            **settings,
+        }
     )
     model = megazoo.from_config(config)
     with pytest.raises(UserError, match=message):
@@ -228,7 +266,10 @@ def test_optimizer_state_is_resharded_and_training_goes_on(tmp_path):
     assert after.trainer == before.trainer
     assert after.tensors.keys() == before.tensors.keys()
     for entry in model.entries():
-        for name in (entry.name, *(f"{entry.name}.{state}" for state in before.states_of(entry.name))):
+        for name in (
+            entry.name,
+            *(f"{entry.name}.{state}" for state in before.states_of(entry.name)),
+        ):
             tensors = [torch.zeros(entry.spec.shape, dtype=before.dtype_of(name)) for _ in range(2)]
             for source, tensor in zip((before, after), tensors, strict=True):
                 source.read_into(name, tensor, entry.spec, model.ctx)
@@ -240,10 +281,13 @@ def test_pretraining_starts_from_hugging_faces_weights(tmp_path):
     sizes = {"vocab_size": 257, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=0, bos_token_id=0)).save_pretrained(tmp_path / "hf")
-    common = (
-        "--seq-length 32 --global-batch-size 4 --micro-batch-size 2 --eval-steps 0 --device cpu --dropout 0".split()
+    GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=0, bos_token_id=0)).save_pretrained(
+        tmp_path / "hf"
     )
+    common = (
+        "--seq-length 32 --global-batch-size 4 --micro-batch-size 2 --eval-steps 0 --device cpu "
+        "--dropout 0"
+    ).split()
     metrics = tmp_path / "metrics"
     run = [*common, "--steps", "1", "--metrics", str(metrics), "--save", str(tmp_path / "run")]
     pretrain_gpt.main([*run, "--load", str(tmp_path / "hf")])
@@ -280,11 +324,16 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
             (tmp_path / "hf", tmp_path / "x", "--tp", 3),
             "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4",
         ),
-        (convert_hf, (tmp_path / "none", tmp_path / "x"), f"{tmp_path}/none/config.json: No such file or directory"),
+        (
+            convert_hf,
+            (tmp_path / "none", tmp_path / "x"),
+            f"{tmp_path}/none/config.json: No such file or directory",
+        ),
         (
             merge_shards,
             (tmp_path / "full", tmp_path / "x"),
-            f"{tmp_path}/full is not a checkpoint: it has neither latest nor megazoo.json, nor config.json",
+            f"{tmp_path}/full is not a checkpoint: it has neither latest nor megazoo.json, "
+            "nor config.json",
         ),
         (
             merge_shards,
@@ -293,7 +342,10 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
         ),
         (inspect_checkpoint, (tmp_path / "none",), f"{tmp_path}/none is not a directory"),
     ):
-        assert one_line(monkeypatch, capsys, tool, *arguments) == (2, f"{tool.__name__}.py: error: {message}\n")
+        assert one_line(monkeypatch, capsys, tool, *arguments) == (
+            2,
+            f"{tool.__name__}.py: error: {message}\n",
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -302,16 +354,24 @@ def test_inspect_finds_a_flipped_byte(tmp_path, monkeypatch, capsys):
     convert_hf.main([str(tmp_path / "hf"), str(tmp_path / "a"), "--tp", "2"])
     inspect_checkpoint.main([str(tmp_path / "hf"), "--verify"])
     inspect_checkpoint.main([str(tmp_path / "a"), "--verify"])
-    told = capsys.readouterr().out
-    for words in ("llama, ", "tp 2 x pp 1 x dp 1", "every byte is as it was written", "every file can be read"):
-        assert words in told
+    output = capsys.readouterr().out
+    for words in (
+        "llama, ",
+        "tp 2 x pp 1 x dp 1",
+        "every byte is as it was written",
+        "every file can be read",
+    ):
+        assert words in output
     file = tmp_path / "a" / "model_tp_1_pp_0.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
     code, line = one_line(monkeypatch, capsys, inspect_checkpoint, tmp_path / "a", "--verify")
     assert code == 1
-    assert line == f"inspect_checkpoint.py: error: {file} has changed: its checksum is not the manifest's\n"
+    assert (
+        line
+        == f"inspect_checkpoint.py: error: {file} has changed: its checksum is not the manifest's\n"
+    )
     file.write_bytes(data[:-1])
     code, line = one_line(monkeypatch, capsys, inspect_checkpoint, tmp_path / "a", "--verify")
     assert code == 1

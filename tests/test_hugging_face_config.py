@@ -1,4 +1,5 @@
-"""Hugging Face's config.json: what is read, and the one line for what is not supported. Good ones: tests of models."""
+"""Hugging Face's config.json: what is read, and the one line for what is not supported. Good ones:
+tests of models."""
 
 import json
 from dataclasses import replace
@@ -7,14 +8,21 @@ import pytest
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models import config_from_hugging_face
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
+from megazoo.models.registry import config_from_hugging_face
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-MPT = {"model_type": "mpt", "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 32, "vocab_size": 61}
+MPT = {
+    "model_type": "mpt",
+    "d_model": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_seq_len": 32,
+    "vocab_size": 61,
+}
 LONG = {"rope_type": "longrope", "factor": 2.0}
 
 
@@ -22,42 +30,95 @@ LONG = {"rope_type": "longrope", "factor": 2.0}
     ("fields", "message"),
     [
         ({"model_type": "bert"}, "model_type 'bert' is not supported: there are gpt2, llama, mpt"),
-        ({**GPT2, "activation_function": "mish"}, "activation 'mish' is not supported: there are gelu_new"),
-        ({**GPT2, "add_cross_attention": True}, "add_cross_attention True is not supported: it must be False"),
+        (
+            {**GPT2, "activation_function": "mish"},
+            "activation 'mish' is not supported: there are gelu_new",
+        ),
+        (
+            {**GPT2, "add_cross_attention": True},
+            "add_cross_attention True is not supported: it must be False",
+        ),
         ({**GPT2, "n_head": 5}, "heads 5 don't divide hidden-size 64"),
         ({**GPT2, "n_head": "4"}, "n_head is '4', not of the type int"),
         ({**GPT2, "n_layer": 0}, "layers 0 must be at least 1"),
         ({**LLAMA, "num_key_value_heads": 3}, "kv-heads 3 don't divide heads 4"),
-        ({**LLAMA, "rope_parameters": LONG}, "rope_type 'longrope' is not supported: there are default, linear"),
+        (
+            {**LLAMA, "rope_parameters": LONG},
+            "rope_type 'longrope' is not supported: there are default, linear",
+        ),
         ({**LLAMA, "rope_scaling": {"type": "su"}}, "rope_type 'su' is not supported"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "rope_type 'linear' needs a number factor"),
         (
             {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "long_mscale": 3.0}},
             "long_mscale 3.0 is not supported with rope_type 'yarn'",
         ),
-        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported: it must be 1.0"),
+        (
+            {**LLAMA, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5 is not supported: it must be 1.0",
+        ),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window 4096 is not supported"),
         ({**LLAMA, "head_dim": 7}, "rotary positions need heads of an even size, not 7"),
-        ({**MPT, "norm_type": "rmsnorm"}, "norm_type 'rmsnorm' is not supported: it must be 'low_precision_layernorm'"),
-        ({**MPT, "attn_config": {"prefix_lm": True}}, "attn_config.prefix_lm True is not supported: it must be False"),
-        ({**MPT, "attn_config": {"attn_uses_sequence_id": True}}, "attn_config.attn_uses_sequence_id True is not"),
-        ({**MPT, "attn_config": {"rope": True}}, "attn_config.rope True is not supported"),
-        ({**MPT, "attn_config": {"attn_type": "linear"}}, "attn_config.attn_type 'linear' is not supported"),
-        ({**MPT, "ffn_config": {"ffn_type": "mptglu"}}, "ffn_config.ffn_type 'mptglu' is not supported"),
-        ({**MPT, "embedding_fraction": 0.5}, "embedding_fraction 0.5 is not supported"),
-        ({**MPT, "attn_config": {"nope": True}}, "attn_config.nope True is not supported: it must be False"),
         (
-            {**MPT, "attn_config": {"attn_temperature_tuning": {"attn_scale": 0.1, "floor_scale": 8192}}},
+            {**MPT, "norm_type": "rmsnorm"},
+            "norm_type 'rmsnorm' is not supported: it must be 'low_precision_layernorm'",
+        ),
+        (
+            {**MPT, "attn_config": {"prefix_lm": True}},
+            "attn_config.prefix_lm True is not supported: it must be False",
+        ),
+        (
+            {**MPT, "attn_config": {"attn_uses_sequence_id": True}},
+            "attn_config.attn_uses_sequence_id True is not",
+        ),
+        ({**MPT, "attn_config": {"rope": True}}, "attn_config.rope True is not supported"),
+        (
+            {**MPT, "attn_config": {"attn_type": "linear"}},
+            "attn_config.attn_type 'linear' is not supported",
+        ),
+        (
+            {**MPT, "ffn_config": {"ffn_type": "mptglu"}},
+            "ffn_config.ffn_type 'mptglu' is not supported",
+        ),
+        ({**MPT, "embedding_fraction": 0.5}, "embedding_fraction 0.5 is not supported"),
+        (
+            {**MPT, "attn_config": {"nope": True}},
+            "attn_config.nope True is not supported: it must be False",
+        ),
+        (
+            {
+                **MPT,
+                "attn_config": {
+                    "attn_temperature_tuning": {"attn_scale": 0.1, "floor_scale": 8192}
+                },
+            },
             "attn_config.attn_temperature_tuning.attn_scale 0.1 is not supported: it must be 0.0",
         ),
-        ({**MPT, "attn_config": {"attn_logit_softcapping": 30.0}}, "attn_config.attn_logit_softcapping 30.0 is not"),
+        (
+            {**MPT, "attn_config": {"attn_logit_softcapping": 30.0}},
+            "attn_config.attn_logit_softcapping 30.0 is not",
+        ),
         ({**MPT, "attn_config": {"kv_dim": 32}}, "attn_config.kv_dim 32 is not supported"),
-        ({**MPT, "attn_config": {"reuse_kv_layer_idx": -1}}, "attn_config.reuse_kv_layer_idx -1 is not supported"),
-        ({**MPT, "attn_config": {"sliding_window_size": 9}}, "attn_config.sliding_window_size 9 is not supported"),
-        ({**MPT, "no_bias": True, "attention_bias": True}, "attention_bias True is not supported: it must be False"),
-        ({**MPT, "no_bias": False, "attn_config": {"attention_bias": False}}, "attn_config.attention_bias False is"),
+        (
+            {**MPT, "attn_config": {"reuse_kv_layer_idx": -1}},
+            "attn_config.reuse_kv_layer_idx -1 is not supported",
+        ),
+        (
+            {**MPT, "attn_config": {"sliding_window_size": 9}},
+            "attn_config.sliding_window_size 9 is not supported",
+        ),
+        (
+            {**MPT, "no_bias": True, "attention_bias": True},
+            "attention_bias True is not supported: it must be False",
+        ),
+        (
+            {**MPT, "no_bias": False, "attn_config": {"attention_bias": False}},
+            "attn_config.attention_bias False is",
+        ),
         ({**MPT, "head_dim": 32}, "head_dim 32 is not supported: it must be 16"),
-        ({**MPT, "block_overrides": {"order": []}}, "block_overrides {'order': []} is not supported"),
+        (
+            {**MPT, "block_overrides": {"order": []}},
+            "block_overrides {'order': []} is not supported",
+        ),
         ({"model_type": "mpt"}, "the config has no vocab_size"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -72,24 +133,55 @@ def test_what_is_not_supported_is_refused_by_name_and_value(fields, message):
 def test_the_older_form_of_rotary_scaling():
     fields = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
     config = config_from_hugging_face(fields)
-    assert (config.rope_theta, config.rope_scaling) == (5e5, {"rope_type": "dynamic", "factor": 2.0})
+    assert (config.rope_theta, config.rope_scaling) == (
+        5e5,
+        {"rope_type": "dynamic", "factor": 2.0},
+    )
     newer = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
-    assert config_from_hugging_face({**fields, "rope_parameters": newer}) == config  # rope_scaling wins
-    both = {**LLAMA, "rope_scaling": {"type": "linear", "rope_type": "llama3", "rope_theta": 2e4, "factor": 8.0}}
+    # rope_scaling wins
+    assert config_from_hugging_face({**fields, "rope_parameters": newer}) == config
+    both = {
+        **LLAMA,
+        "rope_scaling": {"type": "linear", "rope_type": "llama3", "rope_theta": 2e4, "factor": 8.0},
+    }
     both["rope_scaling"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = config_from_hugging_face(both)
     assert (config.rope_theta, config.rope_scaling["rope_type"]) == (2e4, "llama3")
 
 
 def test_llm_foundrys_own_fields():
-    attention = {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "alibi": False, "qk_ln": True, "clip_qkv": 0}
-    fields = {**MPT, "attn_config": attention, "norm_eps": 1e-6, "expansion_ratio": 2.5, "no_bias": False}
+    attention = {
+        "attn_type": "grouped_query_attention",
+        "kv_n_heads": 2,
+        "alibi": False,
+        "qk_ln": True,
+        "clip_qkv": 0,
+    }
+    fields = {
+        **MPT,
+        "attn_config": attention,
+        "norm_eps": 1e-6,
+        "expansion_ratio": 2.5,
+        "no_bias": False,
+    }
     config = config_from_hugging_face(
         {**fields, "logit_scale": "inv_sqrt_d_model", "ffn_config": {"ffn_type": "mptmlp"}}
     )
-    assert (config.kv_heads, config.alibi, config.qk_norm, config.clip_qkv) == (2, False, True, None)
-    assert (config.norm_epsilon, config.ffn_size, config.bias, config.logit_scale) == (1e-6, 160, True, 0.125)
-    multiquery = config_from_hugging_face({**MPT, "attn_config": {"attn_type": "multiquery_attention"}})
+    assert (config.kv_heads, config.alibi, config.qk_norm, config.clip_qkv) == (
+        2,
+        False,
+        True,
+        None,
+    )
+    assert (config.norm_epsilon, config.ffn_size, config.bias, config.logit_scale) == (
+        1e-6,
+        160,
+        True,
+        0.125,
+    )
+    multiquery = config_from_hugging_face(
+        {**MPT, "attn_config": {"attn_type": "multiquery_attention"}}
+    )
     assert (multiquery.kv_heads, multiquery.alibi, multiquery.bias) == (1, True, False)
 
 
@@ -167,12 +259,18 @@ def test_a_config_as_llm_foundry_writes_it():
 def test_config_files(tmp_path):
     theirs, ours, toml = tmp_path / "config.json", tmp_path / "ours.json", tmp_path / "model.toml"
     theirs.write_text(
-        json.dumps({**GPT2, "vocab_size": 61, "n_positions": 16, "_name_or_path": "x", "dtype": "float32"})
+        json.dumps(
+            {**GPT2, "vocab_size": 61, "n_positions": 16, "_name_or_path": "x", "dtype": "float32"}
+        )
     )
     assert megazoo.from_config(str(theirs)).config == GPT2Config(61, 16, 64, 2, 4)
-    ours.write_text('{"model": "gpt2", "vocab_size": 61, "hidden_size": 32, "layers": 1, "heads": 2}')
+    ours.write_text(
+        '{"model": "gpt2", "vocab_size": 61, "hidden_size": 32, "layers": 1, "heads": 2}'
+    )
     assert megazoo.from_config(str(ours)).config.hidden_size == 32
-    toml.write_text('model = "llama"\nhidden_size = 64\nlayers = 1\nheads = 2\nffn_size = 96\nvocab_size = 61\n')
+    toml.write_text(
+        'model = "llama"\nhidden_size = 64\nlayers = 1\nheads = 2\nffn_size = 96\nvocab_size = 61\n'
+    )
     assert megazoo.from_config(str(toml)).config == LlamaConfig(61, 2048, 64, 1, 2, ffn_size=96)
     toml.write_text('model = "llama"\nhiden_size = 64\n')
     with pytest.raises(UserError, match="unknown llama setting 'hiden_size'"):

@@ -8,7 +8,8 @@ import pytest
 from megazoo.data.indexed import IndexedTokens, dtype_for, write_index
 from megazoo.errors import UserError
 
-# Three sequences of uint16: [5, 6, 7], [], [8]; two documents: the first two sequences, and the third.
+# Three sequences of uint16: [5, 6, 7], [], [8]; two documents: the first two sequences, and the
+# third.
 BIN = bytes.fromhex("0500 0600 0700 0800")
 IDX = bytes.fromhex(
     "4d4d494449445800 00"  # MMIDIDX, 0, 0
@@ -18,7 +19,8 @@ IDX = bytes.fromhex(
     "0300000000000000"  # two documents
     "03000000 00000000 01000000"  # lengths
     "0000000000000000 0600000000000000 0600000000000000"  # byte offsets
-    "0000000000000000 0200000000000000 0300000000000000"  # the documents' first sequences, and the end
+    # the documents' first sequences, and the end
+    "0000000000000000 0200000000000000 0300000000000000"
 )
 
 
@@ -43,7 +45,9 @@ def test_files_for_megatron_are_written(prefix):
     assert prefix.with_suffix(".out").read_bytes()[-32:] == struct.pack("<4q", 0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(("code", "kind"), [(1, np.uint8), (2, np.int8), (3, np.int16), (4, np.int32), (5, np.int64)])
+@pytest.mark.parametrize(
+    ("code", "kind"), [(1, np.uint8), (2, np.int8), (3, np.int16), (4, np.int32), (5, np.int64)]
+)
 def test_every_integer_dtype_is_read_as_its_header_says(tmp_path, code, kind):
     values = np.arange(100, dtype=kind)
     (tmp_path / "a.bin").write_bytes(values.tobytes())
@@ -55,7 +59,9 @@ def test_every_integer_dtype_is_read_as_its_header_says(tmp_path, code, kind):
 
 
 def test_the_dtype_follows_from_the_vocabulary():
-    assert [dtype_for(size) for size in (257, 65_499, 65_500, 128_256)] == [np.uint16] * 2 + [np.int32] * 2
+    assert [dtype_for(size) for size in (257, 65_499, 65_500, 128_256)] == [np.uint16] * 2 + [
+        np.int32
+    ] * 2
 
 
 def test_an_empty_corpus_is_read(tmp_path):
@@ -74,16 +80,48 @@ BROKEN = {
     "another file": ("idx", b"PK" + IDX[2:], "a.idx is not an index of version 1"),
     "another version": ("idx", IDX[:9] + b"\2" + IDX[10:], "a.idx is not an index of version 1"),
     "floats": ("idx", IDX[:17] + b"\7" + IDX[18:], "dtype code 7 is of floating-point numbers"),
-    "gpt-neox's floats": ("idx", IDX[:17] + b"\6" + IDX[18:], "dtype code 6 is of floating-point numbers"),
+    "gpt-neox's floats": (
+        "idx",
+        IDX[:17] + b"\6" + IDX[18:],
+        "dtype code 6 is of floating-point numbers",
+    ),
     "an unknown dtype": ("idx", IDX[:17] + b"\11" + IDX[18:], "dtype code 9 is of unknown"),
     "a lying number of sequences": ("idx", IDX[:18] + b"\377" * 8 + IDX[26:], "its header needs"),
-    "a negative length": ("idx", IDX[:34] + b"\377" * 4 + IDX[38:], "sequence 0 can't be: -1 tokens at byte 0 of 8"),
-    "a length past the end": ("idx", IDX[:34] + b"\11" + IDX[35:], "sequence 0 can't be: 9 tokens at byte 0 of 8"),
-    "an odd offset": ("idx", IDX[:54] + b"\1" + IDX[55:], "sequence 1 can't be: 0 tokens at byte 1 of 8"),
-    "an offset past the end": ("idx", IDX[:54] + b"\20" + IDX[55:], "sequence 1 can't be: 0 tokens at byte 16 of 8"),
-    "an offset that overflows": ("idx", IDX[:46] + struct.pack("<q", 2**63 - 2) + IDX[54:], "at byte 9223372"),
-    "documents that don't end": ("idx", IDX[:-8] + struct.pack("<q", 2), "boundaries don't go from 0 to its 3 seq"),
-    "documents out of order": ("idx", IDX[:-16] + struct.pack("<2q", 4, 3), "boundaries are not in order"),
+    "a negative length": (
+        "idx",
+        IDX[:34] + b"\377" * 4 + IDX[38:],
+        "sequence 0 can't be: -1 tokens at byte 0 of 8",
+    ),
+    "a length past the end": (
+        "idx",
+        IDX[:34] + b"\11" + IDX[35:],
+        "sequence 0 can't be: 9 tokens at byte 0 of 8",
+    ),
+    "an odd offset": (
+        "idx",
+        IDX[:54] + b"\1" + IDX[55:],
+        "sequence 1 can't be: 0 tokens at byte 1 of 8",
+    ),
+    "an offset past the end": (
+        "idx",
+        IDX[:54] + b"\20" + IDX[55:],
+        "sequence 1 can't be: 0 tokens at byte 16 of 8",
+    ),
+    "an offset that overflows": (
+        "idx",
+        IDX[:46] + struct.pack("<q", 2**63 - 2) + IDX[54:],
+        "at byte 9223372",
+    ),
+    "documents that don't end": (
+        "idx",
+        IDX[:-8] + struct.pack("<q", 2),
+        "boundaries don't go from 0 to its 3 seq",
+    ),
+    "documents out of order": (
+        "idx",
+        IDX[:-16] + struct.pack("<2q", 4, 3),
+        "boundaries are not in order",
+    ),
 }
 
 
@@ -107,7 +145,8 @@ def test_broken_files_are_refused_by_name(prefix, name):
 
 
 def test_a_slice_of_a_stream_is_what_the_sequences_hold_or_is_refused(tmp_path):
-    """Against all runs of sequences that lie end to end, in an index with empty ones and one wrong number."""
+    """Against all runs of sequences that lie end to end, in an index with empty ones and one wrong
+    number."""
     generator = np.random.default_rng(0)
     lengths = generator.integers(0, 4, 20)
     np.arange(lengths.sum(), dtype=np.uint16).tofile(tmp_path / "a.bin")

@@ -6,12 +6,21 @@ import re
 import pytest
 import torch
 import transformers
-from helpers import MODELS, context, layout_name, make_batch, randomize, replica_rows, run_in_layout, tiny_config
+from helpers import (
+    MODELS,
+    context,
+    layout_name,
+    make_batch,
+    randomize,
+    replica_rows,
+    run_in_layout,
+    tiny_config,
+)
 
 import megazoo
-from megazoo.checkpoint import save_parallelized
 from megazoo.errors import UserError
-from megazoo.models import find_config
+from megazoo.models.pretrained import save_parallelized
+from megazoo.models.registry import find_config
 
 
 def by_hand_and_at_once(config, layout, factor=1.0):
@@ -28,13 +37,23 @@ def by_hand_and_at_once(config, layout, factor=1.0):
                 (out.loss * factor).backward()
         else:
             loss = model.train_batch(ids, targets=targets, num_microbatches=4).item()
-        found.append((loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}))
+        found.append(
+            (loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        )
     return found
 
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(), dict(pp=2), dict(tp=2, pp=2), dict(pp=2, v=2), dict(pp=2, dp=2), dict(tp=2, sp=True), dict(pp=4)],
+    [
+        dict(),
+        dict(pp=2),
+        dict(tp=2, pp=2),
+        dict(pp=2, v=2),
+        dict(pp=2, dp=2),
+        dict(tp=2, sp=True),
+        dict(pp=4),
+    ],
     ids=layout_name,
 )
 def test_a_loop_of_ones_own_trains_as_train_batch_does(ranks, layout):
@@ -56,9 +75,17 @@ def initialized(model, config):
 
 
 def test_initialize_takes_a_configuration_or_a_json_file(ranks, tmp_path):
-    config = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
+    config = {
+        "model_parallelism": {
+            "enable": True,
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+        }
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.toml").write_text('model = "llama"\nlayers = 2\nvocab_size = 61\nhidden_size = 32\nheads = 4\n')
+    (tmp_path / "model.toml").write_text(
+        'model = "llama"\nlayers = 2\nvocab_size = 61\nhidden_size = 32\nheads = 4\n'
+    )
     saved = megazoo.initialize(tiny_config())
     saved.save_parallelized(tmp_path / "saved")
     ways = [(tmp_path / "saved", tmp_path / "config.json"), (str(tmp_path / "saved"), config)]
@@ -67,16 +94,24 @@ def test_initialize_takes_a_configuration_or_a_json_file(ranks, tmp_path):
             assert found == (2, 2, 1, rank)
     off = {"model_parallelism": {**config["model_parallelism"], "enable": False}}
     again = megazoo.initialize(tmp_path / "saved", config=off)
-    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(saved.parameters(), again.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_paralelism": {}}, "the configuration has no 'model_paralelism'; did you mean model_parallelism"),
+        (
+            {"model_paralelism": {}},
+            "the configuration has no 'model_paralelism'; did you mean model_parallelism",
+        ),
         ({"model_parallelism": {"tensor_size": 2}}, "model_parallelism has no 'tensor_size'"),
         ({"model_parallelism": 2}, "model_parallelism must be a dictionary, not 2"),
-        ({"model_parallelism": {"enable": "no"}}, "enable in model_parallelism must be true or false, not 'no'"),
+        (
+            {"model_parallelism": {"enable": "no"}},
+            "enable in model_parallelism must be true or false, not 'no'",
+        ),
         ("nowhere.json", "nowhere.json: No such file or directory"),
     ],
 )
@@ -87,7 +122,12 @@ def test_what_is_not_known_is_told(config, message):
 
 @pytest.mark.parametrize("size", ["2", 2.0, True, None, 0, -1])
 def test_a_size_that_is_no_whole_number_is_refused_by_name(size):
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "virtual_pipeline_size")
+    names = (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "virtual_pipeline_size",
+    )
     for name in names:
         if name == "data_parallel_size" and size is None:
             continue
@@ -102,25 +142,33 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name(size):
 def test_comments_in_json_are_told(tmp_path):
     file = tmp_path / "oslo.json"
     for text, hint in (
-        ('{\n  // two ranks\n  "model_parallelism": {}\n}', "; JSON has no comments: take them out"),
+        (
+            '{\n  // two ranks\n  "model_parallelism": {}\n}',
+            "; JSON has no comments: take them out",
+        ),
         ('{"model_parallelism": {} /* none */}', "; JSON has no comments: take them out"),
         ('{"model_parallelism": {"enable": true,//x\n}}', "; JSON has no comments: take them out"),
         ('{"a": "http://b"', ""),
         ('{"a": "run # 3",}', ""),
     ):
         file.write_text(text)
-        with pytest.raises(UserError, match=f"oslo.json can't be read: .*char \\d+\\){re.escape(hint)}$"):
+        with pytest.raises(
+            UserError, match=f"oslo.json can't be read: .*char \\d+\\){re.escape(hint)}$"
+        ):
             megazoo.initialize(tiny_config(), config=file)
 
 
-@pytest.mark.parametrize("load", [megazoo.initialize, megazoo.from_pretrained, megazoo.from_parallelized])
+@pytest.mark.parametrize(
+    "load", [megazoo.initialize, megazoo.from_pretrained, megazoo.from_parallelized]
+)
 def test_a_name_is_never_taken_for_weights(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2", "gpt2-124m"):
         message = (
-            f"{name} is not a directory: there is no {tmp_path}/{name}; give one that holds a checkpoint, or what "
+            f"{name} is not a directory: there is no {tmp_path}/{name}; give one that holds a "
+            "checkpoint, or what transformers' save_pretrained wrote; for random weights call "
+            f"megazoo.from_config('{name}', ctx)"
         )
-        message += f"transformers' save_pretrained wrote; for random weights call megazoo.from_config('{name}', ctx)"
         with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
             load(name)
     with pytest.raises(UserError, match=r"^EleutherAI/gpt-j-6b is not a directory: .* wrote$"):
@@ -128,10 +176,20 @@ def test_a_name_is_never_taken_for_weights(load, tmp_path, monkeypatch):
 
 
 def test_a_model_object_is_told_to_save_itself(tmp_path):
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11))
+    hf = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)
+    )
     ours = megazoo.from_config(tiny_config())
-    for load in (megazoo.initialize, megazoo.from_pretrained, megazoo.from_config, ours.from_parallelized):
-        with pytest.raises(UserError, match=r"save it with its save_pretrained\(DIRECTORY\), then give that directory"):
+    for load in (
+        megazoo.initialize,
+        megazoo.from_pretrained,
+        megazoo.from_config,
+        ours.from_parallelized,
+    ):
+        with pytest.raises(
+            UserError,
+            match=r"save it with its save_pretrained\(DIRECTORY\), then give that directory",
+        ):
             load(hf)
     for wrong in (3, {"model_type": "gpt2"}, None):
         with pytest.raises(UserError, match=f"{type(wrong).__name__} is no config"):
@@ -142,13 +200,22 @@ def test_a_model_object_is_told_to_save_itself(tmp_path):
 
 def test_a_config_of_transformers_builds_the_same_as_its_file(tmp_path):
     sizes = {"vocab_size": 61, "hidden_size": 32}
-    llama = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    llama = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    }
     configs = {
-        "gpt2": transformers.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16
+        ),
         "llama": transformers.LlamaConfig(
             **sizes, **llama, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
         ),
-        "mpt": transformers.MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16),
+        "mpt": transformers.MptConfig(
+            vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16
+        ),
     }
     for name, config in configs.items():
         config.save_pretrained(tmp_path / name)
@@ -165,15 +232,23 @@ def test_the_directory_goes_by_oslos_names_too(tmp_path):
     model.save_parallelized(save_directory=tmp_path / "a")
     save_parallelized(model, save_directory=tmp_path / "b")
     again = [megazoo.from_parallelized(load_directory=tmp_path / "a")]
-    again.append(megazoo.from_config(tiny_config()).from_parallelized(load_directory=tmp_path / "b"))
+    again.append(
+        megazoo.from_config(tiny_config()).from_parallelized(load_directory=tmp_path / "b")
+    )
     for other in again:
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
     for call, function, name in (
         (model.save_parallelized, "save_parallelized", "save_directory"),
         (model.from_parallelized, "from_parallelized", "load_directory"),
         (megazoo.from_parallelized, "from_parallelized", "load_directory"),
     ):
-        with pytest.raises(UserError, match=f"^{function} needs a directory: give .*{name}=DIRECTORY"):
+        with pytest.raises(
+            UserError, match=f"^{function} needs a directory: give .*{name}=DIRECTORY"
+        ):
             call()
-        with pytest.raises(UserError, match=f"^{function} gets its directory twice: give .*{name}=DIRECTORY"):
+        with pytest.raises(
+            UserError, match=f"^{function} gets its directory twice: give .*{name}=DIRECTORY"
+        ):
             call(tmp_path / "a", **{name: tmp_path / "b"})

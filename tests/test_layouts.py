@@ -1,11 +1,9 @@
 """One result in every layout: losses, gradient norms and gradients against one process."""
 
 import random
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from types import MethodType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -24,25 +22,35 @@ from helpers import (
     worst_gradient,
     worst_relative,
 )
+from helpers_layouts import STEPS, case_name, one_process
 
 import megazoo
-from megazoo.layers import embedding
-from megazoo.models.gpt2 import GPT2
 
 LAYOUTS = [
-    dict(tp=2), dict(tp=4), dict(pp=2), dict(pp=4), dict(dp=2), dict(tp=2, pp=2), dict(tp=2, dp=2), dict(pp=2, dp=2),
+    dict(tp=2),
+    dict(tp=4),
+    dict(pp=2),
+    dict(pp=4),
+    dict(dp=2),
+    dict(tp=2, pp=2),
+    dict(tp=2, dp=2),
+    dict(pp=2, dp=2),
     dict(tp=2, pp=2, dp=2),
-]  # fmt: skip
+]
 SEQUENCE_PARALLEL = [
     dict(**layout, sp=True)
-    for layout in (dict(tp=2), dict(tp=4), dict(tp=2, pp=2), dict(tp=2, dp=2), dict(tp=2, pp=2, dp=2))
+    for layout in (
+        dict(tp=2),
+        dict(tp=4),
+        dict(tp=2, pp=2),
+        dict(tp=2, dp=2),
+        dict(tp=2, pp=2, dp=2),
+    )
 ]
 MODES = [("none",), ("selective",), ("full",), ("full", 2)]
-ALL_CASES = [(m, layout, mode) for layout in LAYOUTS + SEQUENCE_PARALLEL for m in MODELS for mode in MODES]
-
-
-def case_name(part) -> str:
-    return layout_name(part) if isinstance(part, dict) else part if isinstance(part, str) else " ".join(map(str, part))
+ALL_CASES = [
+    (m, layout, mode) for layout in LAYOUTS + SEQUENCE_PARALLEL for m in MODELS for mode in MODES
+]
 
 
 def sample(each: int) -> list:
@@ -53,14 +61,6 @@ def sample(each: int) -> list:
         for layout in LAYOUTS + SEQUENCE_PARALLEL
         for case in draw.sample([case for case in ALL_CASES if case[1] == layout], each)
     ]
-
-
-STEPS = 4
-
-
-@cache
-def one_process(config):
-    return train_and_keep_gradients(config, {}, STEPS, micro_batch=8)
 
 
 def check_training(ranks, config, layout, mode):
@@ -87,7 +87,11 @@ def test_every_gradient_equals_one_process_in_all_cases(ranks, model, layout, mo
 WIDE = {"hidden_size": 40, "heads": 5, "kv_heads": 5, "ffn_size": 1283}  # ten times 128, and 3
 UNEVEN = {  # inner features that tp does not divide
     "gpt2, tp 4": (tiny_config(ffn_size=50), dict(tp=4), ("none",)),
-    "gpt2, by 128, tp 3": (tiny_config(hidden_size=40, heads=5, ffn_size=1283), dict(tp=3), ("none",)),
+    "gpt2, by 128, tp 3": (
+        tiny_config(hidden_size=40, heads=5, ffn_size=1283),
+        dict(tp=3),
+        ("none",),
+    ),
     "gpt2, tp 2, pp 2": (tiny_config(ffn_size=51), dict(tp=2, pp=2, sp=True), ("selective",)),
     "llama, tp 4": (replace(MODELS["llama"], ffn_size=50), dict(tp=4, sp=True), ("selective",)),
     "llama, by 128, tp 3": (replace(MODELS["llama"], **WIDE), dict(tp=3), ("none",)),
@@ -102,8 +106,16 @@ def test_inner_features_need_not_divide(ranks, name):
     check_training(ranks, *UNEVEN[name])
 
 
-# Interleaved and zero-bubble, with what they combine with; six micro-batches, which pp 4 does not divide, or four.
-PIPELINES = [("1f1b", 2, 2), ("1f1b", 2, 3), ("1f1b", 4, 2), ("1f1b", 4, 3), ("zb-h1", 2, 1), ("zb-h1", 4, 1)]
+# Interleaved and zero-bubble, with what they combine with; six micro-batches, which pp 4 does not
+# divide, or four.
+PIPELINES = [
+    ("1f1b", 2, 2),
+    ("1f1b", 2, 3),
+    ("1f1b", 4, 2),
+    ("1f1b", 4, 3),
+    ("zb-h1", 2, 1),
+    ("zb-h1", 4, 1),
+]
 BESIDE = [(dict(), 0), (dict(tp=2), 0), (dict(dp=2), 0), (dict(dp=2), 1), (dict(tp=2, sp=True), 0)]
 PIPELINE_CASES = [
     (model, schedule, dict(pp=pp, v=virtual, **beside), mode, micro_batches, zero)
@@ -119,7 +131,10 @@ def one_process_of_many_layers(model: str, rows: int):
 
 
 # As many layers as there are stages at pp 4 with three a rank; GPT-2 tied, LLaMA not.
-DEEP = {"gpt2": tiny_config(layers=12), "llama": replace(MODELS["llama"], layers=12, tie_embeddings=False)}
+DEEP = {
+    "gpt2": tiny_config(layers=12),
+    "llama": replace(MODELS["llama"], layers=12, tie_embeddings=False),
+}
 
 
 def check_pipeline(ranks, model, schedule, layout, mode, micro_batches, zero):
@@ -141,126 +156,6 @@ def test_all_pipelines_train_like_one_process(ranks, case):
     check_pipeline(ranks, *case)
 
 
-# The loss of a long micro-batch, whose logits are made in pieces: here each is long, and five tokens make a piece.
-
-
-@contextmanager
-def short_pieces():
-    """Yields what counts the losses that are made in pieces."""
-    module, head = "megazoo.layers.cross_entropy", embedding._VocabParallel
-    counted = mock.patch.object(head, "loss_sum", autospec=True, side_effect=head.loss_sum)
-    always = mock.patch.object(head, "loss_saves_memory", return_value=True)
-    pieces = mock.patch.dict(f"{module}.PIECE_ELEMENTS", cpu=0), mock.patch(f"{module}.PIECE_ROWS", 5)
-    with pieces[0], pieces[1], always, counted as count:
-        yield count
-
-
-def train_in_pieces(*args, **kwargs):
-    with short_pieces() as count:
-        return *train_and_keep_gradients(*args, **kwargs), count.call_count
-
-
-PIECES = [
-    ("gpt2", dict(), "1f1b"), ("gpt2", dict(tp=2), "1f1b"), ("llama", dict(tp=2, sp=True), "1f1b"),
-    ("mpt, learned positions", dict(pp=2), "1f1b"), ("llama, one KV head", dict(pp=2, v=2), "1f1b"),
-    ("mpt", dict(tp=2, dp=2), "1f1b"), ("gpt2", dict(pp=2, tp=2), "1f1b"),
-    ("llama", dict(pp=2), "gpipe"), ("llama", dict(pp=2), "zb-h1"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "layout", "schedule"), PIECES, ids=case_name)
-def test_losses_in_pieces_have_the_gradients_of_one_process(ranks, model, layout, schedule):
-    """Only where backward comes at once: else the pieces' gradients would have to wait."""
-    history, gradients = one_process(MODELS[model])
-    results = ranks(train_in_pieces, world(layout), MODELS[model], layout, STEPS, schedule=schedule)
-    assert worst_relative(results[-1][0], history) < 1e-5
-    for step, expected in enumerate(gradients):
-        distance, name = worst_gradient([ours[step] for _, ours, _ in results], expected)
-        assert distance < 1e-5, f"{name} at step {step + 1}"
-    micro_batches = 8 // 2 if layout.get("pp") else 2  # of two rows each, or half a replica's
-    assert results[-1][2] == (STEPS * micro_batches if schedule == "1f1b" else 0)
-
-
-def losses_by_other_ways(layout):
-    """An evaluation's loss, and those of a loop's micro-batches: the first counts nothing, the second twice."""
-    model = randomize(megazoo.from_config(MODELS["llama"], context(**layout), seed=3))
-    ids, targets = make_batch(0)
-    evaluated = model.eval_batch(ids, targets=targets, num_microbatches=2)
-    outputs = model.microbatches(ids, targets=targets, num_microbatches=2)
-    losses = []
-    for weight, out in zip((0.0, 2.0), outputs, strict=True):
-        (weight * out.loss).backward()
-        losses.append(out.loss.item())
-    return evaluated, losses, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def losses_by_other_ways_in_pieces(layout):
-    with short_pieces() as count:
-        return *losses_by_other_ways(layout), count.call_count
-
-
-@pytest.mark.parametrize("layout", [dict(), dict(tp=2, pp=2)], ids=layout_name)
-def test_evaluation_and_a_loop_of_ones_own_make_losses_in_pieces(ranks, layout):
-    whole = ranks(losses_by_other_ways, world(layout), layout)
-    pieces = ranks(losses_by_other_ways_in_pieces, world(layout), layout)
-    for (evaluated, losses, gradients), (*ours, _) in zip(whole, pieces, strict=True):
-        torch.testing.assert_close(ours[0], evaluated, rtol=1e-6, atol=0)
-        assert ours[1] == pytest.approx(losses, rel=1e-6)
-        for name, gradient in ours[2].items():
-            assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max(), name
-    assert pieces[-1][-1] == 4, "two evaluated, two of the loop"
-
-
-def gradients_in_half(dtype):
-    model = randomize(megazoo.from_config(MODELS["gpt2"], context(), dtype=dtype, seed=3))
-    megazoo.optim.AdamW(model, lr=1e-3)  # it brings float16's loss scale
-    ids, targets = make_batch(0)
-    model.train_batch(ids, targets=targets, num_microbatches=2)
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_losses_in_pieces_have_the_gradients_of_whole_ones_in_16_bits(dtype):
-    whole = gradients_in_half(dtype)
-    with short_pieces() as count:
-        pieces = gradients_in_half(dtype)
-    assert count.call_count == 2
-    for name, gradient in pieces.items():
-        assert gradient.dtype == torch.float32
-        assert (gradient - whole[name]).abs().max() <= 2e-2 * whole[name].abs().max(), name
-
-
-def test_float16_whose_scale_comes_with_the_gradient_waits_for_it():
-    """A user's own loss scaler: nothing may be rounded before."""
-    model = megazoo.from_config(MODELS["gpt2"], context(), dtype=torch.float16)
-    ids, targets = make_batch(0)
-    for scaled_by_us in (False, True):
-        if scaled_by_us:
-            megazoo.optim.AdamW(model, lr=1e-3)
-        with short_pieces() as count:
-            for out in model.microbatches(ids, targets=targets, num_microbatches=2):
-                out.loss.backward()
-        assert count.called == scaled_by_us
-
-
-class Capped(GPT2):
-    """Has logits of its own."""
-
-    def outputs(self, x, batch):
-        return 5 * torch.tanh(GPT2.outputs(self, x, batch) / 5)
-
-
-def test_logits_of_ones_own_are_made_together():
-    ids, targets = make_batch(0)
-    of_a_class, of_one = (build.build(MODELS["gpt2"], context()) for build in (Capped, GPT2))
-    of_one.outputs = MethodType(Capped.outputs, of_one)
-    expected = torch.nn.functional.cross_entropy(of_a_class(ids).logits.flatten(0, 1), targets.flatten())
-    for model in (of_a_class, of_one):
-        with short_pieces() as count:
-            assert model.train_batch(ids, targets=targets).item() == pytest.approx(expected.item(), rel=1e-6)
-        assert not count.called
-
-
 def gradients_of_loss(config, layout, direct):
     """Gradients of one batch, by loss.backward() or by train_batch."""
     model = randomize(megazoo.from_config(config, context(**layout), seed=3))
@@ -272,7 +167,9 @@ def gradients_of_loss(config, layout, direct):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, sp=True), dict(tp=4, sp=True)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [dict(tp=2), dict(tp=2, sp=True), dict(tp=4, sp=True)], ids=layout_name
+)
 @pytest.mark.parametrize("model", ["llama, one KV head", "mpt"])
 def test_backward_of_the_loss_gives_the_gradients_of_train_batch(ranks, model, layout):
     """Without train_batch, too, copies over tp get whole gradients."""
@@ -303,11 +200,16 @@ def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, dict(tp=4, pp=2), dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5)], ids=layout_name
+    "layout",
+    [*LAYOUTS, dict(tp=4, pp=2), dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5)],
+    ids=layout_name,
 )
 def test_every_layout_under_every_schedule(ranks, layout, tied, schedule):
-    """The exhaustive sweep: 20 steps, one sequence a micro-batch, five heads over tp 2 (three and two), dp up to 8."""
-    config = tiny_config(tied, **({"hidden_size": 40, "heads": 5} if layout.get("tp", 1) == 2 else {}))
+    """The exhaustive sweep: 20 steps, one sequence a micro-batch, five heads over tp 2 (three and
+    two), dp up to 8."""
+    config = tiny_config(
+        tied, **({"hidden_size": 40, "heads": 5} if layout.get("tp", 1) == 2 else {})
+    )
     expected = one_process_of_gpt2(config, 20)
     histories = ranks(train, world(layout), config, layout, micro_batch=1, schedule=schedule)
     assert worst_relative(histories[0], expected) < 1e-5
@@ -315,7 +217,8 @@ def test_every_layout_under_every_schedule(ranks, layout, tied, schedule):
 
 @pytest.fixture(scope="module")
 def with_all(ranks):
-    """The losses and norms of two ranks with all their all-reduces, for a layout's items; each trained once."""
+    """The losses and norms of two ranks with all their all-reduces, for a layout's items; each
+    trained once."""
     return cache(lambda layout: ranks(train, 2, tiny_config(tied=True), dict(layout), 3)[0])
 
 
@@ -327,25 +230,25 @@ def train_without(what, config, layout, steps=3):
 def without(what):
     """Take one all-reduce out."""
     target, replacement = {
-        "copy": ("megazoo.parallel.collectives.enter_tensor_parallel", lambda x, ctx: x),
-        "reduce": ("megazoo.parallel.collectives.leave_tensor_parallel", lambda x, ctx: x),
+        "copy": ("megazoo.layers.linear.enter_tensor_parallel", lambda x, ctx: x),
+        "reduce": ("megazoo.layers.linear.leave_tensor_parallel", lambda x, ctx: x),
         "cross-entropy": (
-            "megazoo.layers.cross_entropy.collectives",
-            SimpleNamespace(all_reduce=mock.Mock()),
+            "megazoo.layers.fused_cross_entropy.all_reduce",
+            lambda *_, **__: None,
         ),
-        "copies over tp": ("megazoo.models.base.sum_over_copies", lambda *_: None),
+        "copies over tp": ("megazoo.engine.step.sum_over_copies", lambda *_: None),
         "sequence's gather": (
-            "megazoo.parallel.collectives.all_gather_sequence",
+            "megazoo.parallel.regions.all_gather_sequence",
             lambda x, group: torch.cat([x, x], dim=-2),
         ),
         "sequence's sum": (
-            "megazoo.parallel.collectives.reduce_scatter_sequence",
+            "megazoo.parallel.regions.reduce_scatter_sequence",
             lambda x, group: x.chunk(2, -2)[group.rank()].contiguous(),
         ),
-        "tied gradient": ("megazoo.models.base.sum_between_stages", lambda *_: None),
-        "norm": ("megazoo.optim.all_reduce", lambda *_: None),
-        "data parallel": ("megazoo.parallel.data_parallel.all_reduce", lambda *_, **__: None),
-        "loss and label count": ("megazoo.parallel.pipeline.all_reduce", lambda *_: None),
+        "tied gradient": ("megazoo.engine.step.sum_between_stages", lambda *_: None),
+        "norm": ("megazoo.optim.clip.all_reduce_over", lambda *_: None),
+        "data parallel": ("megazoo.parallel.buckets.all_reduce", lambda *_, **__: None),
+        "loss and label count": ("megazoo.engine.pipeline.all_reduce", lambda *_: None),
     }[what]
     return mock.patch(target, replacement)
 

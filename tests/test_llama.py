@@ -1,4 +1,5 @@
-"""LLaMA against transformers, with Hugging Face's weights copied in, and its training in every layout."""
+"""LLaMA against transformers, with Hugging Face's weights copied in, and its training in every
+layout."""
 
 import pytest
 import torch
@@ -15,29 +16,53 @@ from transformers import LlamaForCausalLM
 
 from megazoo.errors import UserError
 from megazoo.layers import Rotary
-from megazoo.models import config_from_hugging_face, find_config, parameter_count
+from megazoo.models.counts import parameter_count
 from megazoo.models.llama import Llama, LlamaConfig
+from megazoo.models.registry import config_from_hugging_face, find_config
 from megazoo.parallel import ParallelContext
 
-SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4, "ffn_size": 48}
+SIZES = {
+    "vocab_size": 61,
+    "max_positions": 32,
+    "hidden_size": 32,
+    "layers": 3,
+    "heads": 4,
+    "ffn_size": 48,
+}
 ROPE = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "llama3, of the model's context": {
-        "rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
-    "yarn, of the model's context": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    "yarn, of the model's context": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+    },
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "yarn, untruncated": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False,
-        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.2, "mscale_all_dim": 0.8,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.8,
     },
-}  # fmt: skip
+}
 VARIANTS = {
     "plain": {},
     "grouped queries": {"kv_heads": 2},
@@ -53,15 +78,25 @@ VARIANTS = {
 def hugging_face_model(config: LlamaConfig):
     torch.manual_seed(0)
     hf_config = HFConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.ffn_size,
-        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
         head_dim=config.head_size or config.hidden_size // config.heads,
         max_position_embeddings=config.max_positions,
-        rms_norm_eps=config.norm_epsilon, hidden_act=config.activation,
-        attention_bias=config.attention_bias, mlp_bias=config.mlp_bias,
+        rms_norm_eps=config.norm_epsilon,
+        hidden_act=config.activation,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
         tie_word_embeddings=config.tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})},
-    )  # fmt: skip
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            **(config.rope_scaling or {}),
+        },
+    )
     return randomized_(LlamaForCausalLM(hf_config))
 
 
@@ -86,7 +121,9 @@ def global_tensors(hf, config: LlamaConfig) -> dict:
             for kind in ("weight", "bias"):
                 names = [f"model.layers.{layer}.{name}.{kind}" for name in theirs]
                 if names[0] in state:
-                    tensors[f"layers.{layer}.{ours}.{kind}"] = torch.cat([state[name] for name in names])
+                    tensors[f"layers.{layer}.{ours}.{kind}"] = torch.cat(
+                        [state[name] for name in names]
+                    )
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -99,7 +136,9 @@ def cases():
         assert config_from_hugging_face(hf.config.to_dict()) == config
         inputs = inputs_for(32)  # past the original context, for llama3 and yarn
         if Llama.longest_sequence(config) > 32:
-            inputs |= {f"past the context, {kind}": arguments for kind, arguments in inputs_for(50).items()}
+            inputs |= {
+                f"past the context, {kind}": arguments for kind, arguments in inputs_for(50).items()
+            }
         made.append(transformers_case(name, config, hf, global_tensors(hf, config), inputs))
     return made
 
@@ -132,12 +171,28 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
         (2048, {"rope_type": "default"}, 2048),
         (4096, {"rope_type": "linear", "factor": 4.0}, 16_384),  # vicuna-7b-v1.5-16k
         (4096, {"rope_type": "dynamic", "factor": 2.0}, 8192),
-        (32_768, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),  # Qwen2.5
-        (40_960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),  # Qwen3
-        (65_536, {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}, 65_536),
+        # Qwen2.5
+        (
+            32_768,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            131_072,
+        ),
+        # Qwen3
+        (
+            40_960,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            131_072,
+        ),
+        (
+            65_536,
+            {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+            65_536,
+        ),
         (4096, {"rope_type": "yarn", "factor": 16.0}, 65_536),
-        (131_072, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),  # LLaMA 3.1
-        (131_072, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}, 262_144),  # LLaMA 3.2
+        # LLaMA 3.1
+        (131_072, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),
+        # LLaMA 3.2
+        (131_072, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}, 262_144),
         (8192, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 65_536),
         (8192, {**LLAMA3, "factor": 8.0}, 65_536),
     ],
@@ -150,16 +205,23 @@ def test_the_longest_sequence_is_what_the_scaling_allows(max_positions, scaling,
 @pytest.mark.parametrize(
     ("preset", "published"),  # from the papers' and model cards' shapes
     [
-        ("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320), ("llama-30b", 32_528_943_616),
-        ("llama-65b", 65_285_660_672), ("llama2-70b", 68_976_648_192), ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496), ("llama3.2-1b", 1_235_814_400),
+        ("llama-7b", 6_738_415_616),
+        ("llama-13b", 13_015_864_320),
+        ("llama-30b", 32_528_943_616),
+        ("llama-65b", 65_285_660_672),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.2-1b", 1_235_814_400),
     ],
-)  # fmt: skip
+)
 def test_presets_have_the_published_sizes(preset, published):
     assert parameter_count(find_config(preset)) == published
 
 
-@pytest.mark.parametrize(("preset", "tp", "pp"), [("llama-65b", 8, 8), ("llama3-70b", 8, 4), ("llama3-8b", 16, 2)])
+@pytest.mark.parametrize(
+    ("preset", "tp", "pp"), [("llama-65b", 8, 8), ("llama3-70b", 8, 4), ("llama3-8b", 16, 2)]
+)
 def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
     config, total = find_config(preset), 0
     for rank in range(tp * pp):
@@ -180,7 +242,11 @@ def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
             "tp 6 doesn't divide heads 32 and kv-heads 8: use tp 1, 2, 3, 4, 5, 8, 16 or 32",
         ),
         ({"kv_heads": 2}, 3, "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, 1, "rope_type 'longrope' is not supported: there are default"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            1,
+            "rope_type 'longrope' is not supported: there are default",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused(overrides, tp, message):

@@ -1,4 +1,4 @@
-"""Padding, positions and packed documents: they reach every stage, and tokens see what they should."""
+"""Padding, positions and packed documents: they reach every stage, and hide what they should."""
 
 import pytest
 import torch
@@ -37,14 +37,18 @@ def attentive(config, ctx):
 
 
 def loss_and_gradients(config, layout, only_first):
-    """With only_first, the other stages are given no more than they need: the last one its targets."""
+    """With only_first, other stages are given no more than they need: the last one its targets."""
     ctx = context(**layout)
     model = attentive(config, ctx)
     data, masks = batch_with_everything()
     if ctx.pp_rank and only_first:
         data, masks = {"targets": data["targets"]} if ctx.pp_rank == ctx.pp_size - 1 else {}, {}
     loss = model.train_batch(**data, **masks, num_microbatches=4)
-    return loss.item(), model.eval_batch(**data, **masks).item(), {e.name: e.parameter.grad for e in model.entries()}
+    return (
+        loss.item(),
+        model.eval_batch(**data, **masks).item(),
+        {e.name: e.parameter.grad for e in model.entries()},
+    )
 
 
 @pytest.mark.parametrize("layout", [dict(pp=4), dict(tp=2, pp=2, sp=True)], ids=layout_name)
@@ -101,7 +105,9 @@ def test_padding_carries_no_gradient():
 
 def test_bad_masks_and_positions_are_refused():
     model, ids = megazoo.from_config(tiny_config()), make_batch(0)[0]
-    with pytest.raises(UserError, match=r"attention_mask has the shape \[8, 15\], not the batch's \[8, 16\]"):
+    with pytest.raises(
+        UserError, match=r"attention_mask has the shape \[8, 15\], not the batch's \[8, 16\]"
+    ):
         model(ids, attention_mask=torch.ones(8, 15))
     with pytest.raises(UserError, match="position 16 is outside the model's 16 positions"):
         model(ids, position_ids=torch.full_like(ids, 16))

@@ -9,7 +9,9 @@ from helpers import PeakMemory, context, give_back_freed_memory, in_fresh_proces
 import megazoo
 from megazoo.models.llama import LlamaConfig
 
-CONFIG = LlamaConfig(vocab_size=61, max_positions=256, hidden_size=128, layers=8, heads=4, ffn_size=512)
+CONFIG = LlamaConfig(
+    vocab_size=61, max_positions=256, hidden_size=128, layers=8, heads=4, ffn_size=512
+)
 
 
 def peaks(schedule, virtual, counts):
@@ -32,7 +34,13 @@ def peaks(schedule, virtual, counts):
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
-    [("1f1b", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("1f1b", 2), ("zb-h1", 1), ("gpipe", 1)])],
+    [
+        ("1f1b", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("1f1b", 2), ("zb-h1", 1), ("gpipe", 1)]
+        ),
+    ],
 )
 def test_32_micro_batches_need_what_8_do(schedule, virtual):
     for few, many in in_fresh_processes(peaks, schedule, virtual, (8, 32), processes=2):

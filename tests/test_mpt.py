@@ -1,4 +1,5 @@
-"""MPT against transformers where that honours the field, else against a plain forward; its training in layouts."""
+"""MPT against transformers where that honours the field, else against a plain forward; its training
+in layouts."""
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from transformers import MptForCausalLM
 import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import alibi_slopes
-from megazoo.models import config_from_hugging_face, find_config, parameter_count
+from megazoo.models.counts import parameter_count
 from megazoo.models.mpt import MPT, MPTConfig
+from megazoo.models.registry import config_from_hugging_face, find_config
 from megazoo.parallel import ParallelContext
 
 SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4}
@@ -39,7 +41,12 @@ FOUNDRY = {
     "learned positions": {"alibi": False},
     "no positions": {"alibi": False, "learned_positions": False},
     "normalised queries and keys": {"qk_norm": True},
-    "normalised, grouped, clipped, biased": {"qk_norm": True, "kv_heads": 2, "clip_qkv": 1.0, "bias": True},
+    "normalised, grouped, clipped, biased": {
+        "qk_norm": True,
+        "kv_heads": 2,
+        "clip_qkv": 1.0,
+        "bias": True,
+    },
     "normalised, multi-query": {"qk_norm": True, "kv_heads": 1},
     "normalised, another epsilon": {"qk_norm": True, "kv_heads": 2, "norm_epsilon": 1e-2},
     "biases": {"bias": True},
@@ -52,21 +59,33 @@ def global_tensors(hf):
     """transformers' weights under our names."""
     names = {"transformer.wte": "embedding", "transformer.norm_f": "norm", "lm_head": "head"}
     parts = {
-        "norm_1": "attention_norm", "attn.Wqkv": "attention.qkv", "attn.out_proj": "attention.output",
-        "norm_2": "mlp_norm", "ffn.up_proj": "mlp.up", "ffn.down_proj": "mlp.down",
-    }  # fmt: skip
-    names |= {f"transformer.blocks.{i}.{k}": f"layers.{i}.{v}" for i in range(3) for k, v in parts.items()}
-    return {f"{names[name[:-7]]}.weight": tensor.clone() for name, tensor in hf.state_dict().items()}
+        "norm_1": "attention_norm",
+        "attn.Wqkv": "attention.qkv",
+        "attn.out_proj": "attention.output",
+        "norm_2": "mlp_norm",
+        "ffn.up_proj": "mlp.up",
+        "ffn.down_proj": "mlp.down",
+    }
+    names |= {
+        f"transformer.blocks.{i}.{k}": f"layers.{i}.{v}" for i in range(3) for k, v in parts.items()
+    }
+    return {
+        f"{names[name[:-7]]}.weight": tensor.clone() for name, tensor in hf.state_dict().items()
+    }
 
 
 def honoured_case(name):
     ours, theirs, attention = HONOURED[name]
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "max_seq_len": 32, "d_model": 32, "n_layers": 3, "n_heads": 4}
-    hf = randomized_(MptForCausalLM(HFConfig(**{**sizes, **theirs}, attn_config={"alibi": True, **attention})))
+    hf = randomized_(
+        MptForCausalLM(HFConfig(**{**sizes, **theirs}, attn_config={"alibi": True, **attention}))
+    )
     config = config_from_hugging_face(hf.config.to_dict())
     assert config == MPTConfig(**{**SIZES, **ours})
-    return transformers_case(name, config, hf, global_tensors(hf), inputs_for(32, position_ids=False))
+    return transformers_case(
+        name, config, hf, global_tensors(hf), inputs_for(32, position_ids=False)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,33 +110,48 @@ def plain_forward(weights, c: MPTConfig, input_ids, attention_mask=None, positio
         return F.linear(x, weights[f"{name}.weight"], get(f"{name}.bias"))
 
     def norm(x, name, epsilon=c.norm_epsilon):
-        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], get(f"{name}.bias"), epsilon)
+        return F.layer_norm(
+            x, x.shape[-1:], weights[f"{name}.weight"], get(f"{name}.bias"), epsilon
+        )
 
     place = torch.arange(input_ids.shape[1])
     hidden = place > place[:, None]
-    if attention_mask is not None:  # a token of padding sees itself, so that its softmax has a value
+    # a token of padding sees itself, so that its softmax has a value
+    if attention_mask is not None:
         hidden = (hidden | (attention_mask[:, None] == 0)) & (place != place[:, None])
     x = weights["embedding.weight"][input_ids]
     if c.learned_positions and not c.alibi:
-        x = x + weights["position_embedding.weight"][place if position_ids is None else position_ids]
+        x = (
+            x
+            + weights["position_embedding.weight"][place if position_ids is None else position_ids]
+        )
     for i in range(c.layers):
         qkv = linear(norm(x, f"layers.{i}.attention_norm"), f"layers.{i}.attention.qkv")
         if c.clip_qkv:
             qkv = qkv.clamp(-c.clip_qkv, c.clip_qkv)
         q, k, v = qkv.split([c.hidden_size, kv_size, kv_size], dim=-1)
-        if c.qk_norm:  # llm-foundry's blocks keep norm_eps from them: the attention's own default counts
-            q, k = norm(q, f"layers.{i}.attention.q_norm", 1e-5), norm(k, f"layers.{i}.attention.k_norm", 1e-5)
+        # llm-foundry's blocks keep norm_eps from them: the attention's own default counts
+        if c.qk_norm:
+            q, k = (
+                norm(q, f"layers.{i}.attention.q_norm", 1e-5),
+                norm(k, f"layers.{i}.attention.k_norm", 1e-5),
+            )
         heads = []
         for h in range(c.heads):
             kv = h * c.kv_heads // c.heads
             mine, theirs = slice(h * size, (h + 1) * size), slice(kv * size, (kv + 1) * size)
             scores = q[..., mine] @ k[..., theirs].mT * size**-0.5
             if c.alibi:
-                scores = scores + 2.0 ** (-(h + 1) * c.alibi_bias_max / c.heads) * (place - place[:, None])
+                scores = scores + 2.0 ** (-(h + 1) * c.alibi_bias_max / c.heads) * (
+                    place - place[:, None]
+                )
             scores = scores.masked_fill(hidden, -torch.inf)
             heads.append(scores.softmax(-1) @ v[..., theirs])
         x = x + linear(torch.cat(heads, -1), f"layers.{i}.attention.output")
-        x = x + linear(F.gelu(linear(norm(x, f"layers.{i}.mlp_norm"), f"layers.{i}.mlp.up")), f"layers.{i}.mlp.down")
+        x = x + linear(
+            F.gelu(linear(norm(x, f"layers.{i}.mlp_norm"), f"layers.{i}.mlp.up")),
+            f"layers.{i}.mlp.down",
+        )
     return norm(x, "norm") @ weights["embedding.weight"].T * (c.logit_scale or 1.0)
 
 
@@ -128,10 +162,14 @@ def foundry_case(name):
     weights = {entry.name: entry.parameter.detach().clone() for entry in model.entries()}
     inputs, expected = inputs_for(32, position_ids=not config.alibi), {}
     for kind, arguments in inputs.items():
-        logits = plain_forward(weights, config, **{k: v for k, v in arguments.items() if k != "labels"})
+        logits = plain_forward(
+            weights, config, **{k: v for k, v in arguments.items() if k != "labels"}
+        )
         loss = None
         if "labels" in arguments:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), arguments["labels"][:, 1:].flatten())
+            loss = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1), arguments["labels"][:, 1:].flatten()
+            )
         expected[kind] = loss, logits
     return Case(name, config, weights, inputs, expected)
 
@@ -143,9 +181,13 @@ def test_slopes():
 
 
 def test_presets_have_the_published_sizes():
-    # mpt-7b as its checkpoint counts; mpt-30b by hand: 12 L D^2 for the layers, 2 L + 1 norms, the vocabulary.
+    # mpt-7b as its checkpoint counts; mpt-30b by hand: 12 L D^2 for the layers, 2 L + 1 norms, the
+    # vocabulary.
     assert parameter_count(find_config("mpt-7b")) == 6_649_286_656
-    assert parameter_count(find_config("mpt-30b")) == 12 * 48 * 7168**2 + (2 * 48 + 1) * 7168 + 50432 * 7168
+    assert (
+        parameter_count(find_config("mpt-30b"))
+        == 12 * 48 * 7168**2 + (2 * 48 + 1) * 7168 + 50432 * 7168
+    )
 
 
 def test_every_rank_of_mpt_30b_adds_up_to_the_whole_model():

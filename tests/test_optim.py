@@ -10,7 +10,9 @@ from helpers import make_batch, randomize, tiny_config
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.optim import AdamW, learning_rate, square_sum
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.clip import square_sum
+from megazoo.optim.learning_rate import learning_rate
 
 
 def test_steps_equal_torchs_adamw_with_clipping():
@@ -71,13 +73,24 @@ RATE = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "steps": 110}
 @pytest.mark.parametrize(
     ("schedule", "step", "rate"),
     [
-        ("cosine", 1, 0.1), ("cosine", 10, 1.0), ("cosine", 60, 0.55), ("cosine", 110, 0.1), ("cosine", 200, 0.1),
+        ("cosine", 1, 0.1),
+        ("cosine", 10, 1.0),
         ("cosine", 35, 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2),
-        ("linear", 5, 0.5), ("linear", 60, 0.55), ("linear", 110, 0.1),
-        ("constant", 110, 1.0), ("constant", 3, 0.3),
-        ("cosine", 10_000, 0.1), ("linear", 111, 0.1), ("wsd", 88, 1.0), ("wsd", 99, 0.55), ("wsd", 110, 0.1),
+        ("cosine", 60, 0.55),
+        ("cosine", 110, 0.1),
+        ("cosine", 200, 0.1),
+        ("cosine", 10_000, 0.1),
+        ("linear", 5, 0.5),
+        ("linear", 60, 0.55),
+        ("linear", 110, 0.1),
+        ("linear", 111, 0.1),
+        ("constant", 3, 0.3),
+        ("constant", 110, 1.0),
+        ("wsd", 88, 1.0),
+        ("wsd", 99, 0.55),
+        ("wsd", 110, 0.1),
     ],
-)  # fmt: skip
+)
 def test_learning_rate_schedules(schedule, step, rate):
     assert learning_rate(step, schedule=schedule, **RATE) == pytest.approx(rate)
 

@@ -1,4 +1,5 @@
-"""The order of samples: a permutation an epoch, weights met, and the same sequence in every layout and after a stop."""
+"""The order of samples: a permutation an epoch, weights met, and the same sequence in every layout
+and after a stop."""
 
 from collections import Counter
 from itertools import permutations
@@ -20,7 +21,9 @@ def test_shuffled_is_a_permutation_and_each_seed_has_its_own(count):
         assert np.array_equal(np.sort(order), np.arange(count))
     assert count < 16 or not any(np.array_equal(orders[0], other) for other in orders[1:])
     places = np.random.default_rng(0).integers(count, size=7)
-    assert np.array_equal(shuffled(places, count, 1), orders[1][places]), "it depends on what else is asked for"
+    assert np.array_equal(shuffled(places, count, 1), orders[1][places]), (
+        "it depends on what else is asked for"
+    )
 
 
 @pytest.mark.parametrize("count", [3, 4, 5])
@@ -40,9 +43,13 @@ def test_neighbours_are_not_neighbours_after():
 
 
 WEIGHTS = {
-    "one": [1], "even": [1, 1, 1], "two": [0.7, 0.3], "three": [0.6, 0.3, 0.1], "small": [1, 1e-3, 1e-3],
+    "one": [1],
+    "even": [1, 1, 1],
+    "two": [0.7, 0.3],
+    "three": [0.6, 0.3, 0.1],
+    "small": [1, 1e-3, 1e-3],
     "many": np.random.default_rng(0).random(20) ** 3 + 1e-4,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -52,7 +59,9 @@ def test_weights_are_met_at_every_moment(name):
     wanted = weights / weights.sum()
     for source, weight in enumerate(wanted):
         seen = np.cumsum(sources == source)
-        assert np.array_equal(numbers[sources == source], np.arange(seen[-1])), "in order, none left out"
+        assert np.array_equal(numbers[sources == source], np.arange(seen[-1])), (
+            "in order, none left out"
+        )
         assert abs(seen - weight * np.arange(1, 30_001)).max() < 2
         for first in (0, 5_000, 12_345, 20_000):
             assert abs((sources[first : first + 10_000] == source).mean() - weight) < 1e-3
@@ -84,7 +93,9 @@ def test_an_epoch_sees_every_sample_and_the_next_is_shuffled_anew():
     epochs = [[index for _, index in blend.places(50 * epoch, 50)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [index for _, index in blend.places(45, 10)] == epochs[0][45:] + epochs[1][:5], "across an epoch's end"
+    assert [index for _, index in blend.places(45, 10)] == epochs[0][45:] + epochs[1][:5], (
+        "across an epoch's end"
+    )
     assert epochs[0] != [index for _, index in Blend([range(50)], seed=2).places(0, 50)]
     assert [index for _, index in Blend([range(50)]).places(45, 10)] == [*range(45, 50), *range(5)]
 
@@ -106,19 +117,26 @@ def test_three_epochs_are_the_same_for_every_dp_and_after_a_resume_at_another(dp
         return Blend(datasets, [0.7, 0.3], seed=5)
 
     one = Batches(blend(), rows, ParallelContext())
-    replicas = [Batches(blend(), rows, ParallelContext.virtual(dp=dp, rank=rank)) for rank in range(dp)]
+    replicas = [
+        Batches(blend(), rows, ParallelContext.virtual(dp=dp, rank=rank)) for rank in range(dp)
+    ]
     later = [Batches(blend(), rows, ParallelContext.virtual(dp=8, rank=rank)) for rank in range(8)]
     total = -(-10 * max(map(len, datasets)) // rows) * rows  # three epochs of each at least
     seen = []
     for consumed in range(0, total, rows):
-        now = replicas if consumed < total // 2 else later  # stopped, and gone on with in another layout
+        # stopped, and gone on with in another layout
+        now = replicas if consumed < total // 2 else later
         parts = [batches(consumed) for batches in now]
-        batch = {name: torch.cat([part[name] for part in parts]) for name in ("input_ids", "targets")}
+        batch = {
+            name: torch.cat([part[name] for part in parts]) for name in ("input_ids", "targets")
+        }
         assert all(torch.equal(batch[name], tensor) for name, tensor in one(consumed).items())
         assert torch.equal(batch["input_ids"][:, 1:], batch["targets"][:, :-1])
         seen += [
             (*ids, last)
-            for ids, last in zip(batch["input_ids"].tolist(), batch["targets"][:, -1].tolist(), strict=True)
+            for ids, last in zip(
+                batch["input_ids"].tolist(), batch["targets"][:, -1].tolist(), strict=True
+            )
         ]
     for source, (stream, dataset) in enumerate(zip(streams, datasets, strict=True)):
         mine = [sample for sample in seen if sample[0] // 100_000 == source]
@@ -127,6 +145,8 @@ def test_three_epochs_are_the_same_for_every_dp_and_after_a_resume_at_another(dp
         for epoch in epochs:
             predicted = sorted(token for sample in epoch for token in sample[1:])
             tail = (len(stream) - 1) % length  # what no sample has
-            assert predicted == stream[1 : len(stream) - tail].tolist(), "each token once, apart from the tail"
+            assert predicted == stream[1 : len(stream) - tail].tolist(), (
+                "each token once, apart from the tail"
+            )
         assert epochs[0] != epochs[1] != epochs[2]
         assert sum(documents[source], ()) == tuple(stream)

@@ -8,8 +8,8 @@ from helpers import MODELS, context, layout_name, make_batch, randomize, run_in_
 from transformers.modeling_outputs import CausalLMOutput
 
 import megazoo
+from megazoo.engine.microbatch import Output
 from megazoo.errors import UserError
-from megazoo.parallel.pipeline import Output
 
 LOSS, LOGITS = torch.tensor(2.0), torch.ones(1, 1, 1)
 FIELDS = [{}, {"loss": LOSS}, {"logits": LOGITS}, {"loss": LOSS, "logits": LOGITS}]
@@ -47,7 +47,9 @@ def test_a_loop_over_it_is_told_of_microbatches():
 
 def forward(num_labels, layout):
     model = randomize(
-        megazoo.from_config(tiny_config(num_labels=num_labels, pad_token_id=0), context(**layout), seed=3)
+        megazoo.from_config(
+            tiny_config(num_labels=num_labels, pad_token_id=0), context(**layout), seed=3
+        )
     )
     ids = make_batch(0)[0]
     labels = ids[:, 0] % num_labels if num_labels else ids
@@ -85,7 +87,9 @@ def test_logits_beside_the_loss_are_those_that_the_loss_keeps():
     out.loss.backward()
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    F.cross_entropy(model(ids, labels=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    F.cross_entropy(
+        model(ids, labels=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    ).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, before[name], atol=1e-7, rtol=1e-5)
 
@@ -110,8 +114,12 @@ def backward_through_a_pipeline(layout):
 @pytest.mark.parametrize("layout", [dict(pp=2), dict(tp=2, pp=2)], ids=layout_name)
 def test_backward_through_a_pipeline_is_refused_on_every_rank(ranks, layout):
     expected = backward_through_a_pipeline({})[1][0]
-    for told, numbers, graphless, untouched in run_in_layout(ranks, backward_through_a_pipeline, layout):
-        assert "call model.train_batch(...), or in a loop of your own model.microbatches(...)" in told
+    for told, numbers, graphless, untouched in run_in_layout(
+        ranks, backward_through_a_pipeline, layout
+    ):
+        assert (
+            "call model.train_batch(...), or in a loop of your own model.microbatches(...)" in told
+        )
         assert numbers == pytest.approx([expected] * 3, abs=1e-5)
         assert all([graphless, *untouched])
 

@@ -7,13 +7,14 @@ from helpers import context
 from torch import nn
 
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megazoo.parallel.shard import ShardedModule
+from megazoo.parallel.module import ShardedModule
 
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("output", "down")
 
 
 class Block(nn.Module):
-    """Knows nothing of parallelism, but for one thing: how many heads there are follows from its queries."""
+    """Knows nothing of parallelism, but for one thing: how many heads there are follows from its
+    queries."""
 
     def __init__(self, size=32, head=8):
         super().__init__()
@@ -24,7 +25,9 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.norm(x)
-        q, k, v = (part(y).unflatten(-1, (-1, self.head)) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(y).unflatten(-1, (-1, self.head)) for part in (self.query, self.key, self.value)
+        )
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.output(y.transpose(1, 2).flatten(2))
@@ -34,7 +37,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, vocab=64, size=32, layers=2):
         super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(vocab, size), nn.LayerNorm(size), nn.Linear(size, vocab)
+        self.embedding = nn.Embedding(vocab, size)
+        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, vocab)
         self.blocks = nn.ModuleList(Block(size) for _ in range(layers))
 
     def forward(self, ids):
@@ -56,7 +60,10 @@ def parallelized(model, ctx):
                 new = RowParallelLinear(child.in_features, child.out_features, ctx=ctx)
             else:
                 new = ColumnParallelLinear(
-                    child.in_features, child.out_features, gather_output=name not in COLUMNS, ctx=ctx
+                    child.in_features,
+                    child.out_features,
+                    gather_output=name not in COLUMNS,
+                    ctx=ctx,
                 )
             for key, parameter in child.named_parameters():
                 for piece in new.specs[key].pieces(ctx.tp_size, ctx.tp_rank):
@@ -67,7 +74,8 @@ def parallelized(model, ctx):
 
 
 def trained(layout=None):
-    """Losses of three steps, and the gradients of the first as pieces of whole tensors: {name: [(box, piece)]}."""
+    """Losses of three steps, and the gradients of the first as pieces of whole tensors: {name:
+    [(box, piece)]}."""
     torch.manual_seed(0)
     model, gradients = Transformer(), {}
     ctx = context(**layout) if layout else None
@@ -82,12 +90,16 @@ def trained(layout=None):
         if step == 0:
             for prefix, module in model.named_modules():
                 for name, parameter in module.named_parameters(prefix, recurse=False):
-                    spec = module.specs[name.rpartition(".")[2]] if isinstance(module, ShardedModule) else None
-                    if spec:
+                    if isinstance(module, ShardedModule):
+                        spec = module.specs[name.rpartition(".")[2]]
                         pieces = spec.pieces(ctx.tp_size, ctx.tp_rank)
-                        gradients[name] = [(p.box, parameter.grad[p.index()].clone()) for p in pieces]
+                        gradients[name] = [
+                            (p.box, parameter.grad[p.index()].clone()) for p in pieces
+                        ]
                     else:
-                        gradients[name] = [(tuple((0, n) for n in parameter.shape), parameter.grad.clone())]
+                        gradients[name] = [
+                            (tuple((0, n) for n in parameter.shape), parameter.grad.clone())
+                        ]
         optimizer.step()
         losses.append(loss.item())
     return losses, gradients

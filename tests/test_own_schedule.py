@@ -1,4 +1,5 @@
-"""A schedule of a user's own, with backward in two parts, from an --import file: all programs take it."""
+"""A schedule of a user's own, with backward in two parts, from an --import file: all programs take
+it."""
 
 import subprocess
 from pathlib import Path
@@ -20,14 +21,24 @@ def late(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
 
 SCHEDULES["late"] = late
 """
-TRAIN = "--hidden-size 32 --layers 4 --heads 2 --mock-data --steps 3 --seq-length 16 --pp 2 --global-batch-size 8"
-TRAIN += " --micro-batch-size 2 --log-interval 1 --eval-steps 0"
+TRAIN = (
+    "--hidden-size 32 --layers 4 --heads 2 --mock-data --steps 3 --seq-length 16 --pp 2 "
+    "--global-batch-size 8 --micro-batch-size 2 --log-interval 1 --eval-steps 0"
+)
 USES = {
     "trains": ("pretrain_gpt.py", TRAIN, "trained steps 1 to 3"),
     "trains, interleaved": ("pretrain_gpt.py", TRAIN + " --virtual-pp 2", "trained steps 1 to 3"),
     "is drawn": ("tools/plot_schedule.py", "--pp 4 --output late.svg", "drew late.svg"),
-    "is planned": ("tools/plan.py", "--preset gpt2-tiny --pp 2 --global-batch-size 4 --micro-batch-size 1", "bubble"),
-    "is checked": ("tools/check_parallel.py", "--model gpt2 --shrink --layouts pp2+late --steps 2", "pass"),
+    "is planned": (
+        "tools/plan.py",
+        "--preset gpt2-tiny --pp 2 --global-batch-size 4 --micro-batch-size 1",
+        "bubble",
+    ),
+    "is checked": (
+        "tools/check_parallel.py",
+        "--model gpt2 --shrink --layouts pp2+late --steps 2",
+        "pass",
+    ),
 }
 
 
@@ -48,6 +59,8 @@ def test_its_losses_are_those_of_1f1b(tmp_path):
     for how in (["--import", "late.py", "--schedule", "late"], []):
         command = [python(), str(ROOT / "pretrain_gpt.py"), *how, *TRAIN.split()]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        lines.append([line.split("  lr")[0] for line in done.stdout.splitlines() if "grad norm" in line])
+        lines.append(
+            [line.split("  lr")[0] for line in done.stdout.splitlines() if "grad norm" in line]
+        )
     assert lines[0] == lines[1]
     assert len(lines[0]) == 3

@@ -1,24 +1,27 @@
-"""bfloat16 and float16: low-precision weights and activations over fp32 masters, gradients and moments."""
+"""bfloat16 and float16: low-precision weights and activations over fp32 masters, gradients and
+moments."""
 
 import json
 
 import pytest
 import torch
 from helpers import context, make_batch, replica_rows, tiny_config
-from test_checkpoint import run_steps
+from helpers_checkpoint import run_steps
 
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.parallel import linear
-from megazoo.precision import LossScale
+from megazoo.layers import fused
+from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.cpu import products
 
 
 def test_gradients_accumulate_in_fp32_and_follow_fp32():
     grads = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model = megazoo.from_config(tiny_config(), seed=3, dtype=dtype)
-        megazoo.optim.AdamW(model)  # makes float16's loss scale, which must not show in the gradients
+        # makes float16's loss scale, which must not show in the gradients
+        megazoo.optim.AdamW(model)
         ids, targets = make_batch(0)
         model.train_batch(ids, targets=targets, num_microbatches=8)
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
@@ -29,7 +32,8 @@ def test_gradients_accumulate_in_fp32_and_follow_fp32():
 
 
 def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
-    """Exact products, whose sums are rounded to bfloat16 once, and for a weight's gradient in fp32 not at all."""
+    """Exact products, whose sums are rounded to bfloat16 once, and for a weight's gradient in fp32
+    not at all."""
     torch.manual_seed(0)
     x = torch.randn(2, 65, 48).bfloat16().requires_grad_()
     weight = torch.nn.Parameter(torch.randn(32, 48).bfloat16())
@@ -39,19 +43,22 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
     expected = (wide_x @ wide_weight.t() + bias.double()).detach(), wide_grad @ wide_weight
     weight_grad = (wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)).float()
     for has_units, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(linear, "_has_bfloat16_units", lambda answer=has_units: answer)
+        monkeypatch.setattr(products, "_has_bfloat16_units", lambda answer=has_units: answer)
         x.grad = weight.grad = bias.grad = None
-        assert linear.product_dtype(x) == dtype
-        y = linear.linear(x, weight, bias)
+        assert products.product_dtype(x) == dtype
+        y = fused.linear(x, weight, bias)
         y.backward(grad)
         assert y.dtype == x.grad.dtype == torch.bfloat16
         for ours, theirs in zip((y, x.grad), expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=2**-8)
         exact = torch.allclose(weight.grad, weight_grad, rtol=1e-5, atol=1e-5)
         assert exact == (not has_units)
-        torch.testing.assert_close(bias.grad.double(), wide_grad.sum((0, 1)), rtol=2**-7, atol=2**-7)
-    monkeypatch.setattr(linear, "_has_bfloat16_units", lambda: False)
-    assert linear.product_dtype(x[:, :4]) == torch.bfloat16  # a few tokens: the weights would take longer to widen
+        torch.testing.assert_close(
+            bias.grad.double(), wide_grad.sum((0, 1)), rtol=2**-7, atol=2**-7
+        )
+    monkeypatch.setattr(products, "_has_bfloat16_units", lambda: False)
+    # a few tokens: the weights would take longer to widen
+    assert products.product_dtype(x[:, :4]) == torch.bfloat16
 
 
 def test_masters_add_up_steps_that_bfloat16_would_lose():
@@ -62,7 +69,8 @@ def test_masters_add_up_steps_that_bfloat16_would_lose():
     for step in range(200):
         model.train_batch(ids, targets=targets)
         optimizer.step()
-        if step == 0:  # the weights are ones, and bfloat16's neighbours of 1 are 0.004 and 0.008 away
+        # the weights are ones, and bfloat16's neighbours of 1 are 0.004 and 0.008 away
+        if step == 0:
             assert weight.eq(1).all()
             assert master.ne(1).all()
     assert weight.ne(1).any()
@@ -90,7 +98,8 @@ def test_the_loss_scale_grows_and_backs_off():
     for overflow in (False, False, True, False, False, False, True, True, True, True):
         scale.update(overflow)
         values.append(scale.value)
-    assert values == [16, 16, 16, 16, 16, 32, 32, 16, 8, 4]  # one overflow is forgiven, until it has grown again
+    # one overflow is forgiven, until it has grown again
+    assert values == [16, 16, 16, 16, 16, 32, 32, 16, 8, 4]
     for _ in range(9):
         scale.update(overflow=True)
     assert scale.value == 1
@@ -105,13 +114,19 @@ def overflow_on_one_rank(config, layout, rank, name):
     for step in range(3):
         hook = None
         if step == 1 and ctx.rank == rank:
-            hook = dict(model.named_parameters())[name].register_hook(lambda gradient: gradient * torch.inf)
+            hook = dict(model.named_parameters())[name].register_hook(
+                lambda gradient: gradient * torch.inf
+            )
         before = [parameter.clone() for parameter in model.parameters()]
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
         model.train_batch(ids, targets=targets, num_microbatches=2)
         norm = optimizer.step().item()
-        changed = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        history.append((optimizer.skipped, norm, changed, optimizer.loss_scale.value, int(optimizer.steps)))
+        changed = any(
+            not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+        )
+        history.append(
+            (optimizer.skipped, norm, changed, optimizer.loss_scale.value, int(optimizer.steps))
+        )
         if hook:
             hook.remove()
     return history
@@ -136,7 +151,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, layout, rank, name
 
 
 def test_weights_load_into_another_dtype(tmp_path):
-    """From bfloat16 into fp32 come the masters; from fp32 into bfloat16 the masters are the weights."""
+    """From bfloat16 into fp32 come the masters; from fp32 into bfloat16 the masters are the
+    weights."""
     for saved, other in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         model = megazoo.from_config(tiny_config(), dtype=saved)
         optimizer = megazoo.optim.AdamW(model)
@@ -149,7 +165,9 @@ def test_weights_load_into_another_dtype(tmp_path):
         load(Checkpoint(tmp_path / str(saved)), into, theirs)
         for entry in model.entries():
             exact = optimizer.state[entry.name].get("master", entry.parameter.view(-1))
-            loaded = theirs.state[entry.name].get("master", dict(into.named_parameters())[entry.name].view(-1))
+            loaded = theirs.state[entry.name].get(
+                "master", dict(into.named_parameters())[entry.name].view(-1)
+            )
             assert torch.equal(loaded, exact)
 
 
@@ -160,7 +178,10 @@ def curve(dtype, file, job):
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()]
 
 
-SIXTY_STEPS = "--hidden-size 64 --layers 2 --seq-length 32 --global-batch-size 16 --steps 60 --initial-loss-scale 1024"
+SIXTY_STEPS = (
+    "--hidden-size 64 --layers 2 --seq-length 32 --global-batch-size 16 --steps 60 "
+    "--initial-loss-scale 1024"
+)
 SIXTY_STEPS += " --lr 2e-3"
 
 
@@ -171,7 +192,8 @@ def fp32_curve(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_training_follows_fp32(fp32_curve, tmp_path, dtype):
-    """Over sixty steps of real text the losses agree within 2 %, at a rate at which fp32 itself has no spikes."""
+    """Over sixty steps of real text the losses agree within 2 %, at a rate at which fp32 itself has
+    no spikes."""
     expected, ours = fp32_curve, curve(dtype, tmp_path / dtype, SIXTY_STEPS)
     assert max(abs(b / a - 1) for a, b in zip(expected, ours, strict=True)) < 0.02
     assert ours[-1] < 3.6
@@ -182,7 +204,8 @@ def test_training_follows_fp32(fp32_curve, tmp_path, dtype):
 def test_the_default_job_at_tp2_pp2_follows_fp32_over_200_steps(ranks, tmp_path):
     job = "--tp 2 --pp 2 --steps 200 --lr-decay-steps 400"
     expected, *others = (
-        ranks(curve, 4, kind, tmp_path / kind, job, timeout=900)[0] for kind in ("float32", "bfloat16", "float16")
+        ranks(curve, 4, kind, tmp_path / kind, job, timeout=900)[0]
+        for kind in ("float32", "bfloat16", "float16")
     )
     for ours in others:
         assert max(abs(b / a - 1) for a, b in zip(expected, ours, strict=True)) < 0.02

@@ -58,7 +58,14 @@ def saved_bytes(config, recompute):
 
 @pytest.mark.parametrize("config", [GPT2Config, LlamaConfig, MPTConfig])
 def test_saved_tensors_shrink(config):
-    sizes = {"vocab_size": 61, "max_positions": 64, "hidden_size": 64, "layers": 12, "heads": 4, "ffn_size": 256}
+    sizes = {
+        "vocab_size": 61,
+        "max_positions": 64,
+        "hidden_size": 64,
+        "layers": 12,
+        "heads": 4,
+        "ffn_size": 256,
+    }
     rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
     config = config(**sizes, **(rates if config is GPT2Config else {}))
     none, selective, full = (saved_bytes(config, (mode,)) for mode in ("none", "selective", "full"))
@@ -70,7 +77,9 @@ def test_saved_tensors_shrink(config):
 def peak_of_training(mode) -> int:
     """Bytes above the level before the step."""
     give_back_freed_memory()
-    sizes = dict(vocab_size=61, max_positions=256, hidden_size=128, layers=12, heads=4, ffn_size=512)
+    sizes = dict(
+        vocab_size=61, max_positions=256, hidden_size=128, layers=12, heads=4, ffn_size=512
+    )
     model = megazoo.from_config(LlamaConfig(**sizes)).recompute(mode)
     ids = torch.randint(0, 61, (8, 256))
     model.train_batch(ids[:1], labels=ids[:1])  # the gradients' memory
@@ -81,11 +90,15 @@ def peak_of_training(mode) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_the_peak_of_resident_memory_falls():
-    none, selective, full = (in_fresh_processes(peak_of_training, mode)[0] for mode in ("none", "selective", "full"))
+    none, selective, full = (
+        in_fresh_processes(peak_of_training, mode)[0] for mode in ("none", "selective", "full")
+    )
     assert full < 0.5 * none
     assert full < selective < none
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(UserError, match="unknown recompute 'some': there are none, selective, full"):
+    with pytest.raises(
+        UserError, match="unknown recompute 'some': there are none, selective, full"
+    ):
         megazoo.from_config("gpt2").recompute("some")

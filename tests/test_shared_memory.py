@@ -1,5 +1,5 @@
-"""Through shared memory, all-reduces, all-gathers and reduce-scatters give what gloo gives, sums in the order of the
-ranks, and messages come as they were sent; no one waits for who will not come."""
+"""Through shared memory, all-reduces, all-gathers and reduce-scatters give what gloo gives, sums in
+the order of the ranks, and messages come as they were sent; no one waits for who will not come."""
 
 import mmap
 import os
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from helpers import context
 
-from megazoo.parallel import collectives, shared_memory
-from megazoo.parallel.shared_memory import SLOT_BYTES, Mailboxes, Reducer, shared_by
+from megazoo.parallel import collectives, p2p
+from megazoo.parallel.cpu import shared_memory
+from megazoo.parallel.cpu.shared_memory import SLOT_BYTES, Mailboxes, Reducer, shared_by
 
 pytestmark = pytest.mark.skipif(shared_memory._host() is None, reason="the host can't share memory")
 
@@ -39,7 +40,9 @@ def reduced(size, shape, dtype, op):
     return ours, theirs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("shape", [(), (1,), (7, 33), (SLOT_BYTES // 4 + 5,), (0,)], ids=str)
 def test_two_ranks_get_what_gloo_gives_to_the_bit(ranks, shape, dtype):
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
@@ -57,13 +60,14 @@ def test_more_ranks_add_in_their_order(ranks):
 
 
 def multiples(part, count):
-    """The part once, twice, ..., one after the other along dimension -2: each rank is to get another one."""
+    """The part once, twice, ..., one after the other along dimension -2: each rank is to get
+    another one."""
     return torch.cat([part * (number + 1) for number in range(count)], dim=-2)
 
 
 def gathered_and_scattered(size, shape, dtype):
-    """Of a tensor of this shape and a value that is this rank's: gathered and scattered along dimension -2, and along
-    the last one in uneven parts. By shared memory, and by gloo."""
+    """Of a tensor of this shape and a value that is this rank's: gathered and scattered along
+    dimension -2, and along the last one in uneven parts. By shared memory, and by gloo."""
     ctx = context(tp=size)
     mine, results = parts_of(shape, dtype, size)[ctx.tp_rank], []
     assert shared_by(ctx.tp_group, Reducer)
@@ -75,14 +79,20 @@ def gathered_and_scattered(size, shape, dtype):
                 [
                     collectives.all_gather_sequence(mine, ctx.tp_group),
                     collectives.reduce_scatter_sequence(multiples(mine, size), ctx.tp_group),
-                    collectives.all_gather_last_dim(mine[..., : sizes[ctx.tp_rank]], ctx.tp_group, sizes),
+                    collectives.all_gather_last_dim(
+                        mine[..., : sizes[ctx.tp_rank]], ctx.tp_group, sizes
+                    ),
                 ]
             )
     return results
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5, 7), (2, SLOT_BYTES // 8 + 3, 2), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 5, 7), (2, SLOT_BYTES // 8 + 3, 2), (3, 0, 4)], ids=str
+)
 def test_two_ranks_gather_and_scatter_as_by_gloo_to_the_bit(ranks, shape, dtype):
     parts = parts_of(shape, dtype, 2)
     for rank, (ours, theirs) in enumerate(ranks(gathered_and_scattered, 2, 2, shape, dtype)):
@@ -96,7 +106,9 @@ def test_two_ranks_gather_and_scatter_as_by_gloo_to_the_bit(ranks, shape, dtype)
 def test_more_ranks_gather_and_scatter_in_their_order(ranks):
     parts = parts_of((2, 4, 3), torch.float32, 4)
     total = sum(multiples(part, 4) for part in parts)
-    for rank, (ours, theirs) in enumerate(ranks(gathered_and_scattered, 4, 4, (2, 4, 3), torch.float32)):
+    for rank, (ours, theirs) in enumerate(
+        ranks(gathered_and_scattered, 4, 4, (2, 4, 3), torch.float32)
+    ):
         assert torch.equal(ours[0], torch.cat(parts, dim=-2))
         assert torch.equal(ours[1], total.chunk(4, dim=-2)[rank])
         torch.testing.assert_close(ours[1], theirs[1])
@@ -113,7 +125,9 @@ def many(size, rounds):
             time.sleep(late.random() * 3e-3)
         total = torch.full((length,), float(number + ctx.tp_rank))
         collectives.all_reduce(total, ctx.tp_group)
-        wrong += not torch.equal(total, torch.full((length,), number * size + size * (size - 1) / 2))
+        wrong += not torch.equal(
+            total, torch.full((length,), number * size + size * (size - 1) / 2)
+        )
     return wrong
 
 
@@ -152,7 +166,15 @@ def test_ranks_that_may_make_no_memory_use_gloo(ranks, call):
     assert ranks(refused, 2, 2, call) == [(True, [2.0] * 3)] * 2
 
 
-SHAPES = [(), (0,), (1,), (7, 33), (2, SLOT_BYTES // 8), (SLOT_BYTES // 4 + 1,), (3, SLOT_BYTES // 8)]
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (7, 33),
+    (2, SLOT_BYTES // 8),
+    (SLOT_BYTES // 4 + 1,),
+    (3, SLOT_BYTES // 8),
+]
 
 
 def message(source, target, number, shape, dtype):
@@ -161,17 +183,22 @@ def message(source, target, number, shape, dtype):
 
 
 def talk(size, rounds):
-    """Rounds in which each rank, late at random, sends a tensor to each other, and takes two of each at a time, the
-    younger first; returns how many were wrong, and how many works of sends there were."""
+    """Rounds in which each rank, late at random, sends a tensor to each other, and takes two of
+    each at a time, the younger first; returns how many were wrong, and how many works of sends
+    there were."""
     ctx, chance, wrong, awaited, works = context(pp=size), random.Random(0), 0, [], []
     late, peers = random.Random(ctx.pp_rank), [rank for rank in range(size) if rank != ctx.pp_rank]
     for number in range(rounds):
-        what = number, chance.choice(SHAPES), chance.choice((torch.float32, torch.bfloat16, torch.int64))
+        what = (
+            number,
+            chance.choice(SHAPES),
+            chance.choice((torch.float32, torch.bfloat16, torch.int64)),
+        )
         buffers = [(torch.empty(what[1], dtype=what[2]), peer) for peer in peers]
         sent = [(message(ctx.pp_rank, peer, *what), peer) for peer in peers]
         if late.random() < 0.2:
             time.sleep(late.random() * 3e-3)
-        coming, going = collectives.exchange_with_stages(buffers, sent, ctx)
+        coming, going = p2p.exchange_with_stages(buffers, sent, ctx)
         works.append((going, sent))
         awaited += [(what, *each) for each in zip(buffers, coming, strict=True)]
         if number % 2:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from programs import python
 
-from megazoo.launch import run_program
+from megazoo.cli.launch import run_program
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,7 +45,10 @@ def test_plot_metrics_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["plot_metrics.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             run_program(plot_metrics.main)
-        assert (stop.value.code, capsys.readouterr().err) == (2, f"plot_metrics.py: error: {message}\n")
+        assert (stop.value.code, capsys.readouterr().err) == (
+            2,
+            f"plot_metrics.py: error: {message}\n",
+        )
 
 
 def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, monkeypatch):
@@ -61,11 +64,13 @@ def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, 
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     for arguments, message in {
         ("--pp", "0"): "pp, virtual-pp and microbatches must each be at least 1",
-        ("--pp", "1", "--virtual-pp", "2"): "virtual-pp cuts the stages of a pipeline: use pp 2 or more",
-        ("--schedule", "zb-h1", "--virtual-pp", "2"): "schedule zb-h1 has one stage a rank: use virtual-pp 1, "
-        "or schedule 1f1b",
+        tuple("--pp 1 --virtual-pp 2".split()): "virtual-pp cuts the stages of a pipeline: "
+        "use pp 2 or more",
+        tuple("--schedule zb-h1 --virtual-pp 2".split()): "schedule zb-h1 has one stage a rank: "
+        "use virtual-pp 1, or schedule 1f1b",
         ("--output", "a.pdf"): "a.pdf must end in .png or .svg",
         ("--cost", "1", "2"): "cost must be three times above 0: of F, I and W",
+        ("--output", "/none/a.svg"): "can't write /none/a.svg: No such file or directory",
     }.items():
         monkeypatch.setattr(sys, "argv", ["plot_schedule.py", *arguments])
         with pytest.raises(SystemExit):

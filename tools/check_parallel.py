@@ -5,20 +5,28 @@ $ python tools/check_parallel.py --preset llama2-70b --shrink --layouts all
 $ python tools/check_parallel.py --load path/to/llama --layouts tp2+sp,pp2v2
 $ python tools/check_parallel.py --import mine.py --model mine
 
-Prints, for each layout, the worst relative difference of the loss, the gradient norm, any parameter's gradient and any
-weight after the steps, and where a difference begins. Exits 1 if a layout fails.
+Prints, for each layout, the worst relative difference of the loss, the gradient norm, any
+parameter's gradient and any weight after the steps, and where a difference begins. Exits 1 if a
+layout fails.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megazoo.checkpoint import open_source
-from megazoo.command_line import required
-from megazoo.config import ImportOption
+import tyro
+
+from megazoo.cli.flags import File, Name, parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ImportOption
+from megazoo.cli.parsing import required
 from megazoo.errors import UserError
-from megazoo.flags import File, Name, parse_flags
-from megazoo.launch import run_program
-from megazoo.models import find_config, parameter_count
-from megazoo.testing import Layout, all_layouts, check_parallel, shrink
+from megazoo.models.counts import parameter_count
+from megazoo.models.pretrained import open_source
+from megazoo.models.registry import find_config
+from megazoo.parallel.schedule import SCHEDULES
+from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, shrink
+
+SWITCHES = ", ".join(f"+{name}" for name in ("sp", "zero", *SCHEDULES))
 
 
 @dataclass
@@ -26,15 +34,22 @@ class Options(ImportOption):
     """What is checked."""
 
     model: Name = None
-    """Family, preset or config file: config.json of Hugging Face, or TOML and JSON with our names."""
+    """Family, preset or config file: config.json of Hugging Face, or TOML and JSON with our names.
+    """
     preset: Name = None
     """The same."""
     load: File = None
-    """Checkpoint or Hugging Face directory, with whose weights it is checked (with --shrink: with whose config)."""
+    """Checkpoint or Hugging Face directory, with whose weights it is checked (with --shrink: with
+    whose config)."""
     shrink: bool = False
     """Build it small: heads, KV groups, ties and kinds of layers remain."""
-    layouts: str = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
-    """Names with commas between: sizes, as in tp2pp2dp2v2, then what is on: +sp, +zero, +gpipe, +zb-h1. Or all."""
+    layouts: Annotated[
+        str,
+        tyro.conf.arg(
+            help="Names with commas between: sizes, as in tp2pp2dp2v2, then what is on: "
+            f"{SWITCHES}. Or all."
+        ),
+    ] = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
     ranks: int = 4
     """The most ranks of --layouts all, which are processes of this machine."""
     steps: int = 3
@@ -50,24 +65,42 @@ def main(arguments: list[str]) -> None:
     if sum(each is not None for each in given) != 1:
         raise UserError("give one of --model, --preset and --load")
     if options.steps < 1 or options.ranks < 2:
-        raise UserError(f"steps {options.steps} must be at least 1, and ranks {options.ranks} at least 2")
-    config = open_source(options.load).config if options.load else find_config(options.model or options.preset)
-    config = shrink(config) if options.shrink else config
+        raise UserError(
+            f"steps {options.steps} must be at least 1, and ranks {options.ranks} at least 2"
+        )
+    if options.load:
+        config = open_source(options.load).config
+    else:
+        config = find_config(options.model or options.preset)
+    if options.shrink:
+        config = shrink(config)
     if options.layouts == "all":
         layouts = all_layouts(config, options.ranks)
     else:
         layouts = [Layout.named(name) for name in options.layouts.split(",")]
     print(f"{parameter_count(config):,} parameters, {options.steps} steps, against one process")
     print(f"{'layout':24}{'loss':>9}{'norm':>9}{'gradient':>10}{'weights':>9}")
-    how = {"import_": options.import_, "steps": options.steps, "tolerance": options.tolerance}
-    load = None if options.shrink else options.load
+    verdicts = check_parallel(
+        config,
+        layouts,
+        load=None if options.shrink else options.load,
+        import_=options.import_,
+        steps=options.steps,
+        tolerance=options.tolerance,
+    )
     failed = 0
-    for each in check_parallel(config, layouts, load=load, **how):
-        numbers = f"{each.loss:9.1e}{each.norm:9.1e}{each.gradient:10.1e}{each.weight:9.1e}".replace("nan", "  -")
-        print(f"{each.layout!s:24}{numbers}  {'pass' if each.passed else 'FAIL  ' + each.cause}", flush=True)
-        failed += not each.passed
+    for verdict in verdicts:
+        print(line_of(verdict), flush=True)
+        failed += not verdict.passed
     if failed:
         raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
+
+
+def line_of(verdict: Verdict) -> str:
+    """Return a verdict as a line of the table; - is what was not compared."""
+    numbers = f"{verdict.loss:9.1e}{verdict.norm:9.1e}{verdict.gradient:10.1e}{verdict.weight:9.1e}"
+    outcome = "pass" if verdict.passed else f"FAIL  {verdict.cause}"
+    return f"{verdict.layout!s:24}{numbers.replace('nan', '  -')}  {outcome}"
 
 
 if __name__ == "__main__":

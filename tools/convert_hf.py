@@ -1,24 +1,34 @@
-"""Convert a Hugging Face model directory to shards for tensor and pipeline parallelism, piece by piece.
+"""Convert a Hugging Face model directory to shards for tensor and pipeline parallelism, piece by
+piece.
 
 $ python tools/convert_hf.py path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 """
 
-from megazoo.checkpoint import HuggingFaceDirectory
-from megazoo.checkpoint.convert import write_shards
-from megazoo.command_line import required
-from megazoo.config import ShardingOptions
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ShardingOptions
+from megazoo.cli.parsing import required
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.resharding import write_shards
+from megazoo.terminal import byte_bar
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(ShardingOptions, arguments, __doc__)
     path, output = required(options, "source", "output")
-    source, how = HuggingFaceDirectory(path), {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    source = HuggingFaceDirectory(path)
     with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
-        write_shards(source, output, options.tp, options.pp, **how, progress=bar.update)
-    print(f"wrote {output}: {source.model.__name__}, tp {options.tp} x pp {options.pp}; it loads in any layout")
+        write_shards(
+            source,
+            output,
+            options.tp,
+            options.pp,
+            dtype=options.torch_dtype,
+            overwrite=options.overwrite,
+            progress=bar.update,
+        )
+    layout = f"tp {options.tp} x pp {options.pp}"
+    print(f"wrote {output}: {source.model.__name__}, {layout}; it loads in any layout")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Score texts, or choices, with a model of any layout, or of Hugging Face's, in any layout.
 
 $ python tools/evaluate.py runs/a --text book.txt
-$ torchrun --nproc-per-node 4 tools/evaluate.py path/to/llama --tp 2 --pp 2 --text pile.jsonl --stride 512
+$ torchrun --nproc-per-node 4 tools/evaluate.py path/to/llama --tp 2 --pp 2 \\
+      --text pile.jsonl --stride 512
 $ python tools/evaluate.py path/to/llama --choices questions.jsonl --output scores.jsonl
 
---text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of {"context": "...",
-"choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after its context; with "answer", the index of
-the right one, also how often the likeliest choice is right.
+--text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of
+{"context": "...", "choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after
+its context; with "answer", the index of the right one, also how often the likeliest choice is
+right.
 """
 
 import json
@@ -16,12 +18,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megazoo.cli.flags import File, optional, parse_flags
+from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.launch import run_program
+from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
-from megazoo.evaluation import evaluate_texts, score_choices
-from megazoo.flags import File, optional, parse_flags
-from megazoo.inference import InferenceOptions, load_for_inference
-from megazoo.launch import is_rank_zero, run_program
-from megazoo.metrics import byte_bar
+from megazoo.evaluation.scoring import evaluate_texts, score_choices
+from megazoo.terminal import byte_bar, print_rank_0
 
 
 @dataclass
@@ -37,7 +40,8 @@ class Options(InferenceOptions):
     seq_length: optional(int, "INT", "the model's max-positions, 2048 at most") = None
     """Tokens that are read at once."""
     stride: int = 0
-    """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without overlap."""
+    """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without
+    overlap."""
     batch_size: int = 8
     """Windows, or choices, that are scored together."""
     output: File = None
@@ -54,47 +58,70 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"--output: {options.output.parent} is not a directory")
     requests = read_choices(options.choices) if options.choices else None
     documents = read_texts(options.text, options.json_key) if options.text else None
-    model, tokenizer, say = load_for_inference(options)
+    model, tokenizer = load_for_inference(options)
     if documents is not None:
-        longest = model.longest_sequence(model.config)
-        length = options.seq_length or min(longest, 2048)
-        if not 1 <= length <= longest:
-            raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
-        how = {"length": length, "stride": options.stride, "batch": options.batch_size}
-        with byte_bar(sum(map(len, documents))) as bar:
-            result = evaluate_texts(model, tokenizer, documents, **how, progress=bar.update)
-        say(f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens")
-        say(f"loss            {result.loss:.6f} nats a token")
-        say(f"perplexity      {result.perplexity:.4f}")
-        say(f"bits a byte     {result.bits_per_byte:.6f}")
-        lines = [{**vars(result), "loss": result.loss, "perplexity": result.perplexity}]
-        lines[0]["bits_per_byte"] = result.bits_per_byte
+        lines = [scored_texts(model, tokenizer, documents, options)]
     else:
-        lines = scored_choices(model, tokenizer, requests, options.batch_size, say)
+        lines = scored_choices(model, tokenizer, requests, options.batch_size)
     if options.output and is_rank_zero():
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def scored_choices(model, tokenizer, requests: list[dict], batch: int, say) -> list[dict]:
-    """The requests with log_likelihoods, tokens and greedy of each choice; says them, and how many are right."""
+def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
+    """Score documents, say how, and return it as a line of the output."""
+    longest = model.longest_sequence(model.config)
+    length = options.seq_length or min(longest, 2048)
+    if not 1 <= length <= longest:
+        raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
+    with byte_bar(sum(map(len, documents))) as bar:
+        result = evaluate_texts(
+            model,
+            tokenizer,
+            documents,
+            length=length,
+            stride=options.stride,
+            batch=options.batch_size,
+            progress=bar.update,
+        )
+    print_rank_0(
+        f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
+    )
+    print_rank_0(f"loss            {result.loss:.6f} nats a token")
+    print_rank_0(f"perplexity      {result.perplexity:.4f}")
+    print_rank_0(f"bits a byte     {result.bits_per_byte:.6f}")
+    return {
+        **vars(result),
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+    }
+
+
+def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[dict]:
+    """Score the choices of requests, say their log-likelihoods, and how many are right.
+
+    Returns the requests with log_likelihoods, tokens and greedy, each of every choice.
+    """
     pairs = [(request["context"], choice) for request in requests for choice in request["choices"]]
     scores = iter(score_choices(model, tokenizer, pairs, batch=batch))
     right, lines = [], []
     for request in requests:
         likelihoods, tokens, greedy = zip(*(next(scores) for _ in request["choices"]), strict=True)
-        lines.append({**request, "log_likelihoods": likelihoods, "tokens": tokens, "greedy": greedy})
-        say("  ".join(f"{value:.4f}" for value in likelihoods))
+        lines.append(
+            {**request, "log_likelihoods": likelihoods, "tokens": tokens, "greedy": greedy}
+        )
+        print_rank_0("  ".join(f"{value:.4f}" for value in likelihoods))
         if "answer" in request:
             right.append(likelihoods.index(max(likelihoods)) == request["answer"])
     if right:
-        say(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
+        print_rank_0(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
     return lines
 
 
 def read_texts(file: Path, key: str) -> list[bytes]:
-    """The documents of a file, in UTF-8."""
+    """Read the documents of a file, in UTF-8."""
     if file.suffix != ".jsonl":
         return [_read(file)]
     texts = []
@@ -106,21 +133,25 @@ def read_texts(file: Path, key: str) -> list[bytes]:
 
 
 def read_choices(file: Path) -> list[dict]:
-    """The requests of a JSONL file, checked."""
+    """Read the requests of a JSONL file; UserError for a line that is none."""
     requests = []
     for number, value in _json_lines(file):
         choices = value.get("choices")
-        texts = isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices)
-        if not isinstance(value.get("context"), str) or not texts:
-            raise UserError(f'{file}, line {number} is not {{"context": "...", "choices": ["...", ...]}}')
+        are_texts = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
+        if not isinstance(value.get("context"), str) or not choices or not are_texts:
+            raise UserError(
+                f'{file}, line {number} is not {{"context": "...", "choices": ["...", ...]}}'
+            )
         if "answer" in value and value["answer"] not in range(len(choices)):
-            raise UserError(f"{file}, line {number}: answer {value['answer']!r} is not the index of a choice")
+            raise UserError(
+                f"{file}, line {number}: answer {value['answer']!r} is not the index of a choice"
+            )
         requests.append(value)
     return requests
 
 
 def _json_lines(file: Path) -> Iterator[tuple[int, dict]]:
-    """The objects of a JSONL file that has one at least, with their line numbers."""
+    """Yield the objects of a JSONL file, with their line numbers; UserError if it has none."""
     lines = [(n, line) for n, line in enumerate(_read(file).splitlines(), 1) if line.strip()]
     for number, line in lines:
         try:

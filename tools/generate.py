@@ -1,11 +1,12 @@
 """Generate text with a model of any layout, or of Hugging Face's, in any layout.
 
 $ python tools/generate.py runs/a --prompt "def main(" --max-new-tokens 100
-$ torchrun --nproc-per-node 4 tools/generate.py path/to/llama --tp 2 --pp 2 --prompts questions.txt --num-beams 3
+$ torchrun --nproc-per-node 4 tools/generate.py path/to/llama --tp 2 --pp 2 \\
+      --prompts questions.txt --num-beams 3
 
-Without --prompt and --prompts it asks for prompts, one a line, until the end of input. A single answer appears as it
-comes, unless it is searched with beams. Without --temperature, --top-k and --top-p the likeliest token is taken; with
-one of them, tokens are drawn.
+Without --prompt and --prompts it asks for prompts, one a line, until the end of input. A single
+answer appears as it comes, unless it is searched with beams. Without --temperature, --top-k and
+--top-p the likeliest token is taken; with one of them, tokens are drawn.
 """
 
 import sys
@@ -16,11 +17,26 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megazoo.cli.flags import File, Text, optional, parse_flags
+from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.launch import run_program
+from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
-from megazoo.flags import File, Text, optional, parse_flags
-from megazoo.inference import InferenceOptions, load_for_inference
-from megazoo.launch import is_rank_zero, run_program
 from megazoo.parallel.collectives import all_gather_objects
+from megazoo.terminal import print_rank_0
+
+# Arguments of `Model.generate` that are flags of the same names.
+SAME_NAMES = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "num_beams",
+    "num_return_sequences",
+    "length_penalty",
+    "early_stopping",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "seed",
+)
 
 
 @dataclass
@@ -62,10 +78,10 @@ class Options(InferenceOptions):
 
 
 class Printer:
-    """Prints a row's text as its tokens come, up to what ends it."""
+    """Prints a row's text as its tokens come, up to one of those that end it."""
 
-    def __init__(self, tokenizer, prompt: list[int], ends: set[int], say):
-        self.stream, self.ends, self.say, self.over = tokenizer.stream(), ends, say, False
+    def __init__(self, tokenizer, prompt: list[int], ends: set[int]):
+        self.stream, self.ends, self.over = tokenizer.stream(), ends, False
         for token in prompt:
             self.stream.put(token)
 
@@ -73,40 +89,39 @@ class Printer:
         token = int(tokens[0])
         self.over = self.over or token in self.ends
         if not self.over:
-            self.say(self.stream.put(token), end="")
+            print_rank_0(self.stream.put(token), end="")
 
     def end(self) -> None:
-        self.say(self.stream.end())
+        print_rank_0(self.stream.end())
 
 
 class Session:
-    """Answers prompts, and counts. settings: of `Model.generate`."""
+    """Answers prompts, and counts tokens and seconds. settings: arguments of `Model.generate`."""
 
-    def __init__(self, model, tokenizer, say, settings: dict):
-        self.model, self.tokenizer, self.say, self.settings = model, tokenizer, say, settings
+    def __init__(self, model, tokenizer, settings: dict):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.ends = self.settings["eos_token_id"]
         self.tokens, self.seconds = 0, 0.0
 
     def answer(self, prompts: list[str]) -> None:
         """Print each prompt with what comes after it, as many times as there are answers."""
         ids, mask = self.tokenizer.encode_batch(prompts, padding_side="left")
-        streamer = None
-        each = self.settings["num_return_sequences"]
-        if len(prompts) == each == self.settings["num_beams"] == 1:
-            streamer = Printer(self.tokenizer, ids[0].tolist(), set(self.ends), self.say)
-            self.say(prompts[0], end="")
+        streamer, answers = None, self.settings["num_return_sequences"]
+        if len(prompts) == answers == self.settings["num_beams"] == 1:
+            streamer = Printer(self.tokenizer, ids[0].tolist(), set(self.ends))
+            print_rank_0(prompts[0], end="")
         began = time.perf_counter()
         out = self.model.generate(ids, mask, streamer=streamer, **self.settings)[:, ids.shape[1] :]
         self.seconds += time.perf_counter() - began
-        asked = [(prompt, row) for prompt, row in zip(prompts, ids, strict=True) for _ in range(each)]
-        for (prompt, real), new in zip(asked, out.tolist(), strict=True):
+        for number, new in enumerate(out.tolist()):
             length = next((i for i, token in enumerate(new) if token in self.ends), len(new))
             self.tokens += min(length + 1, len(new))
             if streamer is None:
+                row = number // answers
                 stream = self.tokenizer.stream()
-                for token in real.tolist():
+                for token in ids[row].tolist():
                     stream.put(token)
-                self.say(prompt + "".join(map(stream.put, new[:length])) + stream.end())
+                print_rank_0(prompts[row] + "".join(map(stream.put, new[:length])) + stream.end())
 
     def __str__(self) -> str:
         rate = self.tokens / max(self.seconds, 1e-9)
@@ -119,47 +134,53 @@ def main(arguments: list[str]) -> None:
         raise UserError("--prompt and --prompts exclude each other")
     if options.batch_size < 1:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
-    prompts = (
-        [options.prompt] if options.prompt is not None else read_lines(options.prompts) if options.prompts else None
-    )
-    model, tokenizer, say = load_for_inference(options)
-    session = Session(model, tokenizer, say, settings_of(options, model, tokenizer))
+    prompts = None
+    if options.prompt is not None:
+        prompts = [options.prompt]
+    elif options.prompts:
+        prompts = read_lines(options.prompts)
+    model, tokenizer = load_for_inference(options)
+    session = Session(model, tokenizer, settings_of(options, model, tokenizer))
     if prompts is None:
         converse(session)
     for first in range(0, len(prompts or ()), options.batch_size):
         session.answer(prompts[first : first + options.batch_size])
-    say(f"\n{session}")
+    print_rank_0(f"\n{session}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def settings_of(options: Options, model, tokenizer) -> dict:
-    """The settings of `Model.generate`: those of the flags of its names, and what ends an answer."""
-    names = "max_new_tokens min_new_tokens num_beams num_return_sequences length_penalty early_stopping".split()
-    names += "repetition_penalty no_repeat_ngram_size seed".split()
-    settings = {name: getattr(options, name) for name in names}
+    """Return the arguments of `Model.generate`: the flags of the same names, and what ends an
+    answer."""
+    settings = {name: getattr(options, name) for name in SAME_NAMES}
     drawn = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     drawn = {name: value for name, value in drawn.items() if value is not None}
     if options.num_return_sequences > 1 and not drawn and options.num_beams == 1:
-        what = f"num-return-sequences {options.num_return_sequences}"
-        raise UserError(f"{what} needs --temperature, --top-k or --top-p, or --num-beams of at least as many")
+        raise UserError(
+            f"num-return-sequences {options.num_return_sequences} needs --temperature, --top-k or "
+            "--top-p, or --num-beams of at least as many"
+        )
     if drawn:
         settings |= {"do_sample": True, "top_k": 0, **drawn}
     ends = model.generation.get("eos_token_id", tokenizer.eos_token_id)
-    settings["eos_token_id"] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if ends is None:
+        ends = []
+    settings["eos_token_id"] = [ends] if isinstance(ends, int) else list(ends)
     if options.stop:
         settings |= {"stop": options.stop, "tokenizer": tokenizer}
     return settings
 
 
 def converse(session: Session) -> None:
-    """Answer what is typed, a line at a time; a prompt that can't be answered is told why."""
+    """Answer what is typed, a line at a time; say why of a prompt that can't be answered."""
     ctx, seed = session.model.ctx, session.settings["seed"]
-    patient = ctx.new_cpu_group(timeout=timedelta(days=30))  # the other ranks wait for what is typed
+    # the other ranks wait for what is typed
+    patient = ctx.new_cpu_group(timeout=timedelta(days=30))
     while True:
         line = None
         if is_rank_zero():
-            session.say("> ", end="")
+            print_rank_0("> ", end="")
             line = sys.stdin.readline()
         line = all_gather_objects(line, ctx, patient)[0]
         if not line:
@@ -168,17 +189,18 @@ def converse(session: Session) -> None:
             try:
                 session.answer([line.rstrip("\n")])
             except UserError as error:
-                session.say(f"({error})")
+                print_rank_0(f"({error})")
             seed += 1
             session.settings["seed"] = seed
 
 
 def read_lines(file) -> list[str]:
-    """The lines of a file that are not empty."""
+    """Read the lines of a file that are not empty."""
     try:
         lines = [line for line in file.read_text().splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} can't be read: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{file} can't be read: {reason}") from error
     if not lines:
         raise UserError(f"{file} has no prompts")
     return lines

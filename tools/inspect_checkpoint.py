@@ -1,4 +1,5 @@
-"""Tell what a checkpoint, or a Hugging Face directory, holds; with --verify, read and check every byte.
+"""Tell what a checkpoint, or a Hugging Face directory, holds; with --verify, read and check every
+byte.
 
 $ python tools/inspect_checkpoint.py runs/a --verify
 """
@@ -6,13 +7,14 @@ $ python tools/inspect_checkpoint.py runs/a --verify
 import math
 from dataclasses import dataclass, fields
 
-from megazoo.checkpoint import Checkpoint, open_source
-from megazoo.command_line import required
-from megazoo.config import ImportOption
-from megazoo.flags import Argument, parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
-from megazoo.models import family_of
+from megazoo.checkpoint import Checkpoint
+from megazoo.cli.flags import Argument, parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ImportOption
+from megazoo.cli.parsing import required
+from megazoo.models.pretrained import open_source
+from megazoo.models.registry import family_of
+from megazoo.terminal import byte_bar
 
 
 @dataclass
@@ -30,17 +32,18 @@ def main(arguments: list[str]) -> None:
     (path,) = required(options, "source")
     source = open_source(path)
     count = sum(math.prod(spec.shape) for spec in source.specs.values())
-    settings = ((field.name, getattr(source.config, field.name)) for field in fields(source.config))
+    settings = [(field.name, getattr(source.config, field.name)) for field in fields(source.config)]
     dtypes = {str(source.dtype_of(name)).removeprefix("torch.") for name in source.specs}
     print(f"{source.path}")
     print(f"  model       {family_of(source.config)}, {count:,} parameters")
     print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
     print(f"  dtypes      {', '.join(sorted(dtypes))}")
     if isinstance(source, Checkpoint):
-        print(f"  layout      {' x '.join(f'{axis} {size}' for axis, size in source.layout.items())}; loads in any")
+        layout = " x ".join(f"{axis} {size}" for axis, size in source.layout.items())
+        print(f"  layout      {layout}; loads in any")
         print(f"  optimizer   {'its state is here' if source.has_states else 'none'}")
-        known = {key: value for key, value in source.trainer.items() if key != "settings"}
-        print(f"  trainer     {', '.join(f'{key} {value}' for key, value in known.items()) or 'nothing'}")
+        kept = [f"{key} {value}" for key, value in source.trainer.items() if key != "settings"]
+        print(f"  trainer     {', '.join(kept) or 'nothing'}")
     sizes = source.file_sizes()
     for name, size in sizes.items():
         print(f"  {size:>15,}  {name}")

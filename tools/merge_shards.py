@@ -5,13 +5,13 @@ $ python tools/merge_shards.py runs/a merged --max-shard-size 5GB
 
 from dataclasses import dataclass
 
-from megazoo.checkpoint import open_source
-from megazoo.checkpoint.convert import parse_size, write_hugging_face
-from megazoo.command_line import required
-from megazoo.config import ConversionOptions
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ConversionOptions
+from megazoo.cli.parsing import required
+from megazoo.models.hugging_face.export import parse_size, write_hugging_face
+from megazoo.models.pretrained import open_source
+from megazoo.terminal import byte_bar
 
 
 @dataclass
@@ -25,12 +25,21 @@ class Options(ConversionOptions):
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     path, output = required(options, "source", "output")
-    limit, dtype = parse_size(options.max_shard_size), options.torch_dtype
-    source, how = open_source(path), {"dtype": dtype, "max_shard_size": limit, "overwrite": options.overwrite}
-    with byte_bar(source.weight_bytes(dtype)) as bar:
-        write_hugging_face(source, output, **how, progress=bar.update)
-    known = f": transformers' AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it"
-    print(f"wrote {output}{known if source.model.__module__.startswith('megazoo.') else ''}")
+    limit = parse_size(options.max_shard_size)
+    source = open_source(path)
+    with byte_bar(source.weight_bytes(options.torch_dtype)) as bar:
+        write_hugging_face(
+            source,
+            output,
+            dtype=options.torch_dtype,
+            max_shard_size=limit,
+            overwrite=options.overwrite,
+            progress=bar.update,
+        )
+    loads = ""  # transformers knows our families, not those of users
+    if source.model.__module__.startswith("megazoo."):
+        loads = f": transformers' AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it"
+    print(f"wrote {output}{loads}")
 
 
 if __name__ == "__main__":

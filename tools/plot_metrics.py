@@ -11,13 +11,17 @@ from pathlib import Path
 
 import tyro
 
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
 
 
 def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Training and validation loss by step. Where a step stands twice (a resumed or repeated run), the later counts."""
+    """Read the training and validation losses, by step, of a file of metrics.
+
+    Where a step stands twice (a resumed or repeated run), the later counts. UserError if the file
+    can't be read, or has no steps.
+    """
     training, validation = {}, {}
     try:
         lines = path.read_text().splitlines()
@@ -65,11 +69,21 @@ def main(arguments: list[str]) -> None:
     for path, training, validation in curves:
         label = f"{path.parent.name}: " if len(curves) > 1 else ""
         (line,) = axes.plot(
-            *zip(*sorted(training.items()), strict=True), linewidth=1, alpha=0.45, label=f"{label}training"
+            *zip(*sorted(training.items()), strict=True),
+            linewidth=1,
+            alpha=0.45,
+            label=f"{label}training",
         )
         if validation:
             points = zip(*sorted(validation.items()), strict=True)
-            axes.plot(*points, "o-", color=line.get_color(), linewidth=2, markersize=6, label=f"{label}validation")
+            axes.plot(
+                *points,
+                "o-",
+                color=line.get_color(),
+                linewidth=2,
+                markersize=6,
+                label=f"{label}validation",
+            )
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

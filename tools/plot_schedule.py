@@ -2,9 +2,10 @@
 
 $ python tools/plot_schedule.py --schedule zb-h1 --pp 4 --microbatches 8 --output schedule.svg
 
-A row is a rank, a box an action of one micro-batch: forward (F), backward (B), or its two halves, of the inputs (I) and
-of the weights (W). Interleaved stages have darker boxes from one to the next. An arrow goes from what made an input to
-the action that had to wait for it. Transfers take no time here.
+A row is a rank, a box an action of one micro-batch: forward (F), backward (B), or its two halves,
+of the inputs (I) and of the weights (W). Interleaved stages have darker boxes from one to the next.
+An arrow goes from what made an input to the action that had to wait for it. Transfers take no time
+here.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,21 @@ from typing import Annotated
 
 import tyro
 
-from megazoo.command_line import run_file
-from megazoo.config import ImportOption
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ImportOption, ScheduleName
+from megazoo.cli.parsing import run_file
 from megazoo.errors import UserError
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
-from megazoo.parallel.schedule import COST, schedule_named, source_of, timeline
+from megazoo.parallel.schedule import (
+    COST,
+    Action,
+    Span,
+    schedule_named,
+    source_of,
+    tables_of,
+    timeline,
+)
+from megazoo.parallel.stages import rank_of, stages_of
 
 COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
 
@@ -27,8 +37,8 @@ COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
 class Options(ImportOption):
     """Which schedule, and how long its actions take."""
 
-    schedule: Annotated[str, tyro.conf.arg(metavar="NAME")] = "1f1b"
-    """Order of the forwards and backwards: 1f1b, gpipe, zb-h1, or one that --import adds."""
+    schedule: ScheduleName = "1f1b"
+    """Order of the forwards and backwards: one of these, or one that --import adds."""
     pp: int = 4
     """Pipeline-parallel size: ranks."""
     virtual_pp: int = 1
@@ -36,7 +46,8 @@ class Options(ImportOption):
     microbatches: int = 8
     """Of one replica, in a step."""
     cost: Annotated[tuple[float, ...], tyro.conf.arg(metavar="F I W")] = (1.0, 1.0, 1.0)
-    """Time of a forward, of the inputs' backward and of the weights'; B takes the last two together."""
+    """Time of a forward, of the inputs' backward and of the weights'; B takes the last two
+    together."""
     output: Path = Path("schedule.png")
     """File to write, .png or .svg."""
 
@@ -45,14 +56,7 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     if options.import_:
         run_file(options.import_)
-    if min(options.pp, options.virtual_pp, options.microbatches) < 1:
-        raise UserError("pp, virtual-pp and microbatches must each be at least 1")
-    if options.virtual_pp > 1 and options.pp == 1:
-        raise UserError("virtual-pp cuts the stages of a pipeline: use pp 2 or more")
-    if len(options.cost) != 3 or min(options.cost) <= 0:
-        raise UserError("cost must be three times above 0: of F, I and W")
-    if options.output.suffix not in (".png", ".svg"):
-        raise UserError(f"{options.output} must end in .png or .svg")
+    check(options)
     try:
         import matplotlib
     except ImportError:
@@ -63,32 +67,83 @@ def main(arguments: list[str]) -> None:
     forward, inputs, weights = options.cost
     cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
     schedule = schedule_named(options.schedule)
-    tables = [schedule(r, options.pp, options.virtual_pp, options.microbatches) for r in range(options.pp)]
+    tables = tables_of(schedule, options.pp, options.virtual_pp, options.microbatches)
     spans = timeline(tables, cost)
     end = max(span.end for span in spans.values())
+    busy = sum(span.end - span.start for span in spans.values()) / options.pp
     figure, axes = pyplot.subplots(figsize=(min(40.0, 2 + end * 0.35), 1 + 0.6 * options.pp))
     for rank, table in enumerate(tables):
-        free = 0.0  # since when the rank has been idle
-        for action in table:
-            span, source = spans[action], source_of(action, options.pp * options.virtual_pp - 1)
-            shade = 1 - 0.5 * (action.stage // options.pp) / options.virtual_pp
-            color = [part * shade for part in matplotlib.colors.to_rgb(COLORS[action.kind])]
-            axes.barh(rank, span.end - span.start, left=span.start, color=color, edgecolor="white", height=0.9)
-            middle = (span.start + span.end) / 2
-            axes.text(middle, rank, f"{action.kind}{action.microbatch}", ha="center", va="center", fontsize=7)
-            if source and span.start > free:
-                arrow = {"arrowstyle": "->", "color": "#555555", "lw": 0.8}
-                axes.annotate("", (span.start, rank), (span.start, source.stage % options.pp), arrowprops=arrow)
-            free = span.end
-    busy = sum(span.end - span.start for span in spans.values()) / options.pp
+        draw_rank(axes, rank, table, spans, options)
     axes.set(
-        yticks=range(options.pp), yticklabels=[f"rank {r}" for r in range(options.pp)], xlabel="time", xlim=(0, end)
+        yticks=range(options.pp),
+        yticklabels=[f"rank {rank}" for rank in range(options.pp)],
+        xlabel="time",
+        xlim=(0, end),
     )
-    axes.set_title(f"{options.schedule}, virtual-pp {options.virtual_pp}: bubble {end / busy - 1:.1%} of the work")
+    name = f"{options.schedule}, virtual-pp {options.virtual_pp}"
+    axes.set_title(f"{name}: bubble {end / busy - 1:.1%} of the work")
     axes.invert_yaxis()
     figure.tight_layout()
-    figure.savefig(options.output, dpi=150)
+    try:
+        figure.savefig(options.output, dpi=150)
+    except OSError as error:
+        raise UserError(f"can't write {options.output}: {error.strerror}", exit_code=1) from error
     print(f"drew {options.output}")
+
+
+def check(options: Options) -> None:
+    """Raise UserError for options that can't be."""
+    if min(options.pp, options.virtual_pp, options.microbatches) < 1:
+        raise UserError("pp, virtual-pp and microbatches must each be at least 1")
+    if options.virtual_pp > 1 and options.pp == 1:
+        raise UserError("virtual-pp cuts the stages of a pipeline: use pp 2 or more")
+    if len(options.cost) != 3 or min(options.cost) <= 0:
+        raise UserError("cost must be three times above 0: of F, I and W")
+    if options.output.suffix not in (".png", ".svg"):
+        raise UserError(f"{options.output} must end in .png or .svg")
+
+
+def draw_rank(
+    axes, rank: int, table: list[Action], spans: dict[Action, Span], options: Options
+) -> None:
+    """Draw what a rank does as a row of boxes, and an arrow to each action that had to wait."""
+    free = 0.0  # since when the rank has been idle
+    for action in table:
+        span = spans[action]
+        axes.barh(
+            rank,
+            span.end - span.start,
+            left=span.start,
+            color=color_of(action, options),
+            edgecolor="white",
+            height=0.9,
+        )
+        axes.text(
+            (span.start + span.end) / 2,
+            rank,
+            f"{action.kind}{action.microbatch}",
+            ha="center",
+            va="center",
+            fontsize=7,
+        )
+        source = source_of(action, options.pp * options.virtual_pp - 1)
+        if source and span.start > free:
+            axes.annotate(
+                "",
+                (span.start, rank),
+                (span.start, rank_of(source.stage, options.pp)),
+                arrowprops={"arrowstyle": "->", "color": "#555555", "lw": 0.8},
+            )
+        free = span.end
+
+
+def color_of(action: Action, options: Options) -> list[float]:
+    """Return the color of an action's kind, darker for each further stage of its rank."""
+    from matplotlib.colors import to_rgb
+
+    stages = stages_of(rank_of(action.stage, options.pp), options.pp, options.virtual_pp)
+    shade = 1 - 0.5 * stages.index(action.stage) / options.virtual_pp
+    return [part * shade for part in to_rgb(COLORS[action.kind])]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Turn text into the token files that training reads: Megatron-LM's .bin and .idx.
 
-$ python tools/preprocess_data.py --input corpus.jsonl --output-prefix out/corpus --tokenizer path/to/llama --append-eod
+$ python tools/preprocess_data.py --input corpus.jsonl --output-prefix out/corpus \\
+      --tokenizer path/to/llama --append-eod
 
-Inputs: JSONL files (.jsonl or .json, plain or with .gz or .zst), of which each line is a document; any other file,
-which is one document; or folders of both, whose token files are left out. What was interrupted goes on where it
-stood, by the same command.
+Inputs: JSONL files (.jsonl or .json, plain or with .gz or .zst), of which each line is a document;
+any other file, which is one document; or folders of both, whose token files are left out. What was
+interrupted goes on where it stood, by the same command.
 """
 
 import os
@@ -12,14 +13,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazoo.cli.flags import File, parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.data.encoding import Recipe
 from megazoo.data.indexed import IndexedTokens
-from megazoo.data.preprocess import Recipe, input_files, preprocess
+from megazoo.data.preprocess import input_files, preprocess
 from megazoo.errors import UserError
-from megazoo.flags import File, parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
+from megazoo.terminal import byte_bar
 
-TOLD = 5  # bad lines that are told one by one
+TOLD = 5  # lines without text that are told one by one
 
 
 @dataclass
@@ -46,18 +49,10 @@ class Options:
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
-    if not options.input or options.output_prefix is None:
-        raise UserError("give --input and --output-prefix (--help says how)")
-    if options.workers < 1:
-        raise UserError(f"workers {options.workers} must be at least 1")
-    if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
-        raise UserError("json-keys must be different names, one at least")
-    outputs = [Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys]
-    for output in outputs:
-        if not options.overwrite and any(Path(f"{output}{ending}").exists() for ending in (".bin", ".idx")):
-            raise UserError(f"{output}.bin or .idx is there already: --overwrite replaces them")
+    check(options)
     inputs = input_files(list(options.input))
-    recipe = Recipe(inputs, options.tokenizer, options.json_keys, options.append_eod, options.strict)
+    tokenizer = find_tokenizer(options.tokenizer)
+    recipe = Recipe(inputs, tokenizer, options.json_keys, options.append_eod, options.strict)
     told = 0
     began = time.perf_counter()
     with byte_bar(sum(os.path.getsize(file) for file in inputs)) as bar:
@@ -69,17 +64,43 @@ def main(arguments: list[str]) -> None:
                 bar.write(f"left out {line}")
 
         try:
-            done = preprocess(recipe, options.output_prefix, options.workers, progress=bar.update, say=tell)
+            done = preprocess(
+                recipe, options.output_prefix, options.workers, progress=bar.update, report=tell
+            )
         except OSError as error:
-            what = f"{error.filename or options.output_prefix} can't be written: {error.strerror}"
-            raise UserError(what, exit_code=1) from error
+            raise UserError(
+                f"{error.filename or options.output_prefix} can't be written: {error.strerror}",
+                exit_code=1,
+            ) from error
     seconds = time.perf_counter() - began
-    for output in outputs:
+    for output in outputs_of(options):
         tokens = IndexedTokens(output)
-        print(f"wrote {output}.bin and .idx: {len(tokens):,} documents, {len(tokens.tokens):,} tokens", end="")
-        print(f" ({tokens.dtype}), {len(tokens.tokens) / seconds:,.0f} tokens/s")
+        count = len(tokens.tokens)
+        print(
+            f"wrote {output}.bin and .idx: {len(tokens):,} documents, {count:,} tokens "
+            f"({tokens.dtype}), {count / seconds:,.0f} tokens/s"
+        )
     if done.bad:
         print(f"left out {done.bad:,} lines without text; --strict stops at the first")
+
+
+def check(options: Options) -> None:
+    """Raise UserError for options that can't be, or for outputs that are there already."""
+    if not options.input or options.output_prefix is None:
+        raise UserError("give --input and --output-prefix (--help says how)")
+    if options.workers < 1:
+        raise UserError(f"workers {options.workers} must be at least 1")
+    if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
+        raise UserError("json-keys must be different names, one at least")
+    for output in outputs_of(options):
+        files = (Path(f"{output}.bin"), Path(f"{output}.idx"))
+        if not options.overwrite and any(file.exists() for file in files):
+            raise UserError(f"{output}.bin or .idx is there already: --overwrite replaces them")
+
+
+def outputs_of(options: Options) -> list[Path]:
+    """Return the paths of the token files, without their endings: one for each key."""
+    return [Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys]
 
 
 if __name__ == "__main__":

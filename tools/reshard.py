@@ -2,24 +2,33 @@
 
 $ python tools/reshard.py runs/a resharded --tp 4 --pp 1
 
-Training and loading do this by themselves; it saves reading across shards where a checkpoint is loaded again and again.
+Training and loading do this by themselves; it saves reading across shards where a checkpoint is
+loaded again and again.
 """
 
-from megazoo.checkpoint import open_source
-from megazoo.checkpoint.convert import write_shards
-from megazoo.command_line import required
-from megazoo.config import ShardingOptions
-from megazoo.flags import parse_flags
-from megazoo.launch import run_program
-from megazoo.metrics import byte_bar
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ShardingOptions
+from megazoo.cli.parsing import required
+from megazoo.models.pretrained import open_source
+from megazoo.models.resharding import write_shards
+from megazoo.terminal import byte_bar
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(ShardingOptions, arguments, __doc__)
     path, output = required(options, "source", "output")
-    source, how = open_source(path), {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    source = open_source(path)
     with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
-        write_shards(source, output, options.tp, options.pp, **how, progress=bar.update)
+        write_shards(
+            source,
+            output,
+            options.tp,
+            options.pp,
+            dtype=options.torch_dtype,
+            overwrite=options.overwrite,
+            progress=bar.update,
+        )
     state = "weights and optimizer state" if source.has_states else "weights"
     print(f"wrote {output}: {state} of {source.path.name}, tp {options.tp} x pp {options.pp}")
 

@@ -1,4 +1,5 @@
-"""Train a tokenizer of LLaMA's kind: sentencepiece BPE, with bytes for characters that are not in its vocabulary.
+"""Train a tokenizer of LLaMA's kind: sentencepiece BPE, with bytes for characters that are not in
+its vocabulary.
 
 $ python tools/train_tokenizer.py --input stdlib --vocab-size 4096 --output tokenizer
 """
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import sentencepiece
 
+from megazoo.cli.flags import File, parse_flags
+from megazoo.cli.launch import run_program
 from megazoo.data.corpus import standard_library
 from megazoo.errors import UserError
-from megazoo.flags import File, parse_flags
-from megazoo.launch import run_program
 
 SMALLEST = 3 + 256  # unk, bos, eos, and the bytes
 CONFIG = {
@@ -45,7 +46,10 @@ def main(arguments: list[str]) -> None:
     if options.output is None:
         raise UserError("name the --output directory (--help says how)")
     if options.vocab_size <= SMALLEST:
-        raise UserError(f"vocab-size {options.vocab_size} must be more than {SMALLEST}: the bytes and special tokens")
+        raise UserError(
+            f"vocab-size {options.vocab_size} must be more than {SMALLEST}: "
+            "the bytes and special tokens"
+        )
     model = train(lines_of(options.input), options.vocab_size)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -57,7 +61,7 @@ def main(arguments: list[str]) -> None:
 
 
 def lines_of(name: str) -> Iterator[str]:
-    """The lines of a text file, or of the embedded corpus; UserError if there is no such text."""
+    """Return the lines of a text file, or of the standard library; UserError if there is none."""
     if name == "stdlib":
         return (line for text in standard_library() for line in text.decode().split("\n"))
     try:
@@ -69,7 +73,10 @@ def lines_of(name: str) -> Iterator[str]:
 
 
 def train(lines: Iterator[str], vocab_size: int) -> bytes:
-    """The bytes of a sentencepiece model with LLaMA's settings. Raises UserError if the text is too little."""
+    """Train a sentencepiece model with LLaMA's settings, and return its file's bytes.
+
+    Raises UserError if the text is too little.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

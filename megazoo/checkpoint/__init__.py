@@ -1,20 +1,23 @@
-"""Checkpoints: named global tensors on disk, written and read by any layout, or as Hugging Face has them."""
+"""Checkpoints: named global tensors on disk, written and read by any layout."""
 
-from megazoo.checkpoint.convert import open_source
-from megazoo.checkpoint.hugging_face import HuggingFaceDirectory
-from megazoo.checkpoint.pretrained import from_parallelized, from_pretrained, load_weights, save_parallelized
-from megazoo.checkpoint.reader import Checkpoint
-from megazoo.checkpoint.save import Saver, load, save
+from megazoo.lazy import lazily
 
-__all__ = [
-    "Checkpoint",
-    "HuggingFaceDirectory",
-    "Saver",
-    "from_parallelized",
-    "from_pretrained",
-    "load",
-    "load_weights",
-    "open_source",
-    "save",
-    "save_parallelized",
-]
+# What needs torch is imported when it is first used: a tokenizer is found without it.
+__getattr__ = lazily(
+    __name__,
+    {
+        "Checkpoint": "megazoo.checkpoint.reader",
+        "Saver": "megazoo.checkpoint.saving",
+        "load": "megazoo.checkpoint.loading",
+        "save": "megazoo.checkpoint.saving",
+        # Of models: where users found them in the first version. Nothing in here uses them.
+        "HuggingFaceDirectory": "megazoo.models.hugging_face.directory",
+        "from_parallelized": "megazoo.models",
+        "from_pretrained": "megazoo.models",
+        "load_weights": "megazoo.models.pretrained",
+        "open_source": "megazoo.models.pretrained",
+        "save_parallelized": "megazoo.models.pretrained",
+    },
+)
+
+__all__ = ["Checkpoint", "Saver", "load", "save"]

@@ -1,4 +1,4 @@
-"""Token files made from JSONL when it is first trained on, and kept beside it."""
+"""Token files are made from JSONL when it is first trained on, and kept beside it."""
 
 import fcntl
 import hashlib
@@ -8,28 +8,36 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from megazoo.data.encoding import CONVERSATION, Recipe
 from megazoo.data.indexed import IndexedTokens
-from megazoo.data.preprocess import CONVERSATION, Recipe, first_object, preprocess
+from megazoo.data.preprocess import preprocess
+from megazoo.data.text_files import first_object
 from megazoo.errors import UserError
-from megazoo.metrics import byte_bar
+from megazoo.terminal import byte_bar
 from megazoo.tokenizer import tokenizer_files
 
 TEXT = ("text",)
 
 
 def cached_tokens(path: Path, tokenizer: str, chat_template: str) -> list[IndexedTokens]:
-    """The tokens of a JSONL file: of its texts, or of its conversations and the mask of what is learnt in them.
+    """Return the tokens of a JSONL file: of its texts; or of its conversations, and the mask of
+    what carries a loss in them.
 
-    Its first line says which. They are made at the first call, and kept in FILE.tokens under a name that all they
-    depend on goes into. However many processes call this at once, one of a machine makes them. Raises UserError for a
-    line without what the first one has, and if nothing can be written there.
+    Its first line says which. They are made at the first call, and kept in FILE.tokens, under a
+    name that everything they depend on goes into. However many processes of a machine call this at
+    the same time, one of them makes the files. Raises UserError for a line without what the first
+    one has, and if nothing can be written there.
     """
     line, value = first_object(path)
     chats = "messages" in value or {"prompt", "completion"} <= value.keys()
     if not chats and "text" not in value:
-        raise UserError(f"{path}, line {line}: it has neither text, nor prompt and completion, nor messages")
+        raise UserError(
+            f"{path}, line {line}: it has neither text, nor prompt and completion, nor messages"
+        )
     keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
-    recipe = Recipe((str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template)
+    recipe = Recipe(
+        (str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template
+    )
     directory = Path(f"{path}.tokens")
     prefix = directory / _name(recipe)
     files = [Path(f"{prefix}_{key}_document") for key in keys]
@@ -41,17 +49,22 @@ def cached_tokens(path: Path, tokenizer: str, chat_template: str) -> list[Indexe
                     with byte_bar(path.stat().st_size) as bar:
                         preprocess(recipe, prefix, workers=0, progress=bar.update)
     except OSError as error:
-        what = f"the tokens of {path} can't be kept beside it, in {directory}: {error.strerror}"
-        raise UserError(f"{what}; tools/preprocess_data.py writes them elsewhere", exit_code=1) from error
+        raise UserError(
+            f"the tokens of {path} can't be kept beside it, in {directory}: {error.strerror}; "
+            "tools/preprocess_data.py writes them elsewhere",
+            exit_code=1,
+        ) from error
     return [IndexedTokens(file) for file in files]
 
 
 def _whole(files: list[Path]) -> bool:
-    return all(Path(f"{file}.idx").is_file() for file in files)  # which is written last
+    """Return whether token files are there: their indices are written last."""
+    return all(Path(f"{file}.idx").is_file() for file in files)
 
 
 def _name(recipe: Recipe) -> str:
-    """A name for what comes of a recipe: of the file's size and time, the tokenizer's files, and the settings."""
+    """Return a name for the tokens of a recipe, a digest of the file's size and time, the
+    tokenizer's files and the settings."""
     status = os.stat(recipe.inputs[0])
     settings = {**asdict(recipe), "inputs": [status.st_size, status.st_mtime_ns], "tokenizer": ""}
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
@@ -62,7 +75,8 @@ def _name(recipe: Recipe) -> str:
 
 @contextmanager
 def _locked(path: Path):
-    """Within this block no other process has the lock; one that dies leaves it."""
+    """Hold a lock within this block, which no other process has then. A process that dies gives it
+    back."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,5 @@
-"""The corpus that every machine has: the source of the Python standard library, about 12 MB of text."""
+"""The corpus that every machine has: the source of the Python standard library, about 12 MB of
+text."""
 
 import sysconfig
 from pathlib import Path
@@ -7,7 +8,8 @@ LEFT_OUT = {"test", "tests", "site-packages", "dist-packages"}
 
 
 def standard_library() -> list[bytes]:
-    """The standard library's source files as UTF-8, in the order of their paths; tests and packages are left out."""
+    """Return the standard library's source files, in UTF-8, in the order of their paths. Tests and
+    installed packages are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     chosen = sorted(path.as_posix() for path in paths if not LEFT_OUT.intersection(path.parts))

@@ -1,4 +1,5 @@
-"""Opening what a run is trained on: sources with their weights, each split into training, validation and test."""
+"""What a run is trained on: sources with their weights, each split into training, validation and
+test."""
 
 import math
 import os
@@ -14,8 +15,8 @@ from megazoo.data.conversations import CHATML, CONTENT
 from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.order import Blend, shares_of
-from megazoo.data.preprocess import is_loose_json
 from megazoo.data.samples import Conversations, MockDataset, PackedDataset
+from megazoo.data.text_files import is_loose_json
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ PARTS = ("training", "validation", "test")
 
 
 class Parts(NamedTuple):
-    """The blends of a run; None where the split leaves nothing."""
+    """The blends of a run. validation and test are None where the split has no share for them."""
 
     training: Blend
     validation: Blend | None
@@ -49,15 +50,15 @@ def open_datasets(
     separate_documents: bool = False,
     chat_template: str = CHATML,
     packing: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Parts:
-    """The blends of a run.
+    """Open the sources and return the blends of a run.
 
-    A source is "stdlib"; "mock", random tokens; the prefix of token files; or a JSONL file of texts or of
-    conversations, whose tokens are kept beside it. The first documents are for training, the last for the test; of
-    stdlib some that are drawn once and for all. Only training is shuffled. vocab_size: the model's. The rest is as the
-    settings of those names say. say: is told what is cut. Raises UserError for what can't be opened, or leaves nothing
-    to train on.
+    A source is "stdlib"; "mock", random tokens; the prefix of token files; or a JSONL file of texts
+    or of conversations, whose tokens are kept beside it. The first documents are for training, the
+    last for the test; those of stdlib are drawn, the same in every run. Only training is shuffled.
+    vocab_size: the model's. report: is told what is cut. The other arguments are as the settings of
+    those names say. Raises UserError for what can't be opened, or leaves nothing to train on.
     """
     check_template(chat_template)
     eod = tokenizer.eod if separate_documents else None
@@ -66,19 +67,40 @@ def open_datasets(
         for name in sources.names
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
-        cut, left_out = (sum(getattr(part, what, 0) for part in parts) for what in ("cut", "left_out"))
-        if cut:
-            rest = f"; {left_out:,} of them have nothing to learn then, and are left out" if left_out else ""
-            say(f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut{rest}")
-        for what, part, share in zip(PARTS, parts, sources.shares, strict=True):
-            if share and not len(part):
-                shares = ",".join(f"{share:.4g}" for share in sources.shares)
-                hint = "" if what == "training" else ": give more documents, or --split without that part, as 100,0"
-                raise UserError(f"{name}: split {shares} leaves no {what} sample of {seq_length} tokens{hint}")
-    return Parts(*(
-        Blend(parts, sources.weights, None if number else seed) if share else None
-        for number, (parts, share) in enumerate(zip(zip(*datasets, strict=True), sources.shares, strict=True))
-    ))  # fmt: skip
+        _tell_cuts(name, parts, seq_length, report)
+        _check_parts(name, parts, sources.shares, seq_length)
+    blends = [
+        Blend(parts, sources.weights, seed if kind == "training" else None) if share else None
+        for kind, parts, share in zip(
+            PARTS, zip(*datasets, strict=True), sources.shares, strict=True
+        )
+    ]
+    return Parts(*blends)
+
+
+def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], None]) -> None:
+    """Say how many conversations of a source are cut."""
+    cut = sum(getattr(part, "cut", 0) for part in parts)
+    left_out = sum(getattr(part, "left_out", 0) for part in parts)
+    if not cut:
+        return
+    rest = f"; {left_out:,} of them have nothing to learn then, and are left out"
+    report(
+        f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut"
+        f"{rest if left_out else ''}"
+    )
+
+
+def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: int) -> None:
+    """Refuse a split that leaves a part of a source without a sample."""
+    for kind, part, share in zip(PARTS, parts, shares, strict=True):
+        if share and not len(part):
+            split = ",".join(f"{share:.4g}" for share in shares)
+            hint = ": give more documents, or --split without that part, as 100,0"
+            raise UserError(
+                f"{name}: split {split} leaves no {kind} sample of {seq_length} tokens"
+                f"{'' if kind == 'training' else hint}"
+            )
 
 
 def prepare_datasets(sources: Sources, tokenizer: Tokenizer, chat_template: str) -> None:
@@ -88,22 +110,29 @@ def prepare_datasets(sources: Sources, tokenizer: Tokenizer, chat_template: str)
 
 
 def json_files(sources: Sources) -> list[str]:
-    """The JSONL files among the sources."""
+    """Return the JSONL files among the sources."""
     return [name for name in sources.names if _is_json_file(name)]
 
 
 def check_data(data: Sequence[str], split: str) -> Sources:
-    """What `--data` and `--split` mean; UserError if there is no such source or split. Opens no file.
+    """Return what `--data` and `--split` mean; UserError if there is no such source or split. No
+    file is opened.
 
-    data: one source, or weights and sources in turn. split: two or three shares, such as 95,5 or 98,1,1.
+    data: one source, or weights and sources in turn. split: two or three shares, such as 95,5 or
+    98,1,1.
     """
     try:
         shares = [float(share) for share in split.split(",")]
     except ValueError:
         shares = []
-    if len(shares) not in (2, 3) or not all(0 <= share < math.inf for share in shares) or not shares[0]:
+    if (
+        len(shares) not in (2, 3)
+        or not all(0 <= share < math.inf for share in shares)
+        or not shares[0]
+    ):
         raise UserError(
-            f"split {split!r} is not two or three shares such as 95,5 or 98,1,1: training, validation, test"
+            f"split {split!r} is not two or three shares such as 95,5 or 98,1,1: "
+            "training, validation, test"
         )
     if len(data) == 1:
         names, weights = tuple(data), (1.0,)
@@ -115,20 +144,27 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             weights = ()
         if not names or len(names) != len(weights):
             raise UserError(
-                f"data {' '.join(data)!r} is neither one source nor weights and sources in turn: 0.7 a 0.3 b"
+                f"data {' '.join(data)!r} is neither one source nor weights and sources in turn: "
+                "0.7 a 0.3 b"
             )
         shares_of(weights)
     for name in names:
-        if name not in ("stdlib", "mock") and not os.path.isfile(f"{name}.idx") and not _is_json_file(name):
-            what = "stdlib, the prefix of token files (PREFIX.bin and PREFIX.idx), and JSONL files"
-            raise UserError(f"unknown data {name!r}: there is {what}; tools/preprocess_data.py takes other text")
+        built_in = name in ("stdlib", "mock")
+        if not built_in and not os.path.isfile(f"{name}.idx") and not _is_json_file(name):
+            raise UserError(
+                f"unknown data {name!r}: there is stdlib, the prefix of token files "
+                "(PREFIX.bin and PREFIX.idx), and JSONL files; "
+                "tools/preprocess_data.py takes other text"
+            )
     return Sources(names, weights, tuple(share / sum(shares) for share in (*shares, 0.0)[:3]))
 
 
 def check_template(template: str) -> None:
     """Raise UserError unless a chat template has a place for the content."""
     if template.count(CONTENT) != 1:
-        raise UserError(f"chat-template {template!r} must have {CONTENT} once, and may have {{role}}")
+        raise UserError(
+            f"chat-template {template!r} must have {CONTENT} once, and may have {{role}}"
+        )
 
 
 def _is_json_file(name: str) -> bool:
@@ -145,25 +181,27 @@ def _open(
     chat_template: str,
     packing: bool,
 ) -> list[PackedDataset | Conversations | MockDataset]:
-    """The parts of a source."""
+    """Open a source and return its training, validation and test part."""
     if name == "mock":
         return [MockDataset(vocab_size, seq_length, seed) for seed in range(len(shares))]
     if name == "stdlib":
         documents = standard_library()
         order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-        parts = (sorted(order[first:last]) for first, last in pairwise(_cuts(len(documents), shares)))
+        parts = (
+            sorted(order[first:last]) for first, last in pairwise(_cuts(len(documents), shares))
+        )
         streams = (_stream([documents[i] for i in part], tokenizer) for part in parts)
         return [PackedDataset(stream, seq_length, eod) for stream in streams]
     if _is_json_file(name):
-        tokens, *learnt = cached_tokens(Path(name), tokenizer.source, chat_template)
+        tokens, *loss_mask = cached_tokens(Path(name), tokenizer.source, chat_template)
     else:
-        tokens, learnt = IndexedTokens(name), []
+        tokens, loss_mask = IndexedTokens(name), []
         _check_ends(tokens, eod)
     if not len(tokens.tokens):
         raise UserError(f"{name} has no tokens")
     cuts = list(pairwise(_cuts(len(tokens.documents) - 1, shares)))
-    if learnt:
-        return [Conversations(tokens, *learnt, *cut, seq_length, packing) for cut in cuts]
+    if loss_mask:
+        return [Conversations(tokens, *loss_mask, *cut, seq_length, packing) for cut in cuts]
     return [
         PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start)
         for stream in (tokens.stream(*cut) for cut in cuts)
@@ -171,21 +209,28 @@ def _open(
 
 
 def _check_ends(tokens: IndexedTokens, eod: int | None) -> None:
-    """Refuse token files whose first document has no end, if documents are to be told apart by it."""
+    """Refuse token files whose first document does not end with `eod`, if documents are to be told
+    apart by it."""
     first = tokens.stream(0, min(1, len(tokens.documents) - 1))
     if eod is not None and len(first) and first[-1:].item() != eod:
-        what = f"{tokens.bin}: its first document doesn't end with the tokenizer's {eod}"
-        raise UserError(f"{what}, by which separate-documents tells them apart: --append-eod writes it")
+        raise UserError(
+            f"{tokens.bin}: its first document doesn't end with the tokenizer's {eod}, "
+            "by which separate-documents tells them apart: --append-eod writes it"
+        )
 
 
 def _cuts(documents: int, shares: tuple[float, ...]) -> list[int]:
-    """Where the parts begin and end."""
+    """Return the documents at which the parts begin, and at which the last one ends."""
     return [0, *(round(documents * sum(shares[:number])) for number in (1, 2)), documents]
 
 
 def _stream(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of documents end to end, each with the end of a document behind it."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = np.array([tokenizer.eod], dtype)
     # A special token's name in a document is text.
-    texts = (tokenizer.encode_to_numpy(text, parse_special=False).astype(dtype, copy=False) for text in documents)
+    texts = (
+        tokenizer.encode_to_numpy(text, parse_special=False).astype(dtype, copy=False)
+        for text in documents
+    )
     return np.concatenate([part for text in texts for part in (text, end)] or [end])

@@ -1,8 +1,10 @@
-"""Token files as Megatron-LM has them: raw tokens in PREFIX.bin, and in PREFIX.idx where each sequence is.
+"""Token files as Megatron-LM has them: raw tokens in PREFIX.bin, and in PREFIX.idx where each
+sequence is.
 
-Layout of .idx, little-endian, without padding: 9 bytes MMIDIDX\\0\\0; u64 version 1; u8 dtype code; u64 N, the number
-of sequences; u64 D, the number of documents + 1; int32[N] lengths in tokens; int64[N] byte offsets into .bin; int64[D]
-index of the first sequence of each document, and N at the end.
+Layout of .idx, little-endian, without padding: 9 bytes MMIDIDX\\0\\0; u64 version 1; u8 dtype code;
+u64 N, the number of sequences; u64 D, the number of documents + 1; int32[N] lengths in tokens;
+int64[N] byte offsets into .bin; int64[D] index of the first sequence of each document, and N at the
+end.
 """
 
 import os
@@ -24,13 +26,14 @@ INT32_FROM = 65_500  # tokens: smaller vocabularies are written as uint16
 class IndexedTokens:
     """The sequences of a .bin and .idx pair, mapped into memory.
 
-    prefix: the files' path without its ending. Raises UserError, naming the file, if one is missing, cut short, of
-    floating-point tokens (codes 6 and 7), or if the two don't fit each other. What the index says of a sequence is
-    checked when that is read: an index of any size opens at once.
+    prefix: the files' path without its ending. Raises UserError, naming the file, if one is
+    missing, cut short, of floating-point tokens (codes 6 and 7), or if the two don't fit each
+    other. What the index says of a sequence is checked when that is read, so that an index of any
+    size opens in the same time.
     """
 
     def __init__(self, prefix: str | Path):
-        self.index, self.bin = index, tokens = tuple(Path(f"{prefix}{ending}") for ending in (".idx", ".bin"))
+        self.index, self.bin = index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         for path in (index, tokens):
             if not path.is_file():
                 raise UserError(f"{path} is missing: {prefix} is not a pair of .bin and .idx")
@@ -39,7 +42,9 @@ class IndexedTokens:
             raise UserError(f"{index} has {len(data)} bytes, fewer than its header")
         magic, version, code, sequences, boundaries = HEADER.unpack(data[: HEADER.size].tobytes())
         if magic != MAGIC or version != 1:
-            raise UserError(f"{index} is not an index of version 1 (it begins with {magic!r}, {version})")
+            raise UserError(
+                f"{index} is not an index of version 1 (it begins with {magic!r}, {version})"
+            )
         if code not in DTYPES:
             kind = "floating-point numbers" if code in (6, 7) else "unknown"
             raise UserError(f"{index}: dtype code {code} is of {kind}: tokens are integers")
@@ -48,36 +53,49 @@ class IndexedTokens:
             raise UserError(f"{index} has {len(data)} bytes, but its header needs {needed}")
         parts = np.split(data[HEADER.size : needed], [4 * sequences, 12 * sequences])
         self.lengths, self.offsets, self.documents = (
-            np.asarray(part).view(dtype) for part, dtype in zip(parts, (np.int32, np.int64, np.int64), strict=True)
+            np.asarray(part).view(dtype)
+            for part, dtype in zip(parts, (np.int32, np.int64, np.int64), strict=True)
         )
         self.dtype = np.dtype(DTYPES[code])
         size, item = tokens.stat().st_size, self.dtype.itemsize
         needed = int(self.offsets[-1]) + int(self.lengths[-1]) * item if sequences else 0
         if needed > size or size % item:
-            raise UserError(f"{tokens} has {size} bytes, but {index} needs {needed}, in tokens of {item}")
+            raise UserError(
+                f"{tokens} has {size} bytes, but {index} needs {needed}, in tokens of {item}"
+            )
         self.tokens = _mapped(tokens, self.dtype)
         if not boundaries or self.documents[[0, -1]].tolist() != [0, sequences]:
-            raise UserError(f"{index}: the documents' boundaries don't go from 0 to its {sequences} sequences")
+            raise UserError(
+                f"{index}: the documents' boundaries don't go from 0 to its {sequences} sequences"
+            )
 
     def __len__(self) -> int:
-        """The number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The tokens of a sequence."""
+        """Return the tokens of a sequence."""
         return self.tokens[slice(*self.place(index))]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Where a sequence begins and ends in the .bin, in tokens; UserError if it can't be there."""
-        offset, length, item = int(self.offsets[index]), int(self.lengths[index]), self.dtype.itemsize
+        """Return where a sequence begins and ends in the .bin, in tokens; UserError if it can't be
+        there."""
+        offset, length, item = (
+            int(self.offsets[index]),
+            int(self.lengths[index]),
+            self.dtype.itemsize,
+        )
         start = offset // item
         if offset < 0 or offset % item or length < 0 or start + length > len(self.tokens):
-            what = f"{length} tokens at byte {offset} of {len(self.tokens) * item}"
-            raise UserError(f"{self.index}: sequence {index} can't be: {what}", exit_code=1)
+            raise UserError(
+                f"{self.index}: sequence {index} can't be: "
+                f"{length} tokens at byte {offset} of {len(self.tokens) * item}",
+                exit_code=1,
+            )
         return start, start + length
 
     def stream(self, first: int, last: int) -> "Stream":
-        """The documents from `first` until before `last`, end to end."""
+        """Return the documents from number `first` until before `last`, end to end."""
         first, last = int(self.documents[first]), int(self.documents[last])
         if not 0 <= first <= last <= len(self):
             raise UserError(f"{self.index}: the documents' boundaries are not in order")
@@ -87,8 +105,9 @@ class IndexedTokens:
 class Stream:
     """The tokens of sequences that lie end to end in the .bin, to take slices of.
 
-    source: the sequences of which those from `first` until before `last`. start: the first one's place in the .bin, in
-    tokens. Taking a slice raises UserError if the index has no sequences there that lie end to end.
+    source: has the sequences; those from number `first` until before `last` are taken. start: the
+    first one's place in the .bin, in tokens. Taking a slice raises UserError if the index has no
+    sequences there that lie end to end.
     """
 
     def __init__(self, source: IndexedTokens, first: int, last: int):
@@ -107,7 +126,8 @@ class Stream:
             return self.source.tokens[:0]
         start, stop, item = self.start + start, self.start + stop, self.source.dtype.itemsize
         offsets, lengths = self.source.offsets, self.source.lengths
-        # In an index out of order these find any sequences, and the checks see that they don't fill the slice.
+        # In an index out of order, bisect finds just any sequences, and the check below sees that
+        # they don't fill the slice.
         first = bisect_right(offsets, start * item, self.first, self.last) - 1
         last = bisect_left(offsets, stop * item, first + 1, self.last)
         begins, held = offsets[first:last], lengths[first:last]
@@ -117,12 +137,15 @@ class Stream:
         return self.source.tokens[start:stop]
 
     def _refuse(self, first: int, last: int) -> NoReturn:
-        what = f"sequences {first} to {last - 1} don't lie end to end in the .bin"
-        raise UserError(f"{self.source.index}: {what}", exit_code=1)
+        raise UserError(
+            f"{self.source.index}: sequences {first} to {last - 1} "
+            "don't lie end to end in the .bin",
+            exit_code=1,
+        )
 
 
 def _mapped(path: Path, dtype) -> np.ndarray:
-    """The file as an array of dtype; of a file without bytes, an empty one."""
+    """Map a file into memory as an array of dtype, which is empty if the file is."""
     try:
         return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
     except OSError as error:
@@ -130,15 +153,17 @@ def _mapped(path: Path, dtype) -> np.ndarray:
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """The dtype in which tokens of such a vocabulary are written."""
+    """Return the dtype in which tokens of a vocabulary of such a size are written."""
     return np.dtype(np.uint16 if vocab_size < INT32_FROM else np.int32)
 
 
-def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, documents: np.ndarray | None = None) -> None:
+def write_index(
+    path: str | Path, lengths: np.ndarray, dtype: np.dtype, documents: np.ndarray | None = None
+) -> None:
     """Write the .idx of sequences that lie end to end in the .bin, whole or not at all.
 
-    lengths: tokens of each sequence. documents: int64, the first sequence of each document, and the number of sequences
-    at the end; by default each sequence is a document.
+    lengths: tokens of each sequence. documents: int64, the first sequence of each document, and the
+    number of sequences at the end; by default each sequence is a document.
     """
     lengths = np.asarray(lengths, np.int64)
     offsets = np.cumsum(lengths) * dtype.itemsize - lengths * dtype.itemsize

@@ -9,14 +9,15 @@ import torch
 
 from megazoo.data.order import Blend
 from megazoo.data.samples import Sample
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.pipeline import IGNORED
 
 AHEAD = 2  # batches a worker has ready
 
 
 def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which document of its sample each token is in, and its position there: int64, like tokens, [batch, sequence].
+    """Return which document of its sample each token is in, and its position there: both int64
+    [batch, sequence], as tokens.
 
     A token `eod` ends a document and belongs to it.
     """
@@ -27,7 +28,7 @@ def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _positions(documents: torch.Tensor) -> torch.Tensor:
-    """The position of each token in its document."""
+    """Return the position of each token in its document."""
     starts = torch.zeros_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
@@ -35,10 +36,12 @@ def _positions(documents: torch.Tensor) -> torch.Tensor:
 
 
 class Batches:
-    """This replica's part of the global batches, as the arguments of `train_batch` and `eval_batch`.
+    """Makes this replica's part of the global batches, as the arguments of `train_batch` and
+    `eval_batch`.
 
-    Only the first and the last stage should be given a blend: without one there are no arguments, and the first stage
-    tells the others the batch's shape. Replica r takes the r-th of dp equal parts of every global batch.
+    Only the first and the last stage should be given a blend: without one there are no arguments,
+    and the first stage tells the others the batch's shape. Replica r takes the r-th of dp equal
+    parts of every global batch.
     """
 
     def __init__(self, blend: Blend | None, global_batch: int, ctx: ParallelContext):
@@ -47,10 +50,11 @@ class Batches:
         self.first = ctx.dp_rank * self.rows
 
     def __call__(self, consumed: int) -> dict[str, torch.Tensor]:
-        """The batch that comes after `consumed` samples: input_ids and targets, int64 [batch, longest sample].
+        """Return the batch that comes after `consumed` samples: input_ids and targets, int64
+        [batch, longest sample].
 
-        Rows are padded on the right, where nothing sees the padding. document_ids and position_ids, if documents are
-        not to see each other.
+        Rows are padded on the right, where nothing sees the padding. If documents are not to see
+        each other, document_ids and position_ids are there too.
         """
         if self.blend is None:
             return {}
@@ -61,13 +65,15 @@ class Batches:
         return batch
 
     def tokens(self, consumed: int) -> int:
-        """Tokens of the whole global batch after `consumed` samples, without padding; 0 without a blend."""
+        """Return how many tokens the whole global batch after `consumed` samples has, without
+        padding; 0 without a blend."""
         return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
 
     def ahead(self, consumed: Sequence[int], workers: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The batches after so many samples each, on the device, made ahead by `workers` threads; 0: when asked for.
+        """Yield the batch after each number of samples in `consumed`, on the device.
 
-        Threads are enough: what a batch takes is copying from files mapped into memory.
+        `workers` threads make them ahead of their use; with 0 they are made when they are asked
+        for. Threads are enough: to make a batch is to copy from files mapped into memory.
         """
         if not workers:
             yield from map(self._moved, map(self, consumed))
@@ -90,16 +96,19 @@ class Batches:
 
 
 def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """Pad samples to the longest of them, each a row of the batch."""
     shape = len(samples), max(len(sample.input_ids) for sample in samples)
-    batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORED)}
+    batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE_INDEX)}
     separate = any(sample.documents is not None for sample in samples)
     if separate:
         batch["document_ids"] = np.full(shape, -1)  # padding sees nothing else
     for row, sample in enumerate(samples):
         length = len(sample.input_ids)
-        batch["input_ids"][row, :length], batch["targets"][row, :length] = sample.input_ids, sample.targets
+        batch["input_ids"][row, :length] = sample.input_ids
+        batch["targets"][row, :length] = sample.targets
         if separate:
-            batch["document_ids"][row, :length] = 0 if sample.documents is None else sample.documents
+            documents = 0 if sample.documents is None else sample.documents
+            batch["document_ids"][row, :length] = documents
     batch = {name: torch.from_numpy(array) for name, array in batch.items()}
     if separate:
         batch["position_ids"] = _positions(batch["document_ids"])

@@ -1,6 +1,8 @@
-"""Which sample comes when: a function of (seed, how many came before) alone, computed where it is needed.
+"""The order of samples: which one comes next is a function of the seed and of how many came before,
+and of nothing else.
 
-No table is made, so that a corpus of any size opens at once, and no version of numpy changes the order.
+No table is made, so that a corpus of any size opens in the same time, and no version of numpy
+changes the order.
 """
 
 import math
@@ -16,10 +18,11 @@ SHARES = 1 << 20  # a blend's weights are multiples of one in so many
 
 
 def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """What a permutation of `count` things, drawn by the seed, has at `positions`: int64, of their shape.
+    """Return what a permutation of `count` things, drawn by the seed, has at `positions`: int64, of
+    the shape of these.
 
-    A Feistel network over a grid hardly larger than count; what falls outside of count goes through again
-    (cycle-walking: Black and Rogaway, 2002).
+    A Feistel network over a grid hardly larger than count; what falls outside of count goes through
+    again (cycle-walking: Black and Rogaway, 2002).
     """
     rows = math.isqrt(count - 1) + 1
     columns = -(-count // rows)
@@ -39,7 +42,7 @@ def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def _hash(values: np.ndarray, key: int) -> np.ndarray:
-    """63 bits for each value: the finalizer of splitmix64."""
+    """Hash each value to 63 bits, by the finalizer of splitmix64."""
     z = values.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -47,16 +50,19 @@ def _hash(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def interleaved(shares: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each sample from number `first` on, and how many that source had before it: int64 [count] both.
+    """Return the source of each sample from number `first` on, and how many that source had before
+    it: int64 [count] both.
 
-    shares: int64, above 0, adding up to SHARES. The k-th sample of the i-th of n sources stands at the time
-    (k + (i + 1/2) / n) / share, so that after any number of samples each source has had its share, but for one or two.
+    shares: int64, above 0, adding up to SHARES. The k-th sample of the i-th of n sources stands at
+    the time (k + (i + 1/2) / n) / share, so that after any number of samples each source has had
+    its share, but for one or two.
     """
     sources = len(shares)
     phases = (2 * np.arange(sources) + 1) * SHARES
 
     def before(time: int) -> np.ndarray:
-        """Samples of each source that stand before a time; together they differ from it by half of n at most."""
+        """Return how many samples of each source stand before a time; their sum differs from it by
+        half of n at most."""
         return np.maximum(-((phases - 2 * sources * shares * time) // (2 * sources * SHARES)), 0)
 
     margin = sources // 2 + 1
@@ -72,47 +78,58 @@ def interleaved(shares: np.ndarray, first: int, count: int) -> tuple[np.ndarray,
 
 
 def shares_of(weights: Sequence[float]) -> np.ndarray:
-    """The weights as whole numbers that add up to SHARES, int64; UserError for one that is not above 0."""
+    """Return the weights as whole numbers, int64, that add up to SHARES; UserError for one that is
+    not above 0."""
     exact = np.asarray(weights, np.float64)
     if not (np.isfinite(exact) & (exact > 0)).all():
-        raise UserError(f"the weights of a blend must be above 0: {', '.join(f'{weight:g}' for weight in weights)}")
+        told = ", ".join(f"{weight:g}" for weight in weights)
+        raise UserError(f"the weights of a blend must be above 0: {told}")
     ends = np.round(exact.cumsum() / exact.sum() * SHARES).astype(np.int64)
     shares = np.diff(ends, prepend=0)
     if (shares < 1).any():
-        raise UserError(f"the weight {exact[shares.argmin()]:g} is less than a millionth of the blend")
+        raise UserError(
+            f"the weight {exact[shares.argmin()]:g} is less than a millionth of the blend"
+        )
     return shares
 
 
 class Blend:
     """The samples of datasets, each by its weight, in the order in which a run sees them.
 
-    Each dataset goes through epochs of its own, and sees each of its samples once in each. seed: every epoch is
-    shuffled anew; None: in the datasets' order. A blend's own epoch is as many samples as its datasets have together.
+    Each dataset goes through epochs of its own, and sees each of its samples once in each. seed:
+    every epoch is shuffled anew; None: in the datasets' order. A blend's own epoch is as many
+    samples as its datasets have together.
     """
 
-    def __init__(self, datasets: Sequence, weights: Sequence[float] = (1.0,), seed: int | None = None):
+    def __init__(
+        self, datasets: Sequence, weights: Sequence[float] = (1.0,), seed: int | None = None
+    ):
         self.datasets, self.seed, self.shares = list(datasets), seed, shares_of(weights)
 
     def __len__(self) -> int:
         return sum(map(len, self.datasets))
 
     def places(self, first: int, count: int) -> list[tuple[int, int]]:
-        """The dataset and the index of each sample from number `first` on."""
+        """Return the dataset and the index in it of each sample from number `first` on."""
         sources, numbers = interleaved(self.shares, first, count)
         indices = np.empty_like(numbers)
         for source, dataset in enumerate(self.datasets):
             epochs, positions = np.divmod(numbers, len(dataset))
-            for epoch in np.unique(epochs[sources == source]).tolist() if self.seed is not None else ():
-                mine = (sources == source) & (epochs == epoch)
-                seed = derive_seed(self.seed, "samples", source, epoch)
-                positions[mine] = shuffled(positions[mine], len(dataset), seed)
-            indices[sources == source] = positions[sources == source]
+            mine = sources == source
+            if self.seed is not None:
+                for epoch in np.unique(epochs[mine]).tolist():
+                    chosen = mine & (epochs == epoch)
+                    seed = derive_seed(self.seed, "samples", source, epoch)
+                    positions[chosen] = shuffled(positions[chosen], len(dataset), seed)
+            indices[mine] = positions[mine]
         return list(zip(sources.tolist(), indices.tolist(), strict=True))
 
     def samples(self, first: int, count: int) -> list:
-        """The samples from number `first` on."""
+        """Return so many samples, from number `first` on."""
         return [self.datasets[source][index] for source, index in self.places(first, count)]
 
     def tokens(self, first: int, count: int) -> int:
-        """How many tokens those samples hold, without padding."""
-        return sum(self.datasets[source].tokens_of(index) for source, index in self.places(first, count))
+        """Return how many tokens those samples hold, without padding."""
+        return sum(
+            self.datasets[source].tokens_of(index) for source, index in self.places(first, count)
+        )

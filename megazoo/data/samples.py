@@ -9,13 +9,13 @@ import numpy as np
 
 from megazoo.data.indexed import IndexedTokens, Stream
 from megazoo.errors import UserError
-from megazoo.parallel.pipeline import IGNORED
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.random import derive_seed
 
 
 class Sample(NamedTuple):
-    """input_ids, targets: int64 [tokens]; a target of -100 carries no loss. documents: the number of the document that
-    each token is in, if they are not to see each other."""
+    """input_ids, targets: int64 [tokens]; a target of -100 carries no loss. documents: the number
+    of the document that each token is in, if they are not to see each other."""
 
     input_ids: np.ndarray
     targets: np.ndarray
@@ -24,11 +24,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """Documents end to end, cut into samples of seq_length + 1 tokens that share one token with the next.
+    """Documents end to end, cut into samples of seq_length + 1 tokens that share one token with the
+    next.
 
-    tokens: the stream, of integers. A tail shorter than a sample is left out. eod: the token that ends a document, if
-    documents are not to see each other. vocab_size: a token that is not below it is told with its place in `name`;
-    first is the stream's place there.
+    tokens: the stream, of integers. A tail shorter than a sample is left out. eod: the token that
+    ends a document, if documents are not to see each other. vocab_size: a token that is not below
+    it raises UserError. name, first: the file of the stream, and its place there, for that error.
     """
 
     tokens: np.ndarray | Stream
@@ -48,13 +49,16 @@ class PackedDataset:
         tokens = self.tokens[start : start + self.seq_length + 1].astype(np.int64)
         if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             place = int(((tokens < 0) | (tokens >= self.vocab_size)).argmax())
-            what = f"token {tokens[place]} at place {self.first + start + place:,}"
-            raise UserError(f"{self.name}: {what} is outside the vocabulary of {self.vocab_size}", exit_code=1)
+            raise UserError(
+                f"{self.name}: token {tokens[place]} at place {self.first + start + place:,} "
+                f"is outside the vocabulary of {self.vocab_size}",
+                exit_code=1,
+            )
         documents = None if self.eod is None else np.cumsum(np.append(0, tokens[:-2] == self.eod))
         return Sample(tokens[:-1], tokens[1:], documents)
 
     def tokens_of(self, index: int) -> int:
-        """Tokens of a sample."""
+        """Return the number of a sample's tokens."""
         return self.seq_length
 
 
@@ -75,25 +79,37 @@ class MockDataset:
         return Sample(tokens[:-1], tokens[1:])
 
     def tokens_of(self, index: int) -> int:
-        """Tokens of a sample."""
+        """Return the number of a sample's tokens."""
         return self.seq_length
 
 
 class Conversations:
-    """The samples of fine-tuning: a conversation in each, or several that don't see each other.
+    """The samples of fine-tuning: each is a conversation, or several that don't see each other.
 
-    tokens, learnt: of each conversation its ids and the mask of those that carry a loss; from number `first` until
-    before `last`. Longer ones are cut to seq_length tokens, and left out if that leaves nothing to learn: a batch of
-    these alone would be a step of loss 0. packing: several go into a sample, as many as fit.
+    tokens, loss_mask: of each conversation its ids and the mask of those that carry a loss; the
+    conversations from number `first` until before `last` are taken. Longer ones are cut to
+    seq_length tokens, and left out if that leaves nothing to learn: a batch of these alone would be
+    a step of loss 0. packing: as many as fit go into a sample.
     """
 
     def __init__(
-        self, tokens: IndexedTokens, learnt: IndexedTokens, first: int, last: int, seq_length: int, packing: bool
+        self,
+        tokens: IndexedTokens,
+        loss_mask: IndexedTokens,
+        first: int,
+        last: int,
+        seq_length: int,
+        packing: bool,
     ):
-        self.tokens, self.learnt = tokens, learnt
-        lengths = tokens.lengths[first:last].astype(np.int64) - 1  # the last token is only predicted
+        self.tokens, self.loss_mask = tokens, loss_mask
+        # the last token is only predicted
+        lengths = tokens.lengths[first:last].astype(np.int64) - 1
         cut = np.flatnonzero(lengths > seq_length)
-        empty = [number for number in cut.tolist() if not learnt[first + number][1 : seq_length + 1].any()]
+        empty = [
+            number
+            for number in cut.tolist()
+            if not loss_mask[first + number][1 : seq_length + 1].any()
+        ]
         self.cut, self.left_out = len(cut), len(empty)
         self.numbers = np.delete(np.arange(first, last), empty)
         self.lengths = np.delete(np.minimum(lengths, seq_length), empty)
@@ -110,19 +126,21 @@ class Conversations:
         return Sample(*map(np.concatenate, zip(*parts, strict=True)), documents)
 
     def tokens_of(self, index: int) -> int:
-        """Tokens of a sample, without padding."""
+        """Return the number of a sample's tokens, without padding."""
         return int(self.lengths[index if self.bins is None else self.bins[index]].sum())
 
     def _one(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and targets of a conversation."""
+        """Return the ids and targets of a conversation, int64 [length] both."""
         length = self.lengths[number]
-        ids, learnt = (tokens[self.numbers[number]][: length + 1] for tokens in (self.tokens, self.learnt))
-        ids = ids.astype(np.int64)
-        return ids[:-1], np.where(learnt[1:], ids[1:], IGNORED)
+        place = self.numbers[number]
+        ids = self.tokens[place][: length + 1].astype(np.int64)
+        loss_mask = self.loss_mask[place][: length + 1]
+        return ids[:-1], np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
 
 
 def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Which of them share a bin of `size`: the longest first, each where it leaves the least room."""
+    """Return bins of `size`, each as the numbers of the lengths in it: the longest is placed first,
+    and each where it leaves the least room."""
     bins: list[list[int]] = []
     rooms: list[int] = []  # what is left in some bin, ascending
     with_room: dict[int, list[int]] = defaultdict(list)

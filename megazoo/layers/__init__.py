@@ -1,16 +1,31 @@
 """Layers that any model can be built from, in any module of your own.
 
-Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it is in a plain process.
+Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it is in a plain
+process.
+
+What the rest of megazoo asks of a layer, it says by an attribute, and so can one of your own:
+    multiplied      names of a ShardedModule's parameters that are matrices by which every token is
+                    multiplied; `flops_per_token` counts them. None by default.
+    score_features  features over which queries and keys are multiplied, of all tp ranks together;
+                    `flops_per_token` counts them, and asks no module inside one that says so. 0
+                    if the cost of an attention doesn't grow with the sequence.
+    recompute       False, and set to True by `model.recompute("selective")`: the module then keeps
+                    less for backward, and computes the rest again there.
 """
 
 from megazoo.layers.alibi import alibi_bias, alibi_slopes
-from megazoo.layers.attention import CausalSelfAttention, segment_mask
+from megazoo.layers.attention import (
+    CausalSelfAttention,
+    QKVParallelLinear,
+    segment_mask,
+    units_of_heads,
+)
 from megazoo.layers.cache import KVCache
 from megazoo.layers.classification import ClassificationHead
 from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
-from megazoo.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary, rotate
@@ -38,5 +53,6 @@ __all__ = [
     "gelu_tanh",
     "rotate",
     "segment_mask",
+    "units_of_heads",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,24 +1,109 @@
-"""Causal self-attention, its heads cut over the tensor-parallel ranks."""
+"""Causal self-attention whose heads are cut over the tensor-parallel ranks."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import nn
 
+from megazoo.errors import UserError
+from megazoo.layers import fused
 from megazoo.layers.cache import KVCache
 from megazoo.layers.dropout import Dropout
-from megazoo.layers.linear import QKVParallelLinear, RowParallelLinear, split_heads
-from megazoo.layers.norm import HeadwiseLayerNorm
+from megazoo.layers.fused import CosAndSin, replaced_by
+from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazoo.layers.rotary import rotate
 from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.module import ShardedModule
+
+
+def units_of_heads(
+    heads: int, kv_heads: int, head_size: int, ctx: ParallelContext | None = None
+) -> tuple[int, int, int]:
+    """Return the features of q, k and v that stay together when heads are cut over tp.
+
+    Queries stay with the key-value head that they use, unless tp exceeds the number of those: then
+    each is replicated over tp / kv_heads ranks. ctx: the ambient one by default.
+    Errors: UserError if the heads can't be cut so.
+    """
+    tp = (ctx or current_context()).tp_size
+    if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
+        raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
+    queries = heads // kv_heads if tp <= kv_heads else 1
+    return queries * head_size, head_size, head_size
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """The fused projection to queries, keys and values: each rank computes those of its own heads.
+
+    Args:
+        hidden_size: size of x's last dimension.
+        heads: query heads.
+        kv_heads: key and value heads; as many by default.
+        head_size: features of one head; hidden_size / heads by default.
+        bias, std, ctx: as in ColumnParallelLinear.
+
+    Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k
+    and v likewise. The weight is [q; k; v] along its rows, the heads of each in order; every rank
+    holds its heads of all three, KV heads together with the queries that use them. Where tp doesn't
+    divide the KV heads, the first ranks hold one more; where tp is a multiple of them, each is
+    replicated over tp / kv_heads ranks, over which its gradient is summed.
+    Errors: UserError if neither holds, or the heads don't divide hidden_size.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_size: int | None = None,
+        bias: bool = True,
+        *,
+        std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
+        kv_heads = kv_heads or heads
+        if head_size is None and hidden_size % heads:
+            raise UserError(f"{heads} heads don't divide a hidden size of {hidden_size}")
+        size = head_size or hidden_size // heads
+        units = units_of_heads(heads, kv_heads, size, ctx)
+        parts = (heads * size, kv_heads * size, kv_heads * size)
+        super().__init__(hidden_size, parts, bias, units=units, std=std, ctx=ctx)
+        self.head_size, self.units, self.score_features = size, units, heads * size
+        shard = self.specs["weight"].shard
+        self.local_parts = shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return q, k and v, one after the other: [batch, sequence, this rank's features of all
+        three]."""
+        return super().forward(x)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return split_heads(self.project(x), self.local_parts, self.head_size)
+
+
+@replaced_by(fused.split_heads)
+def split_heads(
+    qkv: torch.Tensor, parts: Sequence[int], head_size: int, rotary: CosAndSin | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split qkv, [batch, sequence, parts' sum], into q, k and v, and turn q and k by rotary's cos
+    and sin: each [batch, its heads, sequence, head_size]."""
+    q, k, v = (
+        rearrange(part, "batch seq (heads size) -> batch heads seq size", size=head_size)
+        for part in qkv.split(parts, dim=-1)
+    )
+    return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
 def segment_mask(segments: torch.Tensor | None, queries: int | None = None) -> torch.Tensor | None:
-    """Where a query may look: at itself and backwards, within its segment. bool [batch, 1, queries, sequence].
+    """Return where a query may look: at itself and backwards, within its segment. bool [batch, 1,
+    queries, sequence].
 
-    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives None. queries: how
-    many of the last tokens look, the others being in a KVCache; all by default.
+    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives
+    None. queries: how many of the last tokens look, the others being in a KVCache; all by default.
     """
     if segments is None:
         return None
@@ -35,17 +120,21 @@ class CausalSelfAttention(nn.Module):
         dropout: probability on the attention weights.
         scale: what the scores are multiplied by; head_size ** -0.5 by default.
         clip_qkv: bound on the absolute values of queries, keys and values, if any.
-        qk_norm_epsilon: normalise queries and keys, each over all heads together, with this epsilon, if given.
+        q_norm, k_norm: modules that normalise queries and keys before they are turned: [batch,
+            sequence, this rank's heads, head_size] -> the same. Heads differ between tp ranks:
+            RMSNorm(head_size, parallel=True) normalises each alone, HeadwiseLayerNorm all together.
         bias: biases on both projections.
         std, output_std: standard deviations of the initial weights of the two projections.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in Dropout. rotary: cos
-    and sin of Rotary, which turn the queries and keys. mask: of a shape that expands to [batch, this rank's heads,
-    sequence, sequence]; boolean, where a query may look (see segment_mask), or added to the scores, -inf where it may
-    not (see alibi_bias). Without, a query looks at itself and backwards. cache: of the tokens before x, which x's are
-    appended to; x is then the whole prompt or, later, one token.
-    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et al. 2019.
+    Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in
+    Dropout. rotary: cos and sin of Rotary, which turn the queries and keys. mask: of a shape that
+    expands to [batch, this rank's heads, sequence, sequence]; boolean, where a query may look (see
+    segment_mask), or added to the scores, -inf where it may not (see alibi_bias). Without, a query
+    looks at itself and backwards. cache: of the tokens before x, which x's are appended to; x is
+    then the whole prompt or, later, one token.
+    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et
+    al. 2019; normalised queries and keys: Henry et al. 2020.
     """
 
     def __init__(
@@ -58,65 +147,111 @@ class CausalSelfAttention(nn.Module):
         dropout: float = 0.0,
         scale: float | None = None,
         clip_qkv: float | None = None,
-        qk_norm_epsilon: float | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
         bias: bool = True,
         std: float = 0.02,
         output_std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
         super().__init__()
-        self.qkv = QKVParallelLinear(hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx)
-        self.scale, self.clip_qkv, self.normalises = scale, clip_qkv, qk_norm_epsilon is not None
-        if self.normalises:
-            sizes = self.qkv.specs["weight"].shard.parts
-            self.q_norm = HeadwiseLayerNorm(sizes[0], self.qkv.units[0], qk_norm_epsilon, bias=bias, ctx=ctx)
-            self.k_norm = HeadwiseLayerNorm(sizes[1], self.qkv.units[1], qk_norm_epsilon, bias=bias, ctx=ctx)
+        self.qkv = QKVParallelLinear(
+            hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx
+        )
+        self.scale, self.clip_qkv = scale, clip_qkv
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self._check_norms()
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
-        self.recompute = False  # keep queries, keys and values, and nothing else until the output projection
+        # if True: keep queries, keys and values, and nothing else until the output projection
+        self.recompute = False
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
-        self.output = RowParallelLinear(inputs, hidden_size, bias, unit=unit, std=output_std, ctx=ctx)
+        self.output = RowParallelLinear(
+            inputs, hidden_size, bias, unit=unit, std=output_std, ctx=ctx
+        )
 
     def forward(
         self,
         x: torch.Tensor,
         seed: int | None = None,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary: CosAndSin | None = None,
         mask: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         qkv = self.qkv.project(x)
         if self.clip_qkv:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
-        if self.normalises:
-            q, k, v = qkv.split(self.qkv.local_parts, dim=-1)
-            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-1)
+        if self.q_norm is not None or self.k_norm is not None:
+            qkv = self._normalised(qkv)
         attend = partial(self._attend, rotary=rotary, mask=mask, seed=seed, cache=cache)
-        return self.output.of_recomputed(attend, qkv) if self.recompute else self.output(attend(qkv))
+        if self.recompute:
+            return self.output(qkv, recompute=attend)
+        return self.output(attend(qkv))
 
-    def _attend(self, qkv: torch.Tensor, rotary, mask, seed: int | None, cache: KVCache | None) -> torch.Tensor:
-        """[batch, sequence, this rank's features of q, k and v] -> [batch, sequence, its features]."""
+    def _check_norms(self) -> None:
+        """Refuse norms whose gradients would miss what the heads of other tp ranks contribute."""
+        norms = [module for norm in (self.q_norm, self.k_norm) if norm for module in norm.modules()]
+        for norm in norms:
+            specs = norm.specs.values() if isinstance(norm, ShardedModule) else ()
+            if self.qkv.ctx.tp_size > 1 and any(spec.shard is None for spec in specs):
+                raise UserError(
+                    "queries and keys differ between tp ranks: make q_norm and k_norm with "
+                    "parallel=True"
+                )
+
+    def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Return q, k and v, one after the other, the first two through their norms."""
+        size = self.qkv.head_size
+        q, k, v = (
+            rearrange(part, "batch seq (heads size) -> batch seq heads size", size=size)
+            for part in qkv.split(self.qkv.local_parts, dim=-1)
+        )
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        return rearrange(
+            torch.cat([q, k, v], dim=2), "batch seq heads size -> batch seq (heads size)"
+        )
+
+    def _attend(
+        self,
+        qkv: torch.Tensor,
+        rotary: CosAndSin | None,
+        mask: torch.Tensor | None,
+        seed: int | None,
+        cache: KVCache | None,
+    ) -> torch.Tensor:
+        """Attend with q, k and v, one after the other: [batch, sequence, this rank's features of
+        them] -> [batch, sequence, this rank's features]."""
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)
-        y = self._core_with_dropout(q, k, v, mask, seed) if self.dropout.active else self._core(q, k, v, mask)
-        return y.transpose(1, 2).flatten(2)
+        if self.dropout.active:
+            y = self._attend_with_dropout(q, k, v, mask, seed)
+        else:
+            y = self._scaled_dot_product(q, k, v, mask)
+        return rearrange(y, "batch heads seq size -> batch seq (heads size)")
 
-    def _core(self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0) -> torch.Tensor:
+    def _scaled_dot_product(
+        self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0
+    ) -> torch.Tensor:
+        """Return softmax(q k^T * scale + mask) v."""
         return F.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=mask,
-            is_causal=mask is None and q.shape[2] == k.shape[2],  # one query may look at all in the cache
+            # one query may look at all in the cache
+            is_causal=mask is None and q.shape[2] == k.shape[2],
             dropout_p=dropout,
             scale=self.scale,
             enable_gqa=k.shape[1] < q.shape[1],
         )
 
     @untraced
-    def _core_with_dropout(self, q, k, v, mask: torch.Tensor | None, seed: int | None) -> torch.Tensor:
+    def _attend_with_dropout(
+        self, q, k, v, mask: torch.Tensor | None, seed: int | None
+    ) -> torch.Tensor:
         with self.dropout.draw(seed, q.device):
-            return self._core(q, k, v, mask, self.dropout.probability)
+            return self._scaled_dot_product(q, k, v, mask, self.dropout.probability)
 
     @property
     def heads(self) -> range:

@@ -1,4 +1,4 @@
-"""The keys and values that generation keeps, so that each new token is one forward of one position."""
+"""The keys and values that generation keeps: a new token then takes the forward of one position."""
 
 import torch
 from torch import nn
@@ -7,11 +7,15 @@ from torch import nn
 class KVCache:
     """Keys and values of the tokens so far: only of the attention layers, and heads, of this rank.
 
-    Args: layers: that extend it, all of them of as many heads. length: tokens at most. copies: sequences that go on
-    from each row after its prompt (the beams of a search, or the copies of a row that are drawn).
+    Args:
+        layers: how many layers extend it, all of them of as many heads.
+        length: tokens at most.
+        copies: sequences that go on from each row after its prompt: the beams of a search, or the
+            answers that are drawn for it.
 
-    Its memory, [layers, keys and values, rows x copies, heads, length, head_size], is allocated once, by the first
-    layer. All layers of a forward extend the cache, then `advance` counts its tokens.
+    Its memory, [layers, keys and values, rows x copies, heads, length, head_size], is allocated
+    once, by the first layer. All layers of a forward extend the cache, then `advance` counts its
+    tokens.
     """
 
     def __init__(self, layers: int, length: int, copies: int = 1):
@@ -21,8 +25,11 @@ class KVCache:
         self._kept: torch.Tensor | None = None
         self._places: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a layer's k and v [rows, heads, new tokens, head_size]; returns those of all tokens so far."""
+    def extend(
+        self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a layer's k and v [rows, heads, new tokens, head_size], and return those of all
+        tokens so far."""
         if self.used == 0:
             self._begin(layer, k, v)
             return k, v
@@ -38,9 +45,10 @@ class KVCache:
         self.used += tokens
 
     def reorder(self, sources: torch.Tensor) -> None:
-        """Row i goes on from row sources[i], int64 [rows x copies], a copy of the same prompt."""
+        """Let row i go on from row sources[i], which has the same prompt. int64 [rows x copies]."""
         moved = (sources != torch.arange(len(sources), device=sources.device)).nonzero()[:, 0]
-        if self._kept is not None and len(moved) and self.used > self.prompt:  # a stage may have no layers
+        # a stage may have no layers
+        if self._kept is not None and len(moved) and self.used > self.prompt:
             new = self._kept[:, :, :, :, self.prompt : self.used]
             new[:, :, moved] = new[:, :, sources[moved]]
 

@@ -1,30 +1,98 @@
-"""The head of a sequence classifier."""
+"""Sequence classification as transformers has it: which position is scored, and the loss."""
 
 import torch
 import torch.nn.functional as F
 
-from megazoo.parallel import collectives
+from megazoo.errors import UserError
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.shard import ParameterSpec, ShardedModule
+from megazoo.parallel.module import ShardedModule
+from megazoo.parallel.regions import reduce_from_tensor_parallel
+from megazoo.parallel.shard import ParameterSpec
+
+PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def last_tokens(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tensor:
+    """Return the position of each row's last token that is not padding; 0 if all are. int64
+    [batch]."""
+    batch, sequence = input_ids.shape
+    if pad_token_id is None:  # for one row only
+        return torch.full((batch,), sequence - 1, device=input_ids.device)
+    place = torch.arange(sequence, device=input_ids.device)
+    return (place * (input_ids != pad_token_id)).amax(dim=1)
+
+
+def check_labels(labels: torch.Tensor, batch: int, num_labels: int, problem: str | None) -> None:
+    """Raise UserError for labels that the problem can't have."""
+    kind = problem_of(labels, num_labels, problem)
+    shapes = {
+        "single_label_classification": [(batch,)],
+        "multi_label_classification": [(batch, num_labels)],
+    }
+    shapes["regression"] = [(batch, num_labels)] + ([(batch,)] if num_labels == 1 else [])
+    if tuple(labels.shape) not in shapes[kind]:
+        wanted = " or ".join(str(list(shape)) for shape in shapes[kind])
+        raise UserError(f"labels are of shape {list(labels.shape)}, not {wanted} for {kind}")
+    if kind == "single_label_classification":
+        wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= num_labels))
+        if not labels.is_cuda and bool(wrong.any()):
+            raise UserError(f"label {int(labels[wrong][0])} is outside the {num_labels} labels")
+
+
+def problem_of(labels: torch.Tensor, num_labels: int, problem: str | None) -> str:
+    """Return the problem type: the config's, or else what the labels look like."""
+    if problem is not None:
+        return problem
+    if num_labels == 1:
+        return "regression"
+    return (
+        "multi_label_classification"
+        if labels.is_floating_point()
+        else "single_label_classification"
+    )
+
+
+def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> torch.Tensor:
+    """Return the sum of what the loss is the mean of, in fp32: squared differences, or
+    cross-entropies."""
+    logits, kind = logits.float(), problem_of(labels, logits.shape[-1], problem)
+    if kind == "single_label_classification":
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    if kind == "regression":
+        return F.mse_loss(logits, labels.view_as(logits).float(), reduction="sum")
+    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
 
 
 class ClassificationHead(ShardedModule):
-    """Scores of each label from one position of each sequence; no bias; the same on every tp rank.
+    """A score of each label from one position of each sequence; no bias; the same on every tp rank.
 
-    Args: hidden_size; num_labels; std: of the initial weights; ctx: parallel context.
-    Shapes: x [batch, sequence, hidden] (under sequence parallelism this rank's part of it), positions int64 [batch] ->
-    [batch, num_labels].
+    Args:
+        hidden_size, num_labels: inputs and outputs.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; the ambient one by default.
+
+    Shapes: x [batch, sequence, hidden] (under sequence parallelism this rank's part of it),
+    positions int64 [batch] -> [batch, num_labels].
     """
 
-    def __init__(self, hidden_size: int, num_labels: int, *, std: float = 0.02, ctx: ParallelContext | None = None):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_labels: int,
+        *,
+        std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
         super().__init__(ctx)
         self.add_parameter("weight", ParameterSpec((num_labels, hidden_size), std=std))
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(len(x), device=x.device)
         if not self.ctx.sequence_parallel:
-            return F.linear(x[rows, positions], self.whole("weight"))
-        local = positions - self.ctx.tp_rank * x.shape[1]  # one rank has the position, the others add zeros
+            return F.linear(x[rows, positions], self.replicated("weight"))
+        # one rank has the position, the others add zeros
+        local = positions - self.ctx.tp_rank * x.shape[1]
         here = (local >= 0) & (local < x.shape[1])
         pooled = x[rows, local.masked_fill(~here, 0)].masked_fill(~here[:, None], 0)
-        return collectives.reduce_from_tensor_parallel(F.linear(pooled, self.whole("weight")), self.ctx)
+        return reduce_from_tensor_parallel(F.linear(pooled, self.replicated("weight")), self.ctx)

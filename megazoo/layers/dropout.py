@@ -11,25 +11,31 @@ from megazoo.parallel.random import derive_seed, seeded
 
 
 class Dropout(nn.Module):
-    """Dropout drawn from (seed of the micro-batch, site, and the tp rank inside tensor-parallel regions).
+    """Dropout whose mask follows from the micro-batch's seed, the layer's name and, inside
+    tensor-parallel regions, the tp rank.
 
     Nothing has to be saved to draw the same mask again, for a recomputation or after a resume.
 
     Args:
         probability: of zeroing an element, in [0, 1).
-        parallel: x differs between tp ranks, so must the masks; else all tp ranks draw the same mask.
+        parallel: x differs between tp ranks, so must the masks; else all tp ranks draw the same
+            mask.
         ctx: parallel context; the ambient one by default.
 
     `site` names the layer and is set by the model when it is built: no two layers may share it.
-    Shapes: x of any shape -> the same shape. seed: the micro-batch's; None (a layer in a module of your own) takes one
-    from torch's default generator, the same on all tp ranks if they were seeded alike.
+    Shapes: x of any shape -> the same shape. seed: the micro-batch's; None (a layer in a module of
+    your own) takes one from torch's default generator, the same on all tp ranks if they were seeded
+    alike.
     """
 
-    def __init__(self, probability: float, *, parallel: bool = False, ctx: ParallelContext | None = None):
+    def __init__(
+        self, probability: float, *, parallel: bool = False, ctx: ParallelContext | None = None
+    ):
         super().__init__()
         self.probability = probability
         self.ctx = ctx or current_context()
-        self.parallel = parallel or self.ctx.sequence_parallel  # either way each rank has an x of its own
+        # either way each rank has an x of its own
+        self.parallel = parallel or self.ctx.sequence_parallel
         self.site = ""
 
     @property
@@ -37,12 +43,17 @@ class Dropout(nn.Module):
         return self.training and self.probability > 0
 
     def draw(self, seed: int | None, device: torch.device):
-        """A block in which torch's default generator draws for this site. seed: as in forward."""
+        """Return a block in which torch's default generator draws for this site. seed: as in
+        forward."""
         if seed is None:
             seed = torch.randint(1 << 62, ()).item()
         elif not self.site:
-            raise UserError("a Dropout that is given a seed needs a site, or all such layers would draw alike")
-        return seeded(derive_seed(seed, self.site, self.ctx.tp_rank if self.parallel else "all"), device)
+            raise UserError(
+                "a Dropout that is given a seed needs a site, or all such layers would draw alike"
+            )
+        return seeded(
+            derive_seed(seed, self.site, self.ctx.tp_rank if self.parallel else "all"), device
+        )
 
     def forward(self, x: torch.Tensor, seed: int | None = None) -> torch.Tensor:
         return self._dropped(x, seed) if self.active else x

@@ -1,12 +1,15 @@
-"""Feed-forward blocks, their inner features cut over the tensor-parallel ranks."""
+"""Feed-forward blocks whose inner features are cut over the tensor-parallel ranks."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megazoo.errors import UserError
+from megazoo.layers import fused
+from megazoo.layers.fused import replaced_by
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.parallel.context import ParallelContext
 
@@ -29,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # under Hugg
 
 
 def activation_named(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation that a config names; UserError if it is not in ACTIVATIONS."""
+    """Return the activation that a config names; UserError if it is not in ACTIVATIONS."""
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is not supported: there are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -39,10 +42,13 @@ class MLP(nn.Module):
     """down(activation(up(x))).
 
     Args:
-        hidden_size: size of x; ffn_size: inner features over all tp ranks, at least one for each; tp need not divide
-            them (see `megazoo.parallel.shard.units_for`).
+        hidden_size: size of x's last dimension.
+        ffn_size: inner features over all tp ranks, at least one for each; tp need not divide them
+            (see `megazoo.parallel.shard.units_for`).
         activation: elementwise function.
-        bias: biases on both layers; std, output_std: of the initial weights; ctx: parallel context.
+        bias: biases on both layers.
+        std, output_std: standard deviations of the initial weights of up and down.
+        ctx: parallel context; the ambient one by default.
 
     Shapes: [..., hidden] -> [..., hidden].
     """
@@ -61,20 +67,29 @@ class MLP(nn.Module):
         super().__init__()
         self.up = ColumnParallelLinear(hidden_size, ffn_size, bias, std=std, ctx=ctx)
         self.activation = activation
-        self.recompute = False  # keep what goes into the activation, not what comes out
+        self.recompute = False  # if True: keep what goes into the activation, not what comes out
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.up(x)
         if self.recompute:
-            return self.down.of_recomputed(self.activation, inner)
+            return self.down(inner, recompute=self.activation)
         return self.down(self.activation(inner))
 
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) with gate and up in one fused projection (Shazeer 2020; SwiGLU with silu).
+@replaced_by(fused.gated)
+def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return activation(gate) * up: [..., features of gate and of up] -> [..., half as many]."""
+    gate, up = inner.chunk(2, dim=-1)
+    return activation(gate) * up
 
-    Args and shapes as in MLP. The fused weight is [gate; up] along its rows; every rank holds its share of both.
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) with gate and up in one fused projection (Shazeer 2020;
+    SwiGLU with silu).
+
+    Args and shapes as in MLP. The fused weight is [gate; up] along its rows; every rank holds its
+    share of both.
     """
 
     def __init__(
@@ -89,45 +104,15 @@ class GatedMLP(nn.Module):
         ctx: ParallelContext | None = None,
     ):
         super().__init__()
-        self.gate_up = ColumnParallelLinear(hidden_size, (ffn_size, ffn_size), bias, std=std, ctx=ctx)
+        self.gate_up = ColumnParallelLinear(
+            hidden_size, (ffn_size, ffn_size), bias, std=std, ctx=ctx
+        )
         self.activation = activation
-        self.recompute = False  # keep what goes into the activation, not what comes out
+        self.recompute = False  # if True: keep what goes into the activation, not what comes out
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.gate_up(x)
         if self.recompute:
-            return self.down.of_recomputed(self._gated, inner)
-        return self.down(self._gated(inner))
-
-    def _gated(self, inner: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            return _Gated.apply(self.activation, inner)
-        gate, up = inner.chunk(2, dim=-1)
-        return self.activation(gate) * up
-
-
-class _Gated(torch.autograd.Function):
-    """activation(gate) * up. Keeps what gate and up are views of, and nothing else, and fills its gradient at once."""
-
-    @staticmethod
-    def forward(ctx, activation, inner):
-        ctx.activation = activation
-        ctx.save_for_backward(inner)
-        gate, up = inner.chunk(2, dim=-1)
-        activated = activation(gate)
-        if activated.untyped_storage()._cdata == inner.untyped_storage()._cdata:  # the identity's
-            return activated * up
-        return activated.mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inner,) = ctx.saved_tensors
-        gate, up = inner.chunk(2, dim=-1)
-        gate, inner_grad = gate.detach().requires_grad_(), torch.empty_like(inner)
-        gate_grad, up_grad = inner_grad.chunk(2, dim=-1)
-        with torch.enable_grad():
-            activated = ctx.activation(gate)
-        torch.mul(grad, activated.detach(), out=up_grad)
-        gate_grad.copy_(*torch.autograd.grad(activated, gate, torch.mul(grad, up, out=gate_grad)))
-        return None, inner_grad
+            return self.down(inner, recompute=partial(gated, activation=self.activation))
+        return self.down(gated(inner, self.activation))

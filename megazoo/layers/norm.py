@@ -3,40 +3,101 @@
 import torch
 import torch.nn.functional as F
 
-from megazoo.parallel import collectives
+from megazoo.layers import fused
+from megazoo.layers.fused import replaced_by
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.shard import ParameterSpec, Shard, ShardedModule
+from megazoo.parallel.module import ShardedModule
+from megazoo.parallel.regions import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from megazoo.parallel.shard import ParameterSpec, Shard
 
 
 class LayerNorm(ShardedModule):
     """Layer normalisation over the last dimension (Ba et al. 2016).
 
-    Args: hidden_size: size of the last dimension; eps: added to the variance; bias: whether there is one; ctx: parallel
-    context.
+    Args:
+        hidden_size: size of the last dimension.
+        eps: added to the variance.
+        bias: whether there is one.
+        parallel: x differs between tp ranks, as heads do: the gradients of weight and bias are then
+            summed over them.
+        ctx: parallel context; the ambient one by default.
+
     Shapes: [..., hidden_size] -> [..., hidden_size].
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, *, bias: bool = True, ctx: ParallelContext | None = None):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        parallel: bool = False,
+        ctx: ParallelContext | None = None,
+    ):
         super().__init__(ctx)
         self.eps = eps
-        self.add_parameter("weight", ParameterSpec((hidden_size,), mean=1.0))
+        shard = _one_unit(hidden_size) if parallel else None
+        self.add_parameter("weight", ParameterSpec((hidden_size,), shard, mean=1.0))
         if bias:
-            self.add_parameter("bias", ParameterSpec((hidden_size,)))
+            self.add_parameter("bias", ParameterSpec((hidden_size,), shard))
         else:
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.whole("weight"), self.whole("bias"), self.eps)
+        return F.layer_norm(
+            x, self.weight.shape, self.replicated("weight"), self.replicated("bias"), self.eps
+        )
+
+
+@replaced_by(fused.rms_norm)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight: [..., size] -> the same.
+
+    Normalises in fp32, casts back, and only then multiplies by the weight, as LLaMA does.
+    """
+    wide = x.float()
+    normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normalised.to(x.dtype)
+
+
+class RMSNorm(ShardedModule):
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019), with a
+    weight and no bias: see rms_norm.
+
+    Args: hidden_size: size of the last dimension; eps: added to the mean square; parallel, ctx: as
+    in LayerNorm.
+    Shapes: [..., hidden_size] -> [..., hidden_size].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        parallel: bool = False,
+        ctx: ParallelContext | None = None,
+    ):
+        super().__init__(ctx)
+        self.eps = eps
+        shard = _one_unit(hidden_size) if parallel else None
+        self.add_parameter("weight", ParameterSpec((hidden_size,), shard, mean=1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.replicated("weight"), self.eps)
 
 
 class HeadwiseLayerNorm(ShardedModule):
-    """Layer normalisation over all heads together, of a projection whose heads are cut over the tp ranks.
+    """Layer normalisation over the features of all heads together, which are cut over the tp ranks.
 
-    The moments are those of the whole projection: each rank adds its part to them.
+    The moments are those of all ranks' heads: each rank adds its part to them.
 
-    Args: hidden_size: features of all heads; unit: those that stay together, as the projection is cut; eps, bias, ctx:
-    as in LayerNorm.
-    Shapes: [..., this rank's features] -> the same.
+    Args:
+        hidden_size: features of all heads, over all tp ranks.
+        unit: features that stay together, as the projection is cut: see attention.units_of_heads.
+        eps, bias, ctx: as in LayerNorm.
+
+    Shapes: [..., this rank's heads, head_size] -> the same.
+    Errors: UserError if the features can't be cut so over the ranks.
     """
 
     def __init__(
@@ -50,61 +111,31 @@ class HeadwiseLayerNorm(ShardedModule):
     ):
         super().__init__(ctx)
         self.eps, shard = eps, Shard(0, (hidden_size,), (unit,))
+        shard.check(self.ctx.tp_size, "features")
         self.add_parameter("weight", ParameterSpec((hidden_size,), shard, mean=1.0))
         if bias:
             self.add_parameter("bias", ParameterSpec((hidden_size,), shard))
         else:
             self.register_parameter("bias", None)
-        held = sum(sum(shard.local_sizes(self.ctx.tp_size, rank)) for rank in range(self.ctx.tp_size))
-        self.counted = held  # features over all ranks: replicated heads count as often as they are held
+        # features over all ranks: replicated heads count as often as they are held
+        self.counted = sum(shard.sizes_of_ranks(self.ctx.tp_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
+        wide = x.flatten(-2).float()
         centred = wide - self._mean(wide)
         y = centred * torch.rsqrt(self._mean(centred.square()) + self.eps)
-        y = y.to(x.dtype) * self.whole("weight")
-        return y if self.bias is None else y + self.whole("bias")
+        y = y.to(x.dtype) * self.replicated("weight")
+        y = y if self.bias is None else y + self.replicated("bias")
+        return y.unflatten(-1, x.shape[-2:])
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks' features. Every rank uses it, so its gradient is summed over them, too."""
-        total = collectives.reduce_from_tensor_parallel(x.sum(dim=-1, keepdim=True), self.ctx)
-        return collectives.copy_to_tensor_parallel(total, self.ctx) / self.counted
+        """Return the mean over all ranks' features. Every rank uses it, so its gradient is summed
+        over them, too."""
+        total = reduce_from_tensor_parallel(x.sum(dim=-1, keepdim=True), self.ctx)
+        return copy_to_tensor_parallel(total, self.ctx) / self.counted
 
 
-class RMSNorm(ShardedModule):
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019), with a weight and no bias.
-
-    Normalises in fp32, casts back, and only then multiplies by the weight, as LLaMA does.
-
-    Args: hidden_size: size of the last dimension; eps: added to the mean square; ctx: parallel context.
-    Shapes: [..., hidden_size] -> [..., hidden_size].
-    """
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6, *, ctx: ParallelContext | None = None):
-        super().__init__(ctx)
-        self.eps = eps
-        self.add_parameter("weight", ParameterSpec((hidden_size,), mean=1.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RMSNorm.apply(x, self.whole("weight"), self.eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Keeps x, and not what it is normalised to, for backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, scale)
-        y = (wide * scale).to(x.dtype)
-        return y.mul_(weight) if weight.dtype == y.dtype else weight * y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, scale = ctx.saved_tensors
-        normalised = x.float() * scale
-        weight_grad = (grad * normalised.to(x.dtype)).flatten(0, -2).sum(0)
-        grad = (grad * weight).float()
-        x_grad = (grad - normalised * (grad * normalised).mean(-1, keepdim=True)).mul_(scale)
-        return x_grad.to(x.dtype), weight_grad, None
+def _one_unit(size: int) -> Shard:
+    """Return the cut of a parameter that every tp rank holds whole and uses for an x of its own:
+    its gradient is summed over them."""
+    return Shard(0, (size,), (size,))

@@ -1,10 +1,13 @@
-"""Rotary positions (Su et al. 2021), rotating the two halves of a head, and the scalings that stretch them."""
+"""Rotary positions (Su et al. 2021), rotating the two halves of a head, and the scalings that
+stretch them."""
 
 import math
 
 import torch
 
 from megazoo.errors import UserError
+from megazoo.layers import fused
+from megazoo.layers.fused import replaced_by
 
 SCALINGS = {  # and what each must be given
     "default": (),
@@ -13,49 +16,70 @@ SCALINGS = {  # and what each must be given
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-OPTIONS = {"rope_type", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale"}
-OPTIONS |= {"mscale_all_dim", "truncate"}
+OPTIONS = {  # that may be given, too
+    "rope_type",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
 
 
 class Rotary:
-    """Makes the cos and sin by which queries and keys are turned.
+    """Computes the cos and sin by which queries and keys are turned.
 
     Args:
         head_size: features of a head, even.
         theta: base of the wavelengths.
-        max_positions: the model's context, from which scalings start that are not given an original one.
-        scaling: None, or a dictionary of Hugging Face's keys: rope_type (default, linear, dynamic, llama3, yarn) and
-            factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow,
-            attention_factor, mscale, mscale_all_dim, truncate.
+        max_positions: the model's context, from which scalings start that are not given an original
+            one.
+        scaling: None, or a dictionary of Hugging Face's keys: rope_type (default, linear, dynamic,
+            llama3, yarn) and factor, low_freq_factor, high_freq_factor,
+            original_max_position_embeddings, beta_fast, beta_slow, attention_factor, mscale,
+            mscale_all_dim, truncate.
 
-    Angles are fp32 whatever the model's dtype. Errors: UserError for a scaling that is not in the list.
+    Angles are fp32 whatever the model's dtype. Errors: UserError for a scaling that is not in the
+    list.
     """
 
-    def __init__(self, head_size: int, theta: float, max_positions: int, scaling: dict | None = None):
-        self.head_size, self.theta, self.max_positions, self.scaling = head_size, theta, max_positions, scaling or {}
+    def __init__(
+        self, head_size: int, theta: float, max_positions: int, scaling: dict | None = None
+    ):
+        self.head_size, self.theta, self.max_positions = head_size, theta, max_positions
+        self.scaling = scaling or {}
         self.kind = self.scaling.get("rope_type", "default")
-        self._kept: dict[torch.device, tuple[torch.Tensor, float]] = {}  # frequencies, unless they change
+        # frequencies and factor on each device, unless they change with the length
+        self._kept: dict[torch.device, tuple[torch.Tensor, float]] = {}
         if head_size % 2:
             raise UserError(f"rotary positions need heads of an even size, not {head_size}")
         if self.kind not in SCALINGS:
-            raise UserError(f"rope_type {self.kind!r} is not supported: there are {', '.join(SCALINGS)}")
+            raise UserError(
+                f"rope_type {self.kind!r} is not supported: there are {', '.join(SCALINGS)}"
+            )
         for key in SCALINGS[self.kind]:
             if not isinstance(self.scaling.get(key), float | int):
                 raise UserError(f"rope_type {self.kind!r} needs a number {key}")
         unknown = self.scaling.keys() - OPTIONS - set(SCALINGS[self.kind])
         if unknown:
             name = min(unknown)
-            raise UserError(f"{name} {self.scaling[name]!r} is not supported with rope_type {self.kind!r}")
+            raise UserError(
+                f"{name} {self.scaling[name]!r} is not supported with rope_type {self.kind!r}"
+            )
 
     def __call__(
         self, positions: torch.Tensor, dtype: torch.dtype, length: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, [..., sequence, head_size], of int64 positions [..., sequence].
+        """Return cos and sin, [..., sequence, head_size], of int64 positions [..., sequence].
 
         length: the tokens that dynamic scaling scales for; those of the positions by default.
         """
         if self.kind == "dynamic":
-            frequencies, factor = self.frequencies(positions.device, length or int(positions.max()) + 1)
+            frequencies, factor = self.frequencies(
+                positions.device, length or int(positions.max()) + 1
+            )
         else:
             if positions.device not in self._kept:
                 self._kept[positions.device] = self.frequencies(positions.device)
@@ -66,24 +90,29 @@ class Rotary:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the scaling is for; transformers goes on beyond any.
+        """Tokens of the longest sequence that the scaling is for. (transformers sets no limit.)
 
-        linear and dynamic stretch max_positions by the factor (vicuna-16k: 4,096 x 4). yarn and llama3 stretch the
-        original context by it (Qwen2.5: 32,768 x 4; LLaMA 3.2: 8,192 x 32); where max_positions is more, that holds.
+        linear and dynamic stretch max_positions by the factor (vicuna-16k: 4,096 x 4). yarn and
+        llama3 stretch the original context by it (Qwen2.5: 32,768 x 4; LLaMA 3.2: 8,192 x 32);
+        where max_positions is more, that holds.
         """
         if self.kind == "default":
             return self.max_positions
-        context = self._original_context() if self.kind in ("yarn", "llama3") else self.max_positions
+        stretches_original = self.kind in ("yarn", "llama3")
+        context = self._original_context() if stretches_original else self.max_positions
         return max(self.max_positions, int(context * self.scaling["factor"]))
 
     def frequencies(self, device: torch.device, length: int = 0) -> tuple[torch.Tensor, float]:
-        """Radians a position, fp32 [head_size / 2], and what cos and sin are multiplied by. length: of the sequence."""
+        """Return each pair's radians a position, fp32 [head_size / 2], and what cos and sin are
+        multiplied by. length: tokens of the sequence."""
         s, h = self.scaling, self.head_size
         pairs = torch.arange(0, h, 2, dtype=torch.int64, device=device).float()
         theta = self.theta
         if self.kind == "dynamic":  # the base grows with the sequence, once it is past the context
             length = max(length, self.max_positions)
-            theta = theta * (s["factor"] * length / self.max_positions - (s["factor"] - 1)) ** (h / (h - 2))
+            theta = theta * (s["factor"] * length / self.max_positions - (s["factor"] - 1)) ** (
+                h / (h - 2)
+            )
         base = 1.0 / theta ** (pairs / h)
         if self.kind == "linear":
             return base / s["factor"], 1.0
@@ -94,7 +123,8 @@ class Rotary:
         return base, 1.0
 
     def _llama3(self, base: torch.Tensor) -> torch.Tensor:
-        """Long waves slow down by the factor, short ones stay, those between go over smoothly (LLaMA 3.1)."""
+        """Slow long waves down by the factor and leave short ones, with a smooth step between
+        (LLaMA 3.1)."""
         s = self.scaling
         context, low, high = self._original_context(), s["low_freq_factor"], s["high_freq_factor"]
         wavelength = 2 * math.pi / base
@@ -102,14 +132,15 @@ class Rotary:
         return (1 - smooth) * base / s["factor"] + smooth * base
 
     def _yarn(self, base: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Interpolates the slow pairs and keeps the fast ones (Peng et al. 2023)."""
+        """Slow the slow pairs down by the factor and leave the fast ones (Peng et al. 2023)."""
         s, h = self.scaling, self.head_size
         context, factor = self._original_context(), s["factor"]
 
         def pair_that_turns(times: float) -> float:
             return h * math.log(context / (times * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        low, high = pair_that_turns(s.get("beta_fast") or 32), pair_that_turns(s.get("beta_slow") or 1)
+        low = pair_that_turns(s.get("beta_fast") or 32)
+        high = pair_that_turns(s.get("beta_slow") or 1)
         if s.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, h - 1)
@@ -118,6 +149,7 @@ class Rotary:
         return base / factor * ramp + base * (1 - ramp), self._yarn_attention_factor(factor)
 
     def _yarn_attention_factor(self, factor: float) -> float:
+        """Return what cos and sin are multiplied by: longer contexts need sharper scores."""
         s = self.scaling
         if s.get("attention_factor") is not None:
             return s["attention_factor"]
@@ -130,35 +162,17 @@ class Rotary:
         return scale(1.0)
 
     def _original_context(self) -> int:
+        """Return the tokens of the context that the scaling starts from."""
         return self.scaling.get("original_max_position_embeddings") or self.max_positions
 
 
+@replaced_by(fused.rotate)
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, head_size]."""
+    """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, head_size].
+
+    (a, b) -> (a cos - b sin, b cos + a sin), a being the first half of a head, b the second.
+    """
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
-    return _Rotate.apply(x, cos, sin)
-
-
-class _Rotate(torch.autograd.Function):
-    """What is turned by an angle forward is turned back by it backward."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin, torch.empty_like(x))
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return turn(grad, cos, -sin, torch.empty_like(grad)), None, None
-
-
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x, turned by cos and sin, to `out`. They expand to its shape, and each has two equal halves."""
-    half = x.shape[-1] // 2
-    first, second = x.split(half, dim=-1)
-    torch.mul(x, cos, out=out)
-    out[..., :half].addcmul_(second, sin[..., :half], value=-1)
-    out[..., half:].addcmul_(first, sin[..., :half])
-    return out
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin

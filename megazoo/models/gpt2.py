@@ -1,17 +1,23 @@
-"""GPT-2 (Radford et al. 2019) and GPT-3's shape: learned positions, pre-norm blocks, GELU, tied embeddings.
+"""GPT-2 (Radford et al. 2019) and GPT-3's shape: learned positions, pre-norm blocks, GELU, tied
+embeddings.
 
-    x = dropout(embedding(ids) + position_embedding(positions))    first stage
-    x = x + dropout(attention(attention_norm(x)))                  each layer, the norms before, not after
+    x = dropout(embedding(ids) + position_embedding(positions))   first stage
+    x = x + dropout(attention(attention_norm(x)))                 each layer
     x = x + dropout(down(activation(up(mlp_norm(x)))))
-    logits = norm(x) @ embedding.weight^T                          last stage; head.weight^T if it is not tied
+    logits = norm(x) @ embedding.weight^T                         last stage (untied: head.weight)
 
-Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
-Weights [outputs, inputs] and where tensor parallelism cuts them:
-    embedding, head   rows: the vocabulary            attention.qkv      rows: whole heads of each of q, k, v
-    mlp.up            rows: inner features            attention.output   columns: whole heads
-    mlp.down          columns: inner features         norms, position_embedding, biases of output and down: not cut
-Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter where one stage has
-both, else two copies, on the first stage and the last, that stay equal.
+Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
+each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
+
+    embedding, head    rows: the vocabulary
+    attention.qkv      rows: whole heads of each of q, k, v
+    attention.output   columns: whole heads
+    mlp.up             rows: inner features
+    mlp.down           columns: inner features
+    not cut            norms, position_embedding, biases of output and down
+
+Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter
+where one stage has both, else two copies, on the first stage and the last, that stay equal.
 """
 
 import math
@@ -21,26 +27,27 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
-    ClassificationHead,
     Dropout,
     LayerNorm,
     PositionEmbedding,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     activation_named,
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields, Theirs, head_to_hugging_face
-from megazoo.parallel.context import ParallelContext, Stage
-from megazoo.parallel.pipeline import MicroBatch
+from megazoo.models.config import ModelConfig
+from megazoo.models.hugging_face import gpt2 as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.registry import register
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
-class GPT2Config:
+class GPT2Config(ModelConfig):
     """The defaults are GPT-2's smallest, 124 million parameters."""
 
     vocab_size: int = 50257
@@ -57,58 +64,56 @@ class GPT2Config:
     scale_by_inverse_layer: bool = False  # divide them by the layer's number, from 1, too
     layer_norm_epsilon: float = 1e-5
     tie_embeddings: bool = True
-    num_labels: int = 0  # above 0: a classifier of sequences; with the next two as transformers has them
-    problem_type: str | None = None
-    pad_token_id: int | None = None
 
     def __post_init__(self):
         if not self.ffn_size:
             object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
 
-    HUGGING_FACE: ClassVar = {
-        "vocab_size": "vocab_size", "n_positions": "max_positions", "n_embd": "hidden_size", "n_layer": "layers",
-        "n_head": "heads", "n_inner": "ffn_size", "embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout",
-        "resid_pdrop": "residual_dropout", "activation_function": "activation", "scale_attn_weights": "scale_attention",
-        "scale_attn_by_inverse_layer_idx": "scale_by_inverse_layer", "layer_norm_epsilon": "layer_norm_epsilon",
-        "tie_word_embeddings": "tie_embeddings",
-    }  # fmt: skip
-
     @classmethod
-    def from_hugging_face(cls, fields: Fields) -> "GPT2Config":
-        fields.only("add_cross_attention", False)
-        return cls(**fields.renamed(cls.HUGGING_FACE, cls), **fields.head())
+    def from_hugging_face(cls, fields: ConfigReader) -> "GPT2Config":
+        return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
-        values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
-        return {**head_to_hugging_face(self, "GPT2LMHeadModel"), "model_type": "gpt2", **values}
+        return hugging_face.write_config(self)
 
 
 class Block(nn.Module):
-    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth, as GPT-2's do."""
+    """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
+    depth, as GPT-2's do. index: of the layer in the whole model."""
 
     def __init__(self, config: GPT2Config, index: int):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
         scale = (c.hidden_size // c.heads) ** -0.5 if c.scale_attention else 1.0
         if c.scale_by_inverse_layer:
-            scale /= index + 1  # index: of the layer in the whole model
+            scale /= index + 1
         self.attention_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.attention = CausalSelfAttention(
-            c.hidden_size, c.heads, dropout=c.attention_dropout, scale=scale, output_std=residual_std
+            c.hidden_size,
+            c.heads,
+            dropout=c.attention_dropout,
+            scale=scale,
+            output_std=residual_std,
         )
         self.attention_dropout = Dropout(c.residual_dropout)
         self.mlp_norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.mlp = MLP(c.hidden_size, c.ffn_size, activation_named(c.activation), output_std=residual_std)
+        self.mlp = MLP(
+            c.hidden_size, c.ffn_size, activation_named(c.activation), output_std=residual_std
+        )
         self.mlp_dropout = Dropout(c.residual_dropout)
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         seed = batch.dropout_seed
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache), seed)
+        attended = self.attention(self.attention_norm(x), seed, mask=mask, cache=batch.cache)
+        x = x + self.attention_dropout(attended, seed)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
+@register("gpt2")
 class GPT2(Model):
-    Config = GPT2Config
+    Config, Block = GPT2Config, Block
     presets = {
         "gpt2-tiny": GPT2Config(
             vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4,
@@ -122,40 +127,21 @@ class GPT2(Model):
         "gpt3-175b": GPT2Config(max_positions=2048, hidden_size=12288, layers=96, heads=96),
     }  # fmt: skip
 
-    HUGGING_FACE_PREFIX = "transformer."
-    HUGGING_FACE_LEGACY = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"  # buffers in older files
-    HUGGING_FACE_NAMES: ClassVar = {
-        "embedding": Theirs("transformer.wte"),
-        "position_embedding": Theirs("transformer.wpe"),
-        "layers.{}.attention_norm": Theirs("transformer.h.{}.ln_1"),
-        "layers.{}.attention.qkv": Theirs("transformer.h.{}.attn.c_attn", transposed=True),
-        "layers.{}.attention.output": Theirs("transformer.h.{}.attn.c_proj", transposed=True),
-        "layers.{}.mlp_norm": Theirs("transformer.h.{}.ln_2"),
-        "layers.{}.mlp.up": Theirs("transformer.h.{}.mlp.c_fc", transposed=True),
-        "layers.{}.mlp.down": Theirs("transformer.h.{}.mlp.c_proj", transposed=True),
-        "norm": Theirs("transformer.ln_f"),
-        "head": Theirs("lm_head"),
-        "score": Theirs("score"),
-    }
+    HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
+    HUGGING_FACE_PREFIX = hugging_face.PREFIX
+    HUGGING_FACE_LEGACY = hugging_face.LEGACY
 
     def __init__(self, config: GPT2Config, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
-        c, first, last = config, self.stages[0].first, self.stages[-1].last
-        tied = c.tie_embeddings and not c.num_labels
-        if first or (last and tied):  # the last stage's copy is its head
-            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
-        if first:
+        c = config
+        self.add_embedding()
+        if self.has_first:
             self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
             self.embedding_dropout = Dropout(c.embedding_dropout)
-        self.layers = nn.ModuleDict({str(i): Block(c, i) for stage in self.stages for i in stage.layers})
-        if last:
+        self.add_layers()
+        if self.has_last:
             self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
-            if c.num_labels:
-                self.score = ClassificationHead(c.hidden_size, c.num_labels)
-            elif not tied:
-                self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if tied:
-            self.tie("embedding.weight", 0, -1)
+        self.add_head()
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
@@ -168,5 +154,6 @@ class GPT2(Model):
     @classmethod
     def stage_costs(cls, config: GPT2Config) -> tuple[float, float, float]:
         c = config
-        layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size + c.max_positions * c.hidden_size
-        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
+        layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size
+        scores = c.max_positions * c.hidden_size
+        return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

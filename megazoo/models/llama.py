@@ -1,18 +1,26 @@
-"""LLaMA 1, 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""LLaMA 1, 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): RMSNorm, pre-norm blocks, rotary
+positions, grouped queries, SwiGLU.
 
     x = embedding(ids)                                              first stage
-    x = x + attention(attention_norm(x))                            each layer, the norms before, not after; rotary
-    x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))   positions turn queries and keys
-    logits = norm(x) @ head.weight^T                                last stage; embedding.weight^T if it is tied
+    x = x + attention(attention_norm(x))                            each layer
+    x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))
+    logits = norm(x) @ head.weight^T                                last stage (tied: the embedding)
 
-Attention is causal; segments (packed documents, and padding as one more) hide further tokens from each other.
-Weights [outputs, inputs] and where tensor parallelism cuts them:
-    embedding, head   rows: the vocabulary                    attention.qkv      rows: whole heads of each of q, k, v
-    mlp.gate_up       rows: inner features of each of both    attention.output   columns: whole heads
-    mlp.down          columns: inner features                 norms, biases of output and down: not cut
-KV heads go with their queries; where tp exceeds their number, several ranks hold the same one. Biases of qkv and
-gate_up, if any, are cut like their rows. Embedding and head are apart by default; if tied: one parameter where one
-stage has both, else two copies, on the first stage and the last, that stay equal.
+Rotary positions turn queries and keys. Attention is causal; segments (packed documents, and padding
+as one more) hide further tokens from each other. Weights [outputs, inputs] and where tensor
+parallelism cuts them:
+
+    embedding, head    rows: the vocabulary
+    attention.qkv      rows: whole heads of each of q, k, v
+    attention.output   columns: whole heads
+    mlp.gate_up        rows: inner features of each of both
+    mlp.down           columns: inner features
+    not cut            norms, biases of output and down
+
+KV heads go with their queries; where tp exceeds their number, several ranks hold the same one.
+Biases of qkv and gate_up, if any, are cut like their rows. Embedding and head are apart by default;
+if tied: one parameter where one stage has both, else two copies, on the first stage and the last,
+that stay equal.
 """
 
 import math
@@ -22,25 +30,26 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers import (
     CausalSelfAttention,
-    ClassificationHead,
     GatedMLP,
     RMSNorm,
     Rotary,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     activation_named,
     segment_mask,
 )
 from megazoo.models.base import Model
-from megazoo.models.hugging_face import Fields, Theirs, head_to_hugging_face
-from megazoo.parallel.context import ParallelContext, Stage
-from megazoo.parallel.pipeline import MicroBatch
+from megazoo.models.config import ModelConfig
+from megazoo.models.hugging_face import llama as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.registry import register
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(ModelConfig):
     """The defaults are LLaMA-1's smallest, 7 billion parameters."""
 
     vocab_size: int = 32000
@@ -51,7 +60,7 @@ class LlamaConfig:
     kv_heads: int = 0  # 0: as many as heads
     head_size: int = 0  # 0: hidden_size / heads
     ffn_size: int = 11008
-    activation: str = "silu"  # or another of Hugging Face's names: see megazoo.layers.mlp
+    activation: str = "silu"  # of the gate; or another of Hugging Face's names: see layers/mlp.py
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary
@@ -59,44 +68,17 @@ class LlamaConfig:
     mlp_bias: bool = False  # on gate_up and down
     attention_dropout: float = 0.0  # of the attention probabilities
     tie_embeddings: bool = False
-    num_labels: int = 0  # above 0: a classifier of sequences; with the next two as transformers has them
-    problem_type: str | None = None
-    pad_token_id: int | None = None
 
     def __post_init__(self):
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
 
-    HUGGING_FACE: ClassVar = {
-        "vocab_size": "vocab_size", "max_position_embeddings": "max_positions", "hidden_size": "hidden_size",
-        "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
-        "head_dim": "head_size", "intermediate_size": "ffn_size", "hidden_act": "activation",
-        "rms_norm_eps": "norm_epsilon", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias",
-        "attention_dropout": "attention_dropout", "tie_word_embeddings": "tie_embeddings",
-    }  # fmt: skip
-
     @classmethod
-    def from_hugging_face(cls, fields: Fields) -> "LlamaConfig":
-        fields.only("partial_rotary_factor", 1.0)
-        theta, rope = fields.take("rope_theta", cls.rope_theta), fields.nested("rope_parameters")
-        if "rope_scaling" in fields.values:  # the older form replaces the newer one
-            rope = fields.nested("rope_scaling")
-        older_type = rope.take("type", "default")
-        kind, theta = rope.take("rope_type", older_type), rope.take("rope_theta", float(theta))
-        rope.only("partial_rotary_factor", 1.0)
-        scaling = {"rope_type": kind, **rope.values} if kind != "default" else None
-        values = fields.renamed(cls.HUGGING_FACE, cls)
-        if values["head_size"] * values["heads"] == values["hidden_size"]:
-            values["head_size"] = 0
-        return cls(**values, **fields.head(), rope_theta=theta, rope_scaling=scaling)
+    def from_hugging_face(cls, fields: ConfigReader) -> "LlamaConfig":
+        return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
-        values = {theirs: getattr(self, ours) for theirs, ours in self.HUGGING_FACE.items()}
-        values["head_dim"] = self.head_size or self.hidden_size // self.heads
-        values["rms_norm_eps"] = float(self.norm_epsilon)
-        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
-        head = head_to_hugging_face(self, "LlamaForCausalLM")
-        return {**head, "model_type": "llama", **values, "rope_parameters": rope}
+        return hugging_face.write_config(self)
 
 
 LLAMA3_SCALING = {
@@ -109,13 +91,15 @@ LLAMA3_SCALING = {
 
 
 def _rotary(c: LlamaConfig) -> Rotary:
-    return Rotary(c.head_size or c.hidden_size // c.heads, c.rope_theta, c.max_positions, c.rope_scaling)
+    head_size = c.head_size or c.hidden_size // c.heads
+    return Rotary(head_size, c.rope_theta, c.max_positions, c.rope_scaling)
 
 
 class Block(nn.Module):
-    """[batch, sequence, hidden] -> the same. The residual projections start smaller, by depth."""
+    """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
+    depth. index: of the layer in the whole model."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, index: int):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
@@ -130,7 +114,11 @@ class Block(nn.Module):
         )
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
         self.mlp = GatedMLP(
-            c.hidden_size, c.ffn_size, activation_named(c.activation), bias=c.mlp_bias, output_std=residual_std
+            c.hidden_size,
+            c.ffn_size,
+            activation_named(c.activation),
+            bias=c.mlp_bias,
+            output_std=residual_std,
         )
 
     def forward(
@@ -140,69 +128,57 @@ class Block(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), batch.dropout_seed, rotary, mask, batch.cache)
+        x = x + self.attention(
+            self.attention_norm(x), batch.dropout_seed, rotary, mask, batch.cache
+        )
         return x + self.mlp(self.mlp_norm(x))
 
 
+@register("llama")
 class Llama(Model):
-    Config = LlamaConfig
+    Config, Block = LlamaConfig, Block
     presets = {
         "llama-tiny": LlamaConfig(
-            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2, ffn_size=384
+            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2,
+            ffn_size=384,
         ),
         "llama-7b": LlamaConfig(),
         "llama-13b": LlamaConfig(hidden_size=5120, layers=40, heads=40, ffn_size=13824),
         "llama-30b": LlamaConfig(hidden_size=6656, layers=60, heads=52, ffn_size=17920),
-        "llama-65b": LlamaConfig(hidden_size=8192, layers=80, heads=64, ffn_size=22016, norm_epsilon=1e-5),
+        "llama-65b": LlamaConfig(
+            hidden_size=8192, layers=80, heads=64, ffn_size=22016, norm_epsilon=1e-5
+        ),
         "llama2-70b": LlamaConfig(
-            max_positions=4096, hidden_size=8192, layers=80, heads=64, kv_heads=8, ffn_size=28672, norm_epsilon=1e-5
+            max_positions=4096, hidden_size=8192, layers=80, heads=64, kv_heads=8, ffn_size=28672,
+            norm_epsilon=1e-5,
         ),
         "llama3-8b": LlamaConfig(
-            vocab_size=128256, max_positions=8192, kv_heads=8, ffn_size=14336, norm_epsilon=1e-5, rope_theta=5e5
+            vocab_size=128256, max_positions=8192, kv_heads=8, ffn_size=14336, norm_epsilon=1e-5,
+            rope_theta=5e5,
         ),
         "llama3-70b": LlamaConfig(
-            vocab_size=128256, max_positions=8192, hidden_size=8192, layers=80, heads=64, kv_heads=8, ffn_size=28672,
-            norm_epsilon=1e-5, rope_theta=5e5,
+            vocab_size=128256, max_positions=8192, hidden_size=8192, layers=80, heads=64,
+            kv_heads=8, ffn_size=28672, norm_epsilon=1e-5, rope_theta=5e5,
         ),
         "llama3.2-1b": LlamaConfig(
-            vocab_size=128256, max_positions=131072, hidden_size=2048, layers=16, heads=32, kv_heads=8, ffn_size=8192,
-            norm_epsilon=1e-5, rope_theta=5e5, rope_scaling=LLAMA3_SCALING, tie_embeddings=True,
+            vocab_size=128256, max_positions=131072, hidden_size=2048, layers=16, heads=32,
+            kv_heads=8, ffn_size=8192, norm_epsilon=1e-5, rope_theta=5e5,
+            rope_scaling=LLAMA3_SCALING, tie_embeddings=True,
         ),
     }  # fmt: skip
 
-    HUGGING_FACE_PREFIX = "model."
-    HUGGING_FACE_LEGACY = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # a buffer in older files
-    HUGGING_FACE_NAMES: ClassVar = {
-        "embedding": Theirs("model.embed_tokens"),
-        "layers.{}.attention_norm": Theirs("model.layers.{}.input_layernorm"),
-        "layers.{}.attention.qkv": Theirs(
-            "model.layers.{}.self_attn.q_proj", "model.layers.{}.self_attn.k_proj", "model.layers.{}.self_attn.v_proj"
-        ),
-        "layers.{}.attention.output": Theirs("model.layers.{}.self_attn.o_proj"),
-        "layers.{}.mlp_norm": Theirs("model.layers.{}.post_attention_layernorm"),
-        "layers.{}.mlp.gate_up": Theirs("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
-        "layers.{}.mlp.down": Theirs("model.layers.{}.mlp.down_proj"),
-        "norm": Theirs("model.norm"),
-        "head": Theirs("lm_head"),
-        "score": Theirs("score"),
-    }
+    HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
+    HUGGING_FACE_PREFIX = hugging_face.PREFIX
+    HUGGING_FACE_LEGACY = hugging_face.LEGACY
 
     def __init__(self, config: LlamaConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
-        c, first, last = config, self.stages[0].first, self.stages[-1].last
-        tied = c.tie_embeddings and not c.num_labels
-        self.rotary = _rotary(c)
-        if first or (last and tied):  # the last stage's copy is its head
-            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(c) for stage in self.stages for i in stage.layers})
-        if last:
-            self.norm = RMSNorm(c.hidden_size, c.norm_epsilon)
-            if c.num_labels:
-                self.score = ClassificationHead(c.hidden_size, c.num_labels)
-            elif not tied:
-                self.head = VocabParallelHead(c.vocab_size, c.hidden_size)
-        if tied:
-            self.tie("embedding.weight", 0, -1)
+        self.rotary = _rotary(config)
+        self.add_embedding()
+        self.add_layers()
+        if self.has_last:
+            self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.add_head()
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
@@ -214,19 +190,21 @@ class Llama(Model):
 
     @classmethod
     def longest_sequence(cls, config: LlamaConfig) -> int:
-        """Tokens of the longest sequence that the model takes: max_positions, or more with a rotary scaling that
-        stretches them (see `Rotary.longest`)."""
+        """Return how many tokens the longest sequence has: max_positions, or more with a rotary
+        scaling that stretches them (see `Rotary.longest`)."""
         return _rotary(config).longest
 
     @classmethod
     def can_cache(cls, config: LlamaConfig, length: int) -> bool:
         # Past the model's context dynamic scaling turns all keys anew with every token.
-        return (config.rope_scaling or {}).get("rope_type") != "dynamic" or length <= config.max_positions
+        kind = (config.rope_scaling or {}).get("rope_type")
+        return kind != "dynamic" or length <= config.max_positions
 
     @classmethod
     def stage_costs(cls, config: LlamaConfig) -> tuple[float, float, float]:
         c, head_size = config, config.head_size or config.hidden_size // config.heads
         projections = 2 * c.hidden_size * head_size * (c.heads + c.kv_heads)
-        scores = min(c.max_positions, 4096) * c.heads * head_size  # at a usual training length, not the longest
+        # at a usual training length, not the longest
+        scores = min(c.max_positions, 4096) * c.heads * head_size
         layer = projections + scores + 3 * c.hidden_size * c.ffn_size
         return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

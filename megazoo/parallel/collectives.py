@@ -1,7 +1,6 @@
-"""Every collective of megazoo. Pairs used by autograd are one Function each: what is a sum forward is a copy
-backward, and the reverse (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+"""Plain collectives, without autograd. On a virtual group they do nothing but count their bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -9,34 +8,18 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megazoo.errors import UserError
-from megazoo.parallel import shared_memory
-from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import NO_RANKS, ParallelContext, VirtualGroup
+from megazoo.parallel.context import NO_RANKS, Axis, ParallelContext, VirtualGroup
+from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.timing import spent
+from megazoo.torch_internals import renamed_collective
 
-# torch 2.13 renamed them. The old names are looked up only where the new ones are missing.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _run(collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options):
-    """collective(*tensors, group=group, **options), which is of torch.distributed.
-
-    whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the bytes of it that a
-    rank sends are counted instead: each rank's part goes round a ring, in an all-reduce twice (NCCL's algorithm).
-    """
-    if not isinstance(group, VirtualGroup):
-        with spent("communication", collective.__name__):
-            return collective(*tensors, group=group, **options)
-    if not whole.is_meta:
-        raise UserError(NO_RANKS)
-    rounds = 2 if collective is dist.all_reduce else 1
-    group.sent += rounds * (group.size() - 1) / group.size() * whole.numel() * whole.element_size()
-    return None
+_all_gather = renamed_collective("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool = False):
-    """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if async_op."""
+    """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if
+    async_op."""
     if group is None or group.size() == 1:
         return None
     if not async_op and (reducer := _reducer_for(tensor, group)):
@@ -45,8 +28,19 @@ def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool
     return _run(dist.all_reduce, tensor, group=group, whole=tensor, op=op, async_op=async_op)
 
 
+def all_reduce_over(
+    tensor: torch.Tensor, axes: Iterable[Axis], op: dist.ReduceOp = dist.ReduceOp.SUM
+) -> None:
+    """Reduce `tensor` in place over several axes of the mesh.
+
+    It goes over one axis after the other, in the order given, on which the rounding depends.
+    """
+    for axis in axes:
+        all_reduce(tensor, axis.group, op)
+
+
 def summed(tensor: torch.Tensor, group) -> torch.Tensor:
-    """A new tensor, the sum of every rank's."""
+    """Return a new tensor, the sum of every rank's."""
     tensor = tensor.contiguous()
     if reducer := _reducer_for(tensor, group):
         total = torch.empty_like(tensor)
@@ -58,42 +52,39 @@ def summed(tensor: torch.Tensor, group) -> torch.Tensor:
     return total
 
 
-def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
-    """What moves this tensor between CPU ranks of one host; None where torch.distributed has to. All ranks of a group
-    have a tensor of the same dtype and device, so that they agree."""
-    if isinstance(group, VirtualGroup) or group.size() == 1:
-        return None
-    if tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
-        return None
-    return shared_memory.shared_by(group, shared_memory.Reducer)
-
-
 def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
-    """Sum `flat` [n] over `group`, each rank its own part of n / size only, in place. Returns the work if async_op."""
+    """Sum `flat` [n] over `group`, each rank its own part of n / size only, in place. Returns the
+    work if async_op."""
     if group is None or group.size() == 1:
         return None
-    return _run(_reduce_scatter, _own_shard(flat, group), flat, group=group, whole=flat, async_op=async_op)
+    return _run(
+        _reduce_scatter, _own_shard(flat, group), flat, group=group, whole=flat, async_op=async_op
+    )
 
 
 def all_gather_shards(flat: torch.Tensor, group) -> None:
-    """Give every rank of `group` each one's part of `flat` [n], n / size long, in place."""
+    """Give all ranks of `group` each one's part of `flat` [n], n / size long, in place."""
     if group is not None and group.size() > 1:
         _run(_all_gather, flat, _own_shard(flat, group), group=group, whole=flat)
 
 
-def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:
-    return flat.view(group.size(), -1)[group.rank()]
-
-
 def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group) -> None:
-    """Give rank `target` of `group` every rank's elements of `flat` [n], from ranges[rank], in place; all call it."""
+    """Give rank `target` of `group` the elements ranges[rank] of each rank's `flat` [n], in place.
+
+    All ranks of the group call it.
+    """
     sources = [rank for rank, (first, last) in enumerate(ranges) if rank != target and first < last]
     if group.rank() == target:
         ops = [(dist.irecv, rank) for rank in sources]
     else:
         ops = [(dist.isend, target)] if group.rank() in sources else []
     peers = [
-        dist.P2POp(op, flat[slice(*ranges[peer if op is dist.irecv else group.rank()])], group=group, group_peer=peer)
+        dist.P2POp(
+            op,
+            flat[slice(*ranges[peer if op is dist.irecv else group.rank()])],
+            group=group,
+            group_peer=peer,
+        )
         for op, peer in ops
     ]
     for work in dist.batch_isend_irecv(peers) if peers else ():
@@ -101,21 +92,26 @@ def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int
 
 
 def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
-    """Concatenate every rank's `tensor` along the last dimension; sizes: what each rank has of it."""
-    padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()  # ranks must send equal shapes
+    """Concatenate every rank's `tensor` along the last dimension, of which rank r has sizes[r]."""
+    # ranks must send equal shapes
+    padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
     parts = _gather(padded, group)
     return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
 def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
-    """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [..., sequence, size]."""
+    """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [...,
+    sequence, size]."""
     parts = _gather(tensor.contiguous(), group)
     return rearrange(parts, "ranks ... part size -> ... (ranks part) size")
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
-    """This rank's part of the sequence, dimension -2, of the sum: [..., sequence, size] -> [..., part, size]."""
-    parts = rearrange(tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()).contiguous()
+    """Sum `tensor`; each rank gets its part of the sequence, dimension -2: [..., sequence, size] ->
+    [..., part, size]."""
+    parts = rearrange(
+        tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()
+    ).contiguous()
     mine = torch.empty_like(parts[0])
     if reducer := _reducer_for(parts, group):
         with spent("communication", "reduce_scatter"):
@@ -125,8 +121,56 @@ def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     return mine
 
 
+def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
+    """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
+    if ctx.pp_size > 1:
+        with spent("communication", "broadcast"):
+            dist.broadcast(tensor, src=ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
+    return tensor
+
+
+def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
+    """Return every rank's small Python value, in the order of the world's ranks.
+
+    group: a group of all ranks; by default the world's.
+    """
+    values = [value] * ctx.world_size
+    if ctx.world_size > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _run(
+    collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options
+):
+    """Call a collective of torch.distributed: collective(*tensors, group=group, **options).
+
+    whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the
+    bytes of it that a rank sends are counted instead: each rank's part goes round a ring, in an
+    all-reduce twice (NCCL's algorithm).
+    """
+    if not isinstance(group, VirtualGroup):
+        with spent("communication", collective.__name__):
+            return collective(*tensors, group=group, **options)
+    if not whole.is_meta:
+        raise UserError(NO_RANKS)
+    rounds = 2 if collective is dist.all_reduce else 1
+    group.sent += rounds * (group.size() - 1) / group.size() * whole.numel() * whole.element_size()
+    return None
+
+
+def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
+    """Return what moves this tensor between CPU ranks of one host; None where torch.distributed has
+    to. All ranks of a group have a tensor of the same dtype and device, so that they agree."""
+    if isinstance(group, VirtualGroup) or group.size() == 1:
+        return None
+    if tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
+        return None
+    return shared_memory.shared_by(group, shared_memory.Reducer)
+
+
 def _gather(tensor: torch.Tensor, group) -> torch.Tensor:
-    """Every rank's contiguous tensor, [ranks, *shape]."""
+    """Return every rank's contiguous tensor, [ranks, *shape]."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
     if reducer := _reducer_for(tensor, group):
         with spent("communication", "all_gather"):
@@ -136,183 +180,6 @@ def _gather(tensor: torch.Tensor, group) -> torch.Tensor:
     return parts
 
 
-def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
-    """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
-    if ctx.pp_size > 1:
-        with spent("communication", "broadcast"):
-            dist.broadcast(tensor, src=ctx.global_rank(pp_rank), group=ctx.pp_group)
-    return tensor
-
-
-def exchange_with_stages(
-    receives: list[tuple[torch.Tensor, int]], sends: list[tuple[torch.Tensor, int]], ctx: ParallelContext
-) -> tuple[list[list], list]:
-    """Start receiving into tensors from pipeline ranks, and sending tensors to them, all in one go.
-
-    Returns, for each tensor to come, the works to wait for before it is read; and the works to wait for before what is
-    sent may change: until then it must live. Tensors are contiguous; both sides know their shapes and dtypes. Between
-    CPU ranks of one host small tensors are sent when this returns; it waits where too many have not been read.
-    """
-    boxes = shared_memory.shared_by(ctx.pp_group, shared_memory.Mailboxes) if ctx.device.type == "cpu" else None
-
-    def boxed(tensor: torch.Tensor) -> bool:
-        return boxes is not None and tensor.nbytes <= shared_memory.SLOT_BYTES
-
-    ops = [(dist.irecv, *each) for each in receives] + [(dist.isend, *each) for each in sends]
-    ops = [dist.P2POp(op, tensor, ctx.global_rank(peer), ctx.pp_group) for op, tensor, peer in ops if not boxed(tensor)]
-    works = dist.batch_isend_irecv(ops) if ops else []
-    if len(works) != len(ops):  # NCCL returns one work for all, gloo one for each
-        return [works] * len(receives), works
-    rest = iter(works)
-    coming = [[boxes.receive(tensor, peer) if boxed(tensor) else next(rest)] for tensor, peer in receives]
-    for tensor, peer in sends:
-        if boxed(tensor):
-            boxes.send(tensor, peer)
-    return coming, list(rest)
-
-
-def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
-    """Start sending to a pipeline rank; `tensor` must live, unchanged, until the returned work is waited for."""
-    return dist.isend(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
-
-
-def receive_from_stage(shape: tuple[int, ...], dtype: torch.dtype, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
-    """What a pipeline rank sends next; waits for it."""
-    tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
-    dist.recv(tensor, ctx.global_rank(pp_rank), group=ctx.pp_group)
-    return tensor
-
-
-def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
-    """Every rank's small Python value, in the order of the world's ranks. group: of all ranks; the world's."""
-    values = [value] * ctx.world_size
-    if ctx.world_size > 1:
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-@spent("communication", "sum_between_stages")
-def sum_between_stages(tensor: torch.Tensor, pp_ranks: list[int], ctx: ParallelContext, chunk: int = 1 << 22) -> None:
-    """Sum `tensor` in place over the pipeline ranks `pp_ranks`, of which this is one: the gradient of a tied parameter.
-
-    Point to point, so that any set of stages can share a parameter without a process group of its own; every rank
-    adds in the same order, so all copies stay equal to the bit. chunk: elements of scratch for each peer.
-    """
-    peers = [rank for rank in pp_ranks if rank != ctx.pp_rank]
-    for piece in tensor.view(-1).split(chunk):
-        copies = {rank: torch.empty_like(piece) for rank in peers} | {ctx.pp_rank: piece.clone()}
-        ops = [dist.P2POp(dist.irecv, copies[rank], ctx.global_rank(rank), ctx.pp_group) for rank in peers]
-        ops += [dist.P2POp(dist.isend, copies[ctx.pp_rank], ctx.global_rank(rank), ctx.pp_group) for rank in peers]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        piece.copy_(sum(copies[rank] for rank in sorted(copies)))
-
-
-class _CopyToTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return summed(grad, ctx.group), None
-
-
-class _ReduceFromTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter_sequence(grad, ctx.group), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return reduce_scatter_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather_sequence(grad, ctx.group), None
-
-
-class _GatherFromTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, sizes):
-        ctx.group, ctx.sizes = group, sizes
-        return all_gather_last_dim(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx, grad):  # what follows a gather is the same on every rank, so each keeps its own part
-        return grad.split(ctx.sizes, dim=-1)[ctx.group.rank()].contiguous(), None, None
-
-
-class _ScatterToTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, sizes):
-        ctx.group, ctx.sizes = group, sizes
-        return x.split(sizes, dim=-1)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather_last_dim(grad, ctx.group, ctx.sizes), None, None
-
-
-@untraced
-def _apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
-    return function.apply(*args)
-
-
-def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Enter a tensor-parallel region with x on every rank; its gradient is summed over them.
-
-    Under sequence parallelism each rank comes with its part of the sequence (dimension -2) and gets all of it.
-    """
-    if ctx.sequence_parallel:
-        return _apply(_GatherSequence, x, ctx.tp_group)
-    return copy_to_tensor_parallel(x, ctx)
-
-
-def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as it is.
-
-    Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
-    """
-    if ctx.sequence_parallel:
-        return _apply(_ReduceScatterSequence, x, ctx.tp_group)
-    return reduce_from_tensor_parallel(x, ctx)
-
-
-def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """The same x on every rank, which goes on differently on each; its gradient is summed over them."""
-    return _apply(_CopyToTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
-
-
-def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """The sum of every rank's x, which goes on alike on all; its gradient passes as it is."""
-    return _apply(_ReduceFromTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
-
-
-def gather_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
-    """Concatenate the last dimension over the ranks, which have `sizes` of it; each rank's gradient is its own part."""
-    return _apply(_GatherFromTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
-
-
-def scatter_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext, sizes: list[int]) -> torch.Tensor:
-    """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all parts."""
-    return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
+def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:
+    """Return this rank's part of `flat` [n], n / size long."""
+    return flat.view(group.size(), -1)[group.rank()]

@@ -1,4 +1,4 @@
-"""What torch.compile must not look into: collectives and seeded draws. They run between its graphs."""
+"""Functions that torch.compile must not look into: collectives and seeded draws."""
 
 import importlib.util
 import os
@@ -9,24 +9,27 @@ from collections.abc import Callable
 import torch
 
 from megazoo.errors import UserError
+from megazoo.torch_internals import allow_recompilations
 
 _untraced: list[Callable] = []
 
 
 def untraced(function: Callable) -> Callable:
-    """Decorator: torch.compile calls the function as it is, if that is called through its module or its class.
+    """Decorate a function that torch.compile is to call as it is, between its graphs.
 
-    (torch.compiler.disable would import torch._dynamo, 0.7 s, at once; here that waits for `prepare_to_compile`.)
+    It must be called through its module or its class.
+    (torch.compiler.disable would import torch._dynamo, 0.7 s, on the spot; here that waits for
+    `prepare_to_compile`.)
     """
     _untraced.append(function)
     return function
 
 
 def prepare_to_compile(device: torch.device) -> None:
-    """Call before torch.compile. UserError if the machine lacks what it needs for `device`."""
+    """Make ready for torch.compile. UserError if the machine lacks what it needs for `device`."""
     check_compiler(device.type)
-    # A layer is compiled anew for training, evaluation, masks, and each scale that depends on its index.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
+    # A layer is compiled anew for training, evaluation, masks, and scales that go by its index.
+    allow_recompilations(128)
     while _untraced:
         function = _untraced.pop()
         owner, (*classes, name) = sys.modules[function.__module__], function.__qualname__.split(".")
@@ -36,11 +39,13 @@ def prepare_to_compile(device: torch.device) -> None:
 
 
 def check_compiler(device: str) -> None:
-    """Raise UserError if torch.compile can't work: it needs a C++ compiler for the CPU and Triton for CUDA."""
+    """Raise UserError if torch.compile can't work: it needs a C++ compiler for the CPU and Triton
+    for CUDA."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError("--compile needs Triton for CUDA: install triton, or leave --compile out")
     compiler = os.environ.get("CXX", "g++")
     if device == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
         raise UserError(
-            f"--compile needs a C++ compiler, but there is no {compiler}: install one, or leave --compile out"
+            f"--compile needs a C++ compiler, but there is no {compiler}: install one, or leave "
+            "--compile out"
         )

@@ -1,12 +1,12 @@
-"""Where a rank stands: the (pp, dp, tp) mesh of ranks, its process groups, and the stages of the pipeline."""
+"""Where a rank stands: the mesh of all ranks, and the process groups along its axes."""
 
+import math
 import os
 import uuid
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
 from numbers import Integral
 
 import torch
@@ -14,15 +14,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megazoo.errors import UserError
+from megazoo.parallel.device import choose_device, share_cores
 
-AXES = ("pp", "dp", "tp")  # slowest to fastest: tp ranks are neighbours, so that they share a node
+# The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
+AXES = ("pp", "dp", "tp")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not run it"
 
 
 class VirtualGroup:
-    """Stands for a process group of which only this rank is there. On the meta device, where there are shapes and no
-    values, collectives over it do nothing but add up `sent`, the bytes that a rank sends (see collectives.py)."""
+    """A stand-in for a process group of which only this rank is there.
+
+    On the meta device, where there are shapes and no values, collectives over it do nothing but add
+    up `sent`, the bytes that a rank sends (see collectives.py).
+    """
 
     def __init__(self, size: int, rank: int):
         self._size, self._rank, self.sent = size, rank, 0.0
@@ -35,30 +40,52 @@ class VirtualGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class ParallelContext:
-    """One rank's place in a world of pp x dp x tp ranks, and the groups through which it talks.
+class Axis:
+    """One axis of the mesh, as a rank sees it: the ranks that differ from it in this axis alone.
 
-    A context is an explicit value: layers take the ambient one when they are built (`with ctx:`) and keep it.
-    The default is a world of one, which needs no process group. A virtual context has sizes and ranks but only
-    VirtualGroups: enough to build any rank of any world, and to run it on the meta device, without values.
+    rank: which of the `size` ranks it is. group: through which they talk; None in a world of one.
     """
 
-    tp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    tp_rank: int = 0
-    pp_rank: int = 0
-    dp_rank: int = 0
+    size: int
+    rank: int
+    group: dist.ProcessGroup | VirtualGroup | None
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelContext:
+    """One rank's place in the mesh of all ranks, and the groups through which it talks.
+
+    `axis("tp")` says how many ranks lie along an axis, which of them this is, and how they talk;
+    tp_size, tp_rank and tp_group are short for that, and so for each of AXES.
+
+    A context is an explicit value: layers take the ambient one when they are built (`with ctx:`)
+    and keep it. The default is a world of one, which needs no process group. A virtual context has
+    sizes and ranks but only VirtualGroups: enough to build any rank of any world, and to run it on
+    the meta device, without values.
+    """
+
+    sizes: tuple[int, ...] = (1,) * len(AXES)  # along each of AXES
+    rank: int = 0  # in the world
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
-    sequence_parallel: bool = False  # between tensor-parallel regions each tp rank has its part of the sequence
-    virtual_size: int = 1  # stages of a rank: stage s lives on pipeline rank s % pp_size
+    # between tensor-parallel regions each tp rank has its part of the sequence
+    sequence_parallel: bool = False
+    virtual_size: int = 1  # stages of a rank
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
-    name: str = field(default="", repr=False)  # the same on all ranks, and of no other context of the job
+    name: str = field(default="", repr=False)  # the same on all ranks, and of no other context
     calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
 
     def __post_init__(self):
-        if self.tp_size == 1:
+        place = self.place_of(self.rank)
+        axes = {
+            name: Axis(size, place[name], self._group_along(name, size, place[name]))
+            for name, size in zip(AXES, self.sizes, strict=True)
+        }
+        object.__setattr__(self, "_axes", axes)
+        for name, axis in axes.items():  # tp_size, tp_rank, tp_group, and so on
+            for what in ("size", "rank", "group"):
+                object.__setattr__(self, f"{name}_{what}", getattr(axis, what))
+        if axes["tp"].size == 1:
             object.__setattr__(self, "sequence_parallel", False)
 
     @classmethod
@@ -74,17 +101,20 @@ class ParallelContext:
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
-        """The context of this rank, from torchrun's environment or from an initialised torch.distributed.
+        """Return the context of this rank, from torchrun's environment or an initialised
+        torch.distributed.
 
-        data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto" (the default), which
-        is CUDA where this machine has a device for each of its ranks. timeout bounds every wait on every group.
-        sequence_parallel: between tensor-parallel regions cut the activations along the sequence (Korthikanti et al.
-        2022): norms, dropouts and residuals then take 1 / tp of the memory; what backward gathers again is sent again.
-        virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule. stage_layers: where the
-        stages are cut: "balanced" by cost, the embedding's and the head's included; "uniform" by layers; or the number
-        of layers of each.
+        data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto"
+        (the default), which is CUDA where this machine has a device for each of its ranks. timeout
+        bounds every wait on every group.
+        sequence_parallel: between tensor-parallel regions cut the activations along the sequence
+        (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
+        in return backward gathers once more what a column-parallel layer takes.
+        virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule.
+        stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
+        included; "uniform" by layers; or the number of layers of each.
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
-        Raises UserError when a size is not a whole number above 0, or the sizes don't multiply to the world.
+        UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
@@ -92,11 +122,17 @@ class ParallelContext:
         if data_parallel_size is not None:
             _check_size("data_parallel_size", data_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
-        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
-        stages = {"virtual": virtual_pipeline_size, "stage_layers": stage_layers}
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        here = cls.virtual(tp, pp, dp, rank=rank, sequence_parallel=sequence_parallel, **stages)
+        here = cls.virtual(
+            tp,
+            pp,
+            dp,
+            rank=rank,
+            sequence_parallel=sequence_parallel,
+            virtual=virtual_pipeline_size,
+            stage_layers=stage_layers,
+        )
         device = choose_device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -107,8 +143,8 @@ class ParallelContext:
                 return replace(here, device=device)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout)
-        ranks = torch.arange(world).view(pp, dp, tp)
-        groups = [_axis_group(ranks, axis, timeout) for axis in range(3)]
+        ranks = torch.arange(world).view(here.sizes)
+        groups = [_new_group_along(dim, ranks, timeout) for dim in range(len(AXES))]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
@@ -126,57 +162,93 @@ class ParallelContext:
         virtual: int = 1,
         stage_layers: str | Sequence[int] = "balanced",
     ) -> "ParallelContext":
-        """Rank `rank` of a tp x pp x dp world that need not exist. virtual: the stages of a rank."""
-        if not 0 <= rank < tp * pp * dp:
-            raise UserError(f"rank {rank} is not in a world of tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks")
-        here = {"tp_rank": rank % tp, "dp_rank": rank // tp % dp, "pp_rank": rank // (tp * dp)}
+        """Return the context of rank `rank` of a world that need not exist.
+
+        virtual: the stages of a rank. UserError if the world has no such rank, or can't have such
+        stages.
+        """
+        size = {"tp": tp, "pp": pp, "dp": dp}
+        sizes = tuple(size[axis] for axis in AXES)
+        if not 0 <= rank < math.prod(sizes):
+            world = f"tp {tp} x pp {pp} x dp {dp} = {math.prod(sizes)} ranks"
+            raise UserError(f"rank {rank} is not in a world of {world}")
         if virtual > 1 and pp == 1:
             raise UserError(f"virtual-pp {virtual} cuts the stages of a pipeline: use pp 2 or more")
-        stage_layers = stage_layers if isinstance(stage_layers, str) else tuple(stage_layers)
-        more = {"virtual_size": virtual, "stage_layers": stage_layers}
-        return cls(tp, pp, dp, **here, sequence_parallel=sequence_parallel, **more)
+        return cls(
+            sizes,
+            rank,
+            sequence_parallel=sequence_parallel,
+            virtual_size=virtual,
+            stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
+        )
 
-    @cached_property
-    def tp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self._group("tp", self.tp_size, self.tp_rank)
+    def axis(self, name: str) -> Axis:
+        """Return the axis of that name, one of AXES."""
+        return self._axes[name]
 
-    @cached_property
-    def pp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self._group("pp", self.pp_size, self.pp_rank)
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes, in the order of AXES: what is reduced over each of them is over the world."""
+        return tuple(self._axes.values())
 
-    @cached_property
-    def dp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self._group("dp", self.dp_size, self.dp_rank)
+    @property
+    def token_axis(self) -> Axis:
+        """The axis along which ranks have different tokens.
 
-    def _group(self, axis: str, size: int, rank: int) -> dist.ProcessGroup | VirtualGroup | None:
-        if self.mesh is None:
-            return VirtualGroup(size, rank) if size > 1 else None
-        return self.mesh.get_group(axis)
+        The loss and the count of its labels are summed over it, and each of its ranks draws dropout
+        masks of its own.
+        """
+        return self.axis("dp")
+
+    @property
+    def gradient_axis(self) -> Axis:
+        """The axis along which ranks have the same parameters, and gradients that are to be summed.
+
+        Its ranks share out the optimizer's state and update (ZeRO-1).
+        """
+        return self.axis("dp")
 
     def new_cpu_group(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup | None:
-        """A group of all ranks for CPU tensors, for a thread of its own; every rank calls it. None for one rank."""
+        """Make a group of all ranks for CPU tensors, for a thread of its own; every rank calls it.
+        None for one rank."""
         return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def require_ranks(self) -> None:
-        """Raise UserError in a virtual context: without its other ranks a model would give wrong numbers."""
+        """Raise UserError in a virtual context: without its other ranks a model would give wrong
+        numbers."""
         if self.world_size > 1 and self.mesh is None:
             raise UserError(NO_RANKS)
 
     @property
     def stage_count(self) -> int:
+        """The stages of the whole pipeline."""
         return self.pp_size * self.virtual_size
 
     @property
     def world_size(self) -> int:
-        return self.tp_size * self.pp_size * self.dp_size
+        return math.prod(self.sizes)
 
-    @property
-    def rank(self) -> int:
-        return self.global_rank(self.pp_rank)
+    def rank_at(self, **ranks: int) -> int:
+        """Return the rank in the world of the one that has the given ranks along the axes named,
+        rank_at(pp=3), and this rank's along all others."""
+        here = 0
+        for name, axis in self._axes.items():
+            here = here * axis.size + ranks.get(name, axis.rank)
+        return here
 
-    def global_rank(self, pp_rank: int) -> int:
-        """The rank in the world that holds pipeline position pp_rank for this rank's dp and tp."""
-        return (pp_rank * self.dp_size + self.dp_rank) * self.tp_size + self.tp_rank
+    def place_of(self, rank: int) -> dict[str, int]:
+        """Return where a rank of the world lies along each axis."""
+        place = {}
+        for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def _group_along(
+        self, name: str, size: int, rank: int
+    ) -> dist.ProcessGroup | VirtualGroup | None:
+        if self.mesh is None:
+            return VirtualGroup(size, rank) if size > 1 else None
+        return self.mesh.get_group(name)
 
     def __enter__(self) -> "ParallelContext":
         _ambient.set((*_ambient.get(), self))
@@ -189,12 +261,21 @@ class ParallelContext:
         return self  # process groups are places, not data: a copied model stays where it is
 
 
-_ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar("parallel context", default=(ParallelContext(),))
+_ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar(
+    "parallel context", default=(ParallelContext(),)
+)
 
 
 def current_context() -> ParallelContext:
-    """The context of the innermost `with ctx:`, or the world of one."""
+    """Return the context of the innermost `with ctx:`, or the world of one."""
     return _ambient.get()[-1]
+
+
+def _world_and_rank() -> tuple[int, int]:
+    """Return the size of the world, and this rank, as torch.distributed or the launcher says."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 
 
 def _check_size(name: str, size) -> None:
@@ -204,95 +285,27 @@ def _check_size(name: str, size) -> None:
 
 
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
-    """The data-parallel size of `world` ranks; UserError when tp x pp (x dp) doesn't fit them."""
+    """Return the data-parallel size of `world` ranks; UserError if tp x pp (x dp) doesn't fit."""
     if min(tp, pp) < 1:
         raise UserError(f"tp {tp} and pp {pp} must each be at least 1")
     if world % (tp * pp) or (dp is not None and world != tp * pp * dp):
         asked = f"tp {tp} x pp {pp}" + (f" x dp {dp}" if dp is not None else "")
-        raise UserError(f"a world of {world} ranks does not fit {asked}: start {ranks_that_fit(world, tp, pp, dp)}")
+        enough = ranks_that_fit(world, tp, pp, dp)
+        raise UserError(f"a world of {world} ranks does not fit {asked}: start {enough}")
     return world // (tp * pp)
 
 
 def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
-    """The number of ranks to start for a layout instead of `world`: the next multiple of a replica."""
+    """Return how many ranks to start for a layout instead of `world`: whole replicas, enough."""
     return tp * pp * (dp or -(-world // (tp * pp)))
 
 
-def choose_device(device: str | torch.device, local_world: int | None = None) -> torch.device:
-    """This rank's device. "auto" is CUDA if every rank of this machine can have a device of its own.
+def _new_group_along(dim: int, ranks: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
+    """Make the groups along one dimension of the mesh, and return this rank's.
 
-    local_world: ranks on this machine; None takes the launcher's word. UserError if CUDA has too few devices.
+    ranks: of the world, as they lie in the mesh. Every rank makes every group, in the same order.
     """
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), local_world or _local_world()
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        device = "cuda" if available >= local_world else "cpu"
-    kind = torch.device(device).type
-    if kind == "cuda" and available < local_world:
-        raise UserError(f"cuda: {local_world} ranks here but {available} CUDA devices: use fewer, or --device cpu")
-    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
-
-
-def share_cores() -> None:
-    """Give each of several local ranks its share of the machine's cores, so that together they don't oversubscribe."""
-    if _local_world() > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // _local_world()))
-
-
-def _local_world() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _axis_group(ranks: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group along one axis of the mesh. Every rank makes every group, in the same order."""
-    rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-    groups = [dist.new_group(row, timeout=timeout) for row in rows]  # new_group does not inherit the world's timeout
+    rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    # new_group does not inherit the world's timeout
+    groups = [dist.new_group(row, timeout=timeout) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of the pipeline: its place among `count` stages and the global indices of its layers."""
-
-    index: int
-    count: int
-    layers: range
-
-    @property
-    def first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def last(self) -> bool:
-        return self.index == self.count - 1
-
-
-def cut_into_stages(
-    layers: int, count: int, how: str | tuple[int, ...], costs: tuple[float, float, float] = (1.0, 0.0, 0.0)
-) -> list[Stage]:
-    """`count` contiguous stages. how: "uniform", "balanced", or the layers of each stage; UserError for another.
-
-    costs: of a layer, and of what comes before and after the layers. balanced: the slowest stage is as fast as can be:
-    each layer goes to the stage that is cheapest with it, earlier stages first; with equal layers this is optimal.
-    """
-    if layers < count:
-        raise UserError(f"layers {layers} don't fill {count} stages: use pp x virtual-pp of at most {layers}")
-    if isinstance(how, tuple):
-        if len(how) != count or sum(how) != layers or min(how) < 1:
-            what = f"stage-layers {','.join(map(str, how))}"
-            raise UserError(f"{what} must be {count} numbers above 0 that add up to {layers}")
-        counts = list(how)
-    elif how in ("uniform", "balanced"):
-        layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)
-        load, counts = [0.0] * count, [0] * count
-        load[0] += first
-        load[-1] += last
-        for _ in range(layers):
-            cheapest = min(range(count), key=lambda stage: load[stage])
-            load[cheapest] += layer
-            counts[cheapest] += 1
-    else:
-        raise UserError(f"stage-layers {how!r} is neither balanced nor uniform nor numbers such as 5,6,6,5")
-    ends = [sum(counts[: stage + 1]) for stage in range(count)]
-    return [Stage(stage, count, range(end - n, end)) for stage, (end, n) in enumerate(zip(ends, counts, strict=True))]

@@ -1,11 +1,13 @@
-"""A call that fails on one rank ends on all: the others hear of it, with its message, instead of waiting in vain.
+"""A call that fails on one rank ends on all: the others hear of it, with its message, instead of
+waiting in vain.
 
-A rank that fails says so in the job's store. If within a moment all ranks have failed in the same call, as with a
-batch that no rank can take, nothing is broken, and the program may go on. Else some wait for it: it closes its
-connections, so that their waits end at once; they close theirs, and raise what the first one said.
+A rank that fails says so in the job's store. If within a moment all ranks have failed in the same
+call, as with a batch that no rank can take, nothing is broken, and the program may go on. Else some
+wait for it: it closes its connections, so that their waits end now; they close theirs, and
+raise what the first one said.
 
-This is so for what travels by gloo and through shared memory. What waits for NCCL ends with the launcher, which ends
-all ranks when one has died.
+This is so for what travels by gloo and through shared memory. What waits for NCCL ends with the
+launcher, which ends all ranks when one has died.
 """
 
 import threading
@@ -19,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from megazoo.errors import UserError
-from megazoo.parallel import shared_memory
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import AXES, ParallelContext
+from megazoo.parallel.cpu import shared_memory
+from megazoo.torch_internals import default_store
 
 PATIENCE = 2.0  # seconds in which ranks that fail alike do so
 OUT_OF_REACH = 5.0  # seconds after which the job's store is given up
@@ -31,13 +34,19 @@ _thread = threading.local()  # its `inside` is set within a call
 
 @contextmanager
 def failing_together(ctx: ParallelContext, in_replica: bool = False):
-    """Raise an exception that one rank raises within this block, which all ranks enter together, on all.
+    """Raise an exception that one rank raises within this block, which all ranks enter together, on
+    all.
 
-    The one that fails raises its own exception, the others a UserError with its text, exit code 1. in_replica: only the
-    ranks of a replica enter together, and replicas go on without one another.
+    The one that fails raises its own exception, the others a UserError with its text, exit code 1.
+    in_replica: only the ranks of a replica enter together, and replicas go on without one another.
     """
-    ranks = ctx.tp_size * ctx.pp_size if in_replica else ctx.world_size
-    if ctx.mesh is None or ranks == 1 or getattr(_thread, "inside", False) or not dist.is_initialized():
+    ranks = ctx.world_size // ctx.dp_size if in_replica else ctx.world_size
+    if (
+        ctx.mesh is None
+        or ranks == 1
+        or getattr(_thread, "inside", False)
+        or not dist.is_initialized()
+    ):
         yield
         return
     call = _Call(ctx, ranks, in_replica)
@@ -52,8 +61,8 @@ def failing_together(ctx: ParallelContext, in_replica: bool = False):
 
 
 def together(function: Callable) -> Callable:
-    """Decorate a function that all ranks call together, its first argument being what has their `ctx`, as a model has:
-    see `failing_together`."""
+    """Decorate a function that all ranks call together, its first argument being what has their
+    `ctx`, as a model has: see `failing_together`."""
 
     @wraps(function)
     def call(model, *args, **kwargs):
@@ -75,7 +84,7 @@ def together_in_replica(function: Callable) -> Callable:
 
 
 def is_of_communication(error: Exception) -> bool:
-    """Whether the error is torch's, or shared memory's, word for a rank that is gone or late."""
+    """Say whether the error is torch's, or shared memory's, for a rank that is gone or late."""
     words = ("gloo", "nccl", "pair closure", shared_memory.LOST)
     told = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
     return told or isinstance(error, dist.DistError)
@@ -86,27 +95,34 @@ class _Call:
 
     def __init__(self, ctx: ParallelContext, ranks: int, in_replica: bool):
         self.ctx, self.ranks = ctx, ranks
-        self.groups = [ctx.tp_group, ctx.pp_group] + ([] if in_replica else [ctx.dp_group, dist.group.WORLD])
-        # Keys of the store, which may be older than this context, and have seen others with as many calls.
+        self.groups = [ctx.axis(name).group for name in AXES if not (in_replica and name == "dp")]
+        self.groups += [] if in_replica else [dist.group.WORLD]
+        # Keys of the store, which may be older than this context, and have seen others with as many
+        # calls.
         scope = f"megazoo/{ctx.name}" + (f"/replica {ctx.dp_rank}" if in_replica else "")
         ctx.calls[scope] = ctx.calls.get(scope, 0) + 1
-        self.count, self.cause = f"{scope}/failed in call {ctx.calls[scope]}", f"megazoo/{ctx.name}/cause"
+        self.count = f"{scope}/failed in call {ctx.calls[scope]}"
+        self.cause = f"megazoo/{ctx.name}/cause"
 
     def fail(self, error: Exception) -> None:
         """Tell the others, or raise what another one tells."""
         if is_of_communication(error):
             if "timed out" in str(error).lower():
-                return  # nobody has said anything: all ranks time out, and `naming_absent_ranks` tells who is missing
+                # Nobody has said anything: all ranks time out, and the program tells who is absent.
+                return
             self._close_connections()
             if cause := _within_reach(self._first_cause):
                 raise UserError(cause, exit_code=1) from error
             return
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        if not _within_reach(lambda store: self._all_fail(store, f"rank {self.ctx.rank} failed: {text}")):
+        if not _within_reach(
+            lambda store: self._all_fail(store, f"rank {self.ctx.rank} failed: {text}")
+        ):
             self._close_connections()
 
     def _all_fail(self, store: dist.Store, text: str) -> bool:
-        """Count this rank among those that fail in this call; if others don't, leave the text for them."""
+        """Count this rank among those that fail in this call; if others don't, leave the text for
+        them."""
         until = time.monotonic() + PATIENCE
         store.add(self.count, 1)
         while store.add(self.count, 0) < self.ranks:
@@ -117,7 +133,7 @@ class _Call:
         return True
 
     def _first_cause(self, store: dist.Store) -> str | None:
-        """Wait a moment for what the first rank that failed says; None if it died without a word."""
+        """Wait a moment for what the first rank that failed says; None if it died in silence."""
         until = time.monotonic() + PATIENCE / 2
         while not store.check([self.cause]):
             if time.monotonic() > until:
@@ -145,7 +161,7 @@ def _within_reach(ask: Callable):
 
     def run() -> None:
         with suppress(RuntimeError):
-            answers.append(ask(dist.distributed_c10d._get_default_store()))
+            answers.append(ask(default_store()))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -1,7 +1,9 @@
 """Pipeline schedules as pure tables: what each rank does, in what order. No processes needed.
 
-A table is a rank's list of actions. `timeline` says when each would run, which `program` takes to order the
-point-to-point traffic, the same on both its sides.
+A schedule is a function (rank, pp, virtual, microbatches) -> table: the list of a rank's actions.
+It is known by its name in SCHEDULES, and everything else follows from its tables: `timeline` says
+when each action would run, and `program` orders the point-to-point traffic by that, the same on
+both its sides; whether backward is in two parts, and how much memory is held, can be asked below.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +12,16 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megazoo.errors import UserError
+from megazoo.parallel.stages import rank_of, stages_of
 
-COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # the time of each kind of action, by default
 
 
 class Action(NamedTuple):
-    """What a rank does with one micro-batch in one stage; stage s lives on rank s % pp.
+    """What a rank does with one micro-batch in one stage; which rank has a stage says `rank_of`.
 
-    kind: "F" forward; "B" backward; or backward in two parts: "I", of the inputs, and "W", of the weights.
+    kind: "F" forward; "B" backward; or backward in two parts: "I", of the inputs, and "W", of the
+    weights.
     """
 
     kind: str
@@ -28,46 +32,34 @@ class Action(NamedTuple):
         return f"{self.kind} stage {self.stage} micro-batch {self.microbatch}"
 
 
-class Transfer(NamedTuple):
-    """What `consumer` needs from another rank: the activations of a forward or the gradient of a backward."""
+Schedule = Callable[[int, int, int, int], list[Action]]
 
-    consumer: Action
-    source: int
-    target: int
-
-
-class Exchange(NamedTuple):
-    """Sends and receives that a rank starts together, so that neighbours who swap tensors can't block each other."""
-
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
-
-
-# The tables. virtual: the stages of a rank; a rank's stages are pp apart.
+# The schedules. virtual: the stages of a rank.
 
 
 def forward_only(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """Evaluation: every micro-batch forward, in groups of at least pp, each group through all of the rank's stages."""
-    return [
-        Action("F", rank + pp * chunk, m)
-        for group in _groups(microbatches, pp)
-        for chunk in range(virtual)
-        for m in group
-    ]
+    """Evaluation: every micro-batch forward, in groups of at least pp, each group through all of
+    the rank's stages."""
+    return _in_groups("F", stages_of(rank, pp, virtual), pp, microbatches)
 
 
 def gpipe(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """All forwards, then all backwards: simple, and all micro-batches in flight at once (Huang et al. 2019)."""
-    return forward_only(rank, pp, virtual, microbatches) + _backwards(rank, pp, virtual, microbatches)
+    """All forwards, then all backwards: simple, and all micro-batches in flight at once (Huang et
+    al. 2019)."""
+    forwards = forward_only(rank, pp, virtual, microbatches)
+    return forwards + _backwards(rank, pp, virtual, microbatches)
 
 
 def one_f_one_b(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """1F1B: after a warm-up, one forward and one backward in turn; min(pp - rank, microbatches) in flight.
+    """1F1B: after a warm-up, one forward and one backward in turn; min(pp - rank, microbatches) in
+    flight.
 
-    The bubble is that of gpipe, (pp - 1) / microbatches (PipeDream-Flush). With several stages a rank it is the
-    interleaved schedule, whose bubble is as many times smaller, for as many times the traffic (Narayanan et al. 2021).
+    The bubble is that of gpipe, (pp - 1) / microbatches (PipeDream-Flush). With several stages a
+    rank it is the interleaved schedule, whose bubble is as many times smaller, for as many times
+    the traffic (Narayanan et al. 2021).
     """
-    forwards, backwards = (make(rank, pp, virtual, microbatches) for make in (forward_only, _backwards))
+    forwards = forward_only(rank, pp, virtual, microbatches)
+    backwards = _backwards(rank, pp, virtual, microbatches)
     warm_up = pp - rank - 1
     if virtual > 1:
         warm_up = 2 * warm_up + (virtual - 1) * max(map(len, _groups(microbatches, pp)))
@@ -78,10 +70,11 @@ def one_f_one_b(rank: int, pp: int, virtual: int, microbatches: int) -> list[Act
 
 
 def zb_h1(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """1F1B with backward in two parts: a rank's weights wait until their time would be idle, `rank` micro-batches long.
+    """1F1B with backward in two parts: a rank's weights wait until their time would be idle, `rank`
+    micro-batches long.
 
-    The bubble is a third of 1F1B's where F, I and W take equally long, in the memory of 1F1B's first stage
-    (ZB-H1: Qi et al. 2023).
+    The bubble is a third of 1F1B's where F, I and W take equally long, in the memory of 1F1B's
+    first stage (ZB-H1: Qi et al. 2023).
     """
     if virtual > 1:
         raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1, or schedule 1f1b")
@@ -98,25 +91,87 @@ def zb_h1(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
     return table + [Action("W", rank, m) for m in range(microbatches - waiting, microbatches)]
 
 
-SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
-    "gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1,
-}  # fmt: skip
+# By the names that flags and train_batch take. An --import file adds its own.
+SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
 
 
 def _groups(microbatches: int, pp: int) -> list[range]:
-    """The micro-batches in groups of equal size, nearly, of at least pp: fewer would leave ranks waiting."""
+    """The micro-batches in groups of equal size, nearly, of at least pp: fewer would leave ranks
+    waiting."""
     count = max(1, microbatches // pp)
     cuts = [microbatches * number // count for number in range(count + 1)]
     return [range(*ends) for ends in pairwise(cuts)]
 
 
+def _in_groups(kind: str, stages: Sequence[int], pp: int, microbatches: int) -> list[Action]:
+    """Every micro-batch through these stages of a rank, a group after the other."""
+    return [
+        Action(kind, stage, microbatch)
+        for group in _groups(microbatches, pp)
+        for stage in stages
+        for microbatch in group
+    ]
+
+
 def _backwards(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    forwards = forward_only(rank, pp, virtual, microbatches)
-    last = rank + pp * (virtual - 1)
-    return [Action("B", rank + last - stage, m) for _, stage, m in forwards]
+    return _in_groups("B", stages_of(rank, pp, virtual)[::-1], pp, microbatches)
 
 
-# When, and what travels.
+# Questions to a schedule.
+
+
+def schedule_named(name: str) -> Schedule:
+    """Return the schedule of that name; UserError if there is none."""
+    if name not in SCHEDULES:
+        raise UserError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def tables_of(schedule: Schedule, pp: int, virtual: int, microbatches: int) -> list[list[Action]]:
+    """Return the tables of all ranks. UserError if the schedule can't have such stages."""
+    return [schedule(rank, pp, virtual, microbatches) for rank in range(pp)]
+
+
+def check_schedule(name: str, pp: int, virtual: int) -> None:
+    """Raise UserError if no schedule has that name, or it can't have so many stages a rank, or it
+    has backwards in two parts beside whole ones."""
+    kinds = _kinds(schedule_named(name), pp, virtual)
+    if {"B", "I"} <= kinds:
+        raise UserError(f"schedule {name} has B beside I and W: split every backward, or none")
+
+
+def splits_backward(name: str, pp: int, virtual: int = 1) -> bool:
+    """Say whether a schedule has I and W in place of B. UserError as from `check_schedule`."""
+    check_schedule(name, pp, virtual)
+    return "I" in _kinds(schedule_named(name), pp, virtual)
+
+
+@lru_cache(maxsize=256)
+def _kinds(schedule: Schedule, pp: int, virtual: int) -> frozenset[str]:
+    """Return the kinds of actions that any rank has."""
+    tables = tables_of(schedule, pp, virtual, microbatches=pp)
+    return frozenset(action.kind for table in tables for action in table)
+
+
+def backward_follows(table: Sequence["Action | Exchange"], stage: int) -> bool:
+    """Say whether each forward of a stage is followed by its whole backward, before anything else
+    is computed."""
+    actions = [item for item in table if isinstance(item, Action)]
+    pairs = zip(actions, [*actions[1:], None], strict=True)
+    return all(b == a._replace(kind="B") for a, b in pairs if a.kind == "F" and a.stage == stage)
+
+
+def in_flight(table: Sequence[Action]) -> int:
+    """Count the most micro-batches of a rank's stages whose activations are held at once: from F
+    until B, or W."""
+    held = peak = 0
+    for action in table:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        peak = max(peak, held)
+    return peak
+
+
+# When its actions run.
 
 
 class Span(NamedTuple):
@@ -127,10 +182,11 @@ class Span(NamedTuple):
 
 
 def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> dict[Action, Span]:
-    """When every action of all ranks' tables runs, if each does its own in order, as soon as what it needs is there.
+    """Return when every action of all ranks' tables runs, if each rank does its own in order, as
+    soon as what they need is there.
 
-    cost: the time of each kind of action, or of each (kind, stage); by default a backward takes two forwards.
-    Transfers take no time. Raises UserError if the tables wait for each other.
+    cost: the time of each kind of action, or of each (kind, stage); by default a backward takes two
+    forwards. Transfers take no time. Raises UserError if the tables wait for each other.
     """
     cost, spans = cost or COST, {}
     position, clock = [0] * len(tables), [0.0] * len(tables)
@@ -142,6 +198,8 @@ def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> di
             while position[rank] < len(table):
                 action = table[position[rank]]
                 needed = source_of(action, last)
+                if action.kind == "W":
+                    needed = action._replace(kind="I")  # on this rank, before
                 if needed and needed not in spans:
                     unfinished = True
                     break
@@ -152,14 +210,19 @@ def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> di
                 progress = True
         if unfinished and not progress:
             stuck = "; ".join(
-                f"rank {r} at {t[p]}" for r, (t, p) in enumerate(zip(tables, position, strict=True)) if p < len(t)
+                f"rank {r} at {t[p]}"
+                for r, (t, p) in enumerate(zip(tables, position, strict=True))
+                if p < len(t)
             )
             raise UserError(f"the schedule deadlocks: {stuck}")
     return spans
 
 
 def source_of(action: Action, last: int) -> Action | None:
-    """What makes an action's input on another stage, if anything does. last: the last stage."""
+    """Return the action of another stage that makes an action's input, or None if none does.
+
+    last: the last stage.
+    """
     if action.kind == "F":
         return action._replace(stage=action.stage - 1) if action.stage else None
     if action.kind == "W" or action.stage == last:
@@ -167,28 +230,49 @@ def source_of(action: Action, last: int) -> Action | None:
     return action._replace(stage=action.stage + 1)
 
 
+# What travels.
+
+
+class Transfer(NamedTuple):
+    """What `consumer` needs from another rank: the activations of a forward or the gradient of a
+    backward. source, target: pipeline ranks."""
+
+    consumer: Action
+    source: int
+    target: int
+
+
+class Exchange(NamedTuple):
+    """Sends and receives that a rank starts together, so that neighbours who swap tensors can't
+    block each other."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
 @lru_cache(maxsize=256)
 def program(
-    schedule: Callable[[int, int, int, int], list[Action]], rank: int, pp: int, virtual: int, microbatches: int
+    schedule: Schedule, rank: int, pp: int, virtual: int, microbatches: int
 ) -> tuple[Action | Exchange, ...]:
-    """A rank's table with its traffic.
+    """Return a rank's table with its traffic.
 
-    All ranks start their transfers in one order, that of the timeline: even where a library moves one exchange of a
-    rank after the other, none can wait for one that waits for it. A result leaves as soon as it is there; what another
-    rank sends is waited for where that order allows, and taken in when it is needed.
+    All ranks start their transfers in one order, that of the timeline: even where a library moves
+    one exchange of a rank after the other, none can wait for one that waits for it. A result leaves
+    as soon as it is there; what another rank sends is waited for where that order allows, and taken
+    in when it is needed.
     """
-    tables = [schedule(each, pp, virtual, microbatches) for each in range(pp)]
+    tables = tables_of(schedule, pp, virtual, microbatches)
     spans = timeline(tables)
     place = {action: number for number, action in enumerate(tables[rank])}
     transfers = []
     for consumer in spans:
         source = source_of(consumer, pp * virtual - 1)
-        if source and rank in (source.stage % pp, consumer.stage % pp):
+        if source and rank in (rank_of(source.stage, pp), rank_of(consumer.stage, pp)):
             transfers.append((spans[source].end, source, consumer))
     slots: list[tuple[list, list]] = [([], []) for _ in range(len(place) + 1)]
     slot = 0
     for _, source, consumer in sorted(transfers):
-        transfer = Transfer(consumer, source.stage % pp, consumer.stage % pp)
+        transfer = Transfer(consumer, rank_of(source.stage, pp), rank_of(consumer.stage, pp))
         if transfer.source == rank:
             slot = max(slot, place[source] + 1)
         slots[slot][transfer.target == rank].append(transfer)
@@ -199,31 +283,3 @@ def program(
         if action:
             steps.append(action)
     return tuple(steps)
-
-
-def schedule_named(name: str) -> Callable[[int, int, int, int], list[Action]]:
-    """Return the schedule of that name; UserError if there is none."""
-    if name not in SCHEDULES:
-        raise UserError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
-
-
-def splits_backward(name: str, pp: int, virtual: int = 1) -> bool:
-    """Whether a schedule has I and W in place of B; UserError if it can't have so many stages a rank."""
-    return any(action.kind == "I" for action in schedule_named(name)(0, pp, virtual, pp))
-
-
-def backward_follows(table: Sequence[Action | Exchange], stage: int) -> bool:
-    """Whether each forward of a stage is followed by its whole backward, before anything else is computed."""
-    actions = [item for item in table if isinstance(item, Action)]
-    pairs = zip(actions, [*actions[1:], None], strict=True)
-    return all(b == a._replace(kind="B") for a, b in pairs if a.kind == "F" and a.stage == stage)
-
-
-def in_flight(table: Sequence[Action]) -> int:
-    """The most micro-batches of a rank's stages whose activations are held at once: from F until B, or W."""
-    held = peak = 0
-    for action in table:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        peak = max(peak, held)
-    return peak

@@ -1,9 +1,11 @@
-"""What the time of a step goes on, and the names of its parts in a profiler's trace."""
+"""What the time of a step is spent on, and the names of its parts in a profiler's trace."""
 
 import time
 from contextlib import contextmanager
 
 import torch
+
+from megazoo.torch_internals import profiler_runs
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer")
 _running: "Stopwatch | None" = None
@@ -12,8 +14,9 @@ _running: "Stopwatch | None" = None
 class Stopwatch:
     """Within `with stopwatch:` splits time among the parts that `spent` names.
 
-    By the wall clock; on CUDA by events in the stream, which nothing waits for: end the block, and ask for `times`,
-    where the device has been waited for anyway. seconds: of the whole block, by the wall clock.
+    By the wall clock; on CUDA by events in the stream, which nothing waits for: end the block, and
+    ask for `times`, where the device has been waited for anyway. seconds: of the whole block, by
+    the wall clock.
     """
 
     def __init__(self, device: torch.device):
@@ -53,14 +56,14 @@ class Stopwatch:
 
 @contextmanager
 def spent(part: str, name: str | None = None):
-    """Count this block's time for a part, to a Stopwatch if one runs; what a block within it counts is its own alone.
+    """Count this block's time for a part, if a Stopwatch runs; a block within it counts for itself.
 
     A profiler that runs shows the block as `name`, by default the part's.
     """
     watch = _running
     before = watch.turn_to(part) if watch else None
     try:
-        if torch.autograd._profiler_enabled():
+        if profiler_runs():
             with torch.autograd.profiler.record_function(name or part):
                 yield
         else:

@@ -1,4 +1,5 @@
-"""For tests: ranks on this machine, and a check that a model trains in every layout as in one process."""
+"""For tests: ranks on this machine, and a check that a model trains in every layout as in one
+process."""
 
 from megazoo.testing.check import Verdict, check_parallel
 from megazoo.testing.layouts import Layout, all_layouts

@@ -1,4 +1,4 @@
-"""Ranks for tests: a pool of gloo processes on this machine, forked once and used again and again."""
+"""Ranks for tests: a pool of gloo processes on this machine, used again and again."""
 
 import multiprocessing
 import os
@@ -14,9 +14,14 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=60)
-# What the server of ranks imports when the first pool starts it: what every rank needs, and what a program adds of its
-# own. symbolic_shapes is what torch imports, with sympy, in the first backward.
-PRELOADED = ["megazoo.checkpoint", "megazoo.optim", "megazoo.testing", "torch.fx.experimental.symbolic_shapes"]
+# What the server of ranks imports when the first pool starts it: what every rank needs, and what a
+# program adds of its own. symbolic_shapes is what torch imports, with sympy, in the first backward.
+PRELOADED = [
+    "megazoo.models",
+    "megazoo.optim",
+    "megazoo.testing",
+    "torch.fx.experimental.symbolic_shapes",
+]
 
 
 class RankError(RuntimeError):
@@ -24,10 +29,12 @@ class RankError(RuntimeError):
 
 
 class RankPool:
-    """Processes that stand for ranks. `run` gives each a function to call within a fresh process group.
+    """Processes that stand for ranks. `run` gives each a function to call within a fresh process
+    group.
 
-    The processes are forked from a server that has imported torch, so that starting one costs little; each starts with
-    one thread. After a failure the pool is replaced: a rank that is stuck in a collective can't be used again.
+    The processes are forked from a server that has imported torch, so that starting one costs
+    little; each starts with one thread. After a failure the pool is replaced: a rank that is stuck
+    in a collective can't be used again.
     """
 
     def __init__(self):
@@ -35,11 +42,15 @@ class RankPool:
         self._context.set_forkserver_preload(PRELOADED)
         self._workers: list = []
 
-    def run(self, function: Callable, world_size: int, *args, timeout: float = 120, **kwargs) -> list:
-        """Call function(*args, **kwargs) on `world_size` ranks; return what each returned, in the order of the ranks.
+    def run(
+        self, function: Callable, world_size: int, *args, timeout: float = 120, **kwargs
+    ) -> list:
+        """Call function(*args, **kwargs) on `world_size` ranks; return what each returned, in the
+        order of the ranks.
 
-        function: importable by name. torch.distributed is initialised (gloo), RANK and WORLD_SIZE are set as torchrun
-        sets them. timeout: seconds, for all. Raises RankError if a rank fails or the time is up.
+        function: importable by name. torch.distributed is initialised (gloo), RANK and WORLD_SIZE
+        are set as torchrun sets them. timeout: seconds, for all. Raises RankError if a rank fails
+        or the time is up.
         """
         while len(self._workers) < world_size:
             here, there = self._context.Pipe()
@@ -54,7 +65,8 @@ class RankPool:
             return self._answers(world_size, timeout)
 
     def _answers(self, world_size: int, timeout: float) -> list:
-        """What each rank returned. RankError, and the end of all processes, if one failed or is late."""
+        """Wait for what each rank returns. If one fails or is late, end all processes and raise
+        RankError."""
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         results, failures, deadline = {}, {}, time.monotonic() + timeout
         while pipes and not failures:
@@ -72,7 +84,9 @@ class RankPool:
                 results[rank] = value
         if failures:
             self.close()
-            raise RankError("\n".join(f"rank {rank} of {world_size}: {text}" for rank, text in failures.items()))
+            raise RankError(
+                "\n".join(f"rank {rank} of {world_size}: {text}" for rank, text in failures.items())
+            )
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -90,6 +104,7 @@ def _send(pipe, value) -> None:
 
 
 def _serve(pipe) -> None:
+    """Call one function after the other, as a rank, until the pipe is closed."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -100,10 +115,13 @@ def _serve(pipe) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
         try:
             store = dist.FileStore(store, world_size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+            )
             answer = function(*args, **kwargs), None
             if dist.is_initialized():  # a whole program may have ended it itself
-                dist.barrier()  # else a rank that is early would break connections that others still make
+                # else a rank that is early would break connections that others still make
+                dist.barrier()
                 dist.destroy_process_group()
             _send(pipe, answer)
         except BaseException:

@@ -6,12 +6,17 @@ LARGEST = {"layers": 5, "vocab_size": 61, "max_positions": 32}
 
 
 def shrink(config):
-    """A small config of the same structure: heads, KV groups, ties and kinds of layers are kept, sizes are not.
+    """Return a small config of the same structure: heads, KV groups, ties and kinds of layers stay.
 
-    It has five layers at most, so that stages are uneven, and a vocabulary that no number of ranks divides.
+    It has five layers at most, so that stages are uneven, and a vocabulary that no number of ranks
+    divides.
     """
     names = {f.name for f in fields(config)}
-    small = {name: min(getattr(config, name), largest) for name, largest in LARGEST.items() if name in names}
+    small = {
+        name: min(getattr(config, name), largest)
+        for name, largest in LARGEST.items()
+        if name in names
+    }
     if {"heads", "hidden_size"} <= names:
         head = 8 if config.heads <= 16 else 4
         small["hidden_size"] = head * config.heads

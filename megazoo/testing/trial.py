@@ -1,4 +1,5 @@
-"""What the processes of a check do: train, keep what comes by, and compare it with what one process has kept."""
+"""Train in the processes of a check: keep what is computed on the way, and compare it with what one
+process has kept."""
 
 import math
 from collections.abc import Iterator
@@ -9,14 +10,15 @@ from unittest import mock
 
 import torch
 
-from megazoo.checkpoint import from_pretrained
-from megazoo.command_line import run_file
+from megazoo.cli.parsing import run_file
 from megazoo.layers import Dropout
-from megazoo.models import config_from_dict, from_config
-from megazoo.optim import AdamW
+from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.models.pretrained import from_pretrained
+from megazoo.models.registry import config_from_dict, from_config
+from megazoo.optim.adamw import AdamW
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
-from megazoo.parallel.shard import initialize
 from megazoo.testing.layouts import Layout
 from megazoo.testing.ranks import GROUP_TIMEOUT
 from megazoo.testing.shrink import shrink
@@ -24,7 +26,8 @@ from megazoo.testing.shrink import shrink
 ROWS = 24  # of the global batch: for 1, 2, 3, 4, 6, 8, 12 or 24 replicas
 SEQUENCE = 16
 MICRO_BATCHES = 4
-# Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as any.
+# Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as
+# any.
 EPSILON = 1e-3
 CLIP = 0.1  # small enough to be active
 
@@ -33,8 +36,11 @@ _imported: set[Path] = set()
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked, in a form that any process can build. load: a directory with its weights; import_: a file that
-    registers it."""
+    """The model that is checked, as any process can build it.
+
+    family, values: its config. load: a directory with its weights. import_: a file that registers
+    it.
+    """
 
     family: str
     values: dict
@@ -43,6 +49,7 @@ class Subject:
 
     @property
     def config(self):
+        """The model's config, its file imported once."""
         if self.import_ and self.import_ not in _imported:
             _imported.add(self.import_)
             run_file(self.import_)
@@ -51,12 +58,15 @@ class Subject:
 
 @dataclass
 class Record:
-    """What one process keeps, by global name. passed: ("input" or "output", module) -> what its forwards were given or
-    returned in the first step, along the batch, in the order of the computation. gradients: of each step. seeds: what
-    each Dropout drew from."""
+    """What one process keeps, by global name.
+
+    activations: ("input" or "output", module) -> what its forwards were given or returned in the
+    first step, [rows of the batch, ...], in the order of the computation. gradients: of each step.
+    seeds: what each Dropout drew from.
+    """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
-    passed: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    activations: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -66,18 +76,20 @@ class Record:
 
 @dataclass
 class Findings:
-    """What a rank found: its distances from the Record, and what is to be compared with other ranks'.
+    """What a rank found: its distances from the Record, and what is to be compared with other
+    ranks.
 
-    coordinates: tp, pp, dp. tied: parameters that other stages have, too. seeds: with whether tp ranks should differ.
-    factors: what times a parameter's expected gradient, of the first step, comes closest to the one that is there.
+    coordinates: its rank along each axis. tied: parameters that other stages have, too. seeds: what
+    each Dropout drew from, after whether tp ranks should differ. factors: of each parameter, by
+    what its expected gradient of the first step is to be multiplied to come closest to the rank's.
     """
 
-    coordinates: tuple[int, int, int]
+    coordinates: dict[str, int]
     tied: set[str]
     names: set[str]
     seeds: dict[str, tuple[bool, list[int]]]
     initial: dict[str, float] = field(default_factory=dict)
-    passed: dict[tuple[str, str], float] = field(default_factory=dict)
+    activations: dict[tuple[str, str], float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, float]] = field(default_factory=list)
@@ -86,48 +98,59 @@ class Findings:
 
 
 def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
+    """Train on whole batches, and save the Record of it."""
     record, ctx = Record(), ParallelContext()
-    record.seeds = {site: seeds for site, (_, seeds) in _dropout_seeds(subject, Layout(), ctx).items()}
+    seeds = _dropout_seeds(subject, Layout(), ctx)
+    record.seeds = {site: drawn for site, (_, drawn) in seeds.items()}
     model = _build(subject, ctx)
     record.initial = _copies(model)
     for loss, optimizer in _train(model, Layout(), steps, record, micro_batches=1):
         record.losses.append(loss)
-        record.gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        record.gradients.append(
+            {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        )
         record.norms.append(optimizer.step().item())
     record.weights = _copies(model)
     torch.save(record, path)
 
 
 def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) -> Findings:
+    """Train this rank's part of a layout, and return how far it is from the Record at `path`."""
     expected: Record = torch.load(path, weights_only=False, mmap=True)
-    how = {"sequence_parallel": layout.sequence_parallel, "virtual_pipeline_size": layout.virtual}
-    sizes = (layout.tp, layout.pp, layout.dp)
-    ctx = ParallelContext.from_torch(*sizes, **how, device="cpu", timeout=GROUP_TIMEOUT)
+    ctx = ParallelContext.from_torch(
+        layout.tp,
+        layout.pp,
+        layout.dp,
+        sequence_parallel=layout.sequence_parallel,
+        virtual_pipeline_size=layout.virtual,
+        device="cpu",
+        timeout=GROUP_TIMEOUT,
+    )
     seeds = _dropout_seeds(subject, layout, ctx)
     model, record = _build(subject, ctx), Record()
     weights = _copies(model)
-    found = Findings((ctx.tp_rank, ctx.pp_rank, ctx.dp_rank), set(model.tied), set(weights), seeds)
-    found.initial = _distances(weights, expected.initial, model)
-    for step, (loss, optimizer) in enumerate(_train(model, layout, steps, record, _micro_batches(layout.dp))):
+    found = Findings(
+        coordinates={"tp": ctx.tp_rank, "pp": ctx.pp_rank, "dp": ctx.dp_rank},
+        tied=set(model.tied),
+        names=set(weights),
+        seeds=seeds,
+        initial=_distances(weights, expected.initial, model),
+    )
+    steps_of_training = _train(model, layout, steps, record, _micro_batches(layout.dp))
+    for (loss, optimizer), gradients in zip(steps_of_training, expected.gradients, strict=True):
         found.losses.append(loss)
         if not layout.zero:  # under which a gradient is whole on no rank
-            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-            found.gradients.append(_distances(gradients, expected.gradients[step], model))
-            found.factors = found.factors or _factors(gradients, expected.gradients[step], model)
+            ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+            found.gradients.append(_distances(ours, gradients, model))
+            found.factors = found.factors or _factors(ours, gradients, model)
         found.norms.append(optimizer.step().item())
     found.weights = _distances(_copies(model), expected.weights, model)
-    for name, module in model.named_modules():
-        for kind, dim in (("input", 1), ("output", 0)):
-            ours, theirs = record.passed.get((kind, name)), expected.passed.get((kind, name))
-            if ours is not None and theirs is not None and len(theirs) == ROWS:
-                part = _part_of(theirs.chunk(layout.dp)[ctx.dp_rank], ours.shape, module, dim, ctx)
-                if part is not None:
-                    found.passed[kind, name] = relative((ours - part).norm(), part.norm())
+    found.activations = _activation_distances(model, record, expected, layout.dp)
     return found
 
 
 def _build(subject: Subject, ctx: ParallelContext):
-    """The model, biases and norms random."""
+    """Build the model, with random biases and norms, and without dropout."""
     config = subject.config
     if subject.load:
         model = from_pretrained(subject.load, ctx, dtype=torch.float32)
@@ -144,25 +167,35 @@ def _build(subject: Subject, ctx: ParallelContext):
 
 
 def _dropout_rates(config) -> list[str]:
+    """Return the names of a config's rates of dropout."""
     return [f.name for f in fields(config) if f.name.endswith("dropout")]
 
 
 def _micro_batches(dp: int) -> int:
-    """Of a replica."""
+    """Return how many micro-batches a replica cuts its rows into, MICRO_BATCHES at most."""
     return max(count for count in range(1, MICRO_BATCHES + 1) if ROWS // dp % count == 0)
 
 
 def _batch(step: int, vocab: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and targets; a row keeps the more labels the later it comes, so that micro-batches differ widely."""
+    """Return token ids and targets, [ROWS, sequence].
+
+    A row keeps the more labels the later it comes, so that micro-batches differ widely.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, vocab, (ROWS, sequence + 1), generator=generator)
-    keep = torch.rand(ROWS, sequence, generator=generator) < torch.arange(1, ROWS + 1)[:, None] / ROWS
-    return tokens[:, :-1], tokens[:, 1:].masked_fill(~keep, -100)
+    share = torch.arange(1, ROWS + 1)[:, None] / ROWS
+    keep = torch.rand(ROWS, sequence, generator=generator) < share
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(~keep, IGNORE_INDEX)
 
 
-def _train(model, layout: Layout, steps: int, record: Record, micro_batches: int) -> Iterator[tuple[float, AdamW]]:
-    """The loss of each step, and the optimizer, which the caller steps after a look at the gradients: its own are the
-    clipped ones. `record` gets what went through the modules in the first."""
+def _train(
+    model, layout: Layout, steps: int, record: Record, micro_batches: int
+) -> Iterator[tuple[float, AdamW]]:
+    """Yield the loss of each step, and the optimizer, which the caller then steps.
+
+    Before that the gradients are those that backward made; stepping clips them. `record` gets the
+    activations of the first step.
+    """
     config = model.config
     optimizer = AdamW(model, lr=1e-3, eps=EPSILON, clip_grad=CLIP, zero=layout.zero)
     sequence = min(SEQUENCE, model.longest_sequence(config))
@@ -171,41 +204,57 @@ def _train(model, layout: Layout, steps: int, record: Record, micro_batches: int
         ids, targets = (tensor.chunk(layout.dp)[model.ctx.dp_rank] for tensor in batch)
         with _recording(model, record) if step == 0 else nullcontext():
             loss = model.train_batch(
-                ids, targets=targets, num_microbatches=micro_batches, schedule=layout.schedule, step=step
+                ids,
+                targets=targets,
+                num_microbatches=micro_batches,
+                schedule=layout.schedule,
+                step=step,
             )
         yield loss.item(), optimizer
 
 
 def _copies(model) -> dict[str, torch.Tensor]:
+    """Copy the parameters, by global name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @contextmanager
 def _recording(model, record: Record):
-    """Within this block keep what modules are given and return."""
+    """Within this block keep what modules are given and return, as `record.activations`."""
     handles, kept = [], {}
 
     def keep(kind: str, name: str, value) -> None:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             kept.setdefault((kind, name), []).append(value.detach().clone())
 
+    def watch(name: str, module: torch.nn.Module) -> None:
+        def before(_, given):
+            keep("input", name, given[0])
+
+        def after(_, given, returned):
+            keep("output", name, returned)
+
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after))
+
     for name, module in model.named_modules():
-        hooks = (
-            module.register_forward_pre_hook(lambda _, given, name=name: keep("input", name, given[0])),
-            module.register_forward_hook(lambda _, __, returned, name=name: keep("output", name, returned)),
-        )
-        handles += hooks
+        watch(name, module)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        record.passed = {key: torch.cat(parts) for key, parts in kept.items()}
+        record.activations = {key: torch.cat(parts) for key, parts in kept.items()}
 
 
-def _dropout_seeds(subject: Subject, layout: Layout, ctx: ParallelContext) -> dict[str, tuple[bool, list[int]]]:
-    """Of each Dropout of a small model of the kind: whether tp ranks should differ, and what it draws from, in a step
-    in which all replicas are given the same."""
+def _dropout_seeds(
+    subject: Subject, layout: Layout, ctx: ParallelContext
+) -> dict[str, tuple[bool, list[int]]]:
+    """Return what each Dropout of a small model of the kind draws from, after whether tp ranks
+    should differ.
+
+    It is trained one step, in which all replicas are given the same tokens.
+    """
     config, draw, seeds = shrink(subject.config), Dropout.draw, {}
     if not _dropout_rates(config):
         return seeds
@@ -220,54 +269,114 @@ def _dropout_seeds(subject: Subject, layout: Layout, ctx: ParallelContext) -> di
     model = from_config(replace(config, **rates), ctx, seed=3)
     ids, targets = _batch(0, config.vocab_size, min(SEQUENCE, model.longest_sequence(config)))
     with mock.patch.object(Dropout, "draw", recorded):
-        model.train_batch(ids, targets=targets, num_microbatches=MICRO_BATCHES, schedule=layout.schedule, step=0)
+        model.train_batch(
+            ids, targets=targets, num_microbatches=MICRO_BATCHES, schedule=layout.schedule, step=0
+        )
     return seeds
 
 
-def _part_of(whole: torch.Tensor, shape: torch.Size, module, dim: int, ctx: ParallelContext) -> torch.Tensor | None:
-    """What of a whole input (dim 1) or output (dim 0) of a module, [rows, sequence, features], a rank should have that
-    has `shape`: all, its part of the sequence, or the features that its weight's dimension `dim` is of; None if that
-    can't be told."""
+def _activation_distances(
+    model, record: Record, expected: Record, dp: int
+) -> dict[tuple[str, str], float]:
+    """Return how far this rank's activations are from its part of those of one process.
+
+    What that part is can't always be told: see _part_of.
+    """
+    distances = {}
+    for name, module in model.named_modules():
+        for kind, dim in (("input", 1), ("output", 0)):
+            ours, whole = (
+                record.activations.get((kind, name)),
+                expected.activations.get((kind, name)),
+            )
+            if ours is None or whole is None or len(whole) != ROWS:
+                continue
+            rows = whole.chunk(dp)[model.ctx.dp_rank]
+            part = _part_of(rows, ours.shape, module, dim, model.ctx)
+            if part is not None:
+                distances[kind, name] = relative((ours - part).norm(), part.norm())
+    return distances
+
+
+def _part_of(
+    whole: torch.Tensor, shape: torch.Size, module, dim: int, ctx: ParallelContext
+) -> torch.Tensor | None:
+    """Return the part of a module's input (dim 1) or output (dim 0) that this rank should have.
+
+    whole: of one process, [rows, sequence, features] or [rows, sequence, heads, head size]. shape:
+    of what the rank has. The part is all, the rank's part of the sequence, or the features that
+    dimension `dim` of its weight is of. None if that can't be told.
+    """
     if whole.shape == shape:
         return whole
-    if whole.dim() != 3 or len(shape) != 3:
+    if whole.dim() not in (3, 4) or whole.dim() != len(shape):
         return None
+    part, features = whole.flatten(2), shape[2:].numel()
+    if part.shape[2] != features:
+        part = _features_of_rank(part, module, dim, ctx)
+    if part is None and len(shape) == 4 and whole.shape[2] == shape[2] * ctx.tp_size:
+        # heads that are normalised each alone: the weight doesn't say how they are cut
+        part = whole.chunk(ctx.tp_size, dim=2)[ctx.tp_rank].flatten(2)
+    if part is None:
+        return None
+    if ctx.sequence_parallel and part.shape[1] == shape[1] * ctx.tp_size:
+        part = part.chunk(ctx.tp_size, dim=1)[ctx.tp_rank]
+    return part.reshape(shape) if part.shape == (*shape[:2], features) else None
+
+
+def _features_of_rank(
+    whole: torch.Tensor, module, dim: int, ctx: ParallelContext
+) -> torch.Tensor | None:
+    """Return the features of `whole`, [rows, sequence, features], that the rank's part of dimension
+    `dim` of a module's weight is of; None if that dimension isn't cut, or is of something else."""
     spec = getattr(module, "specs", {}).get("weight")
-    if whole.shape[2] != shape[2]:
-        if not spec or not spec.shard or spec.shard.dim != dim or spec.shape[dim] != whole.shape[2]:
-            return None
-        pieces = sorted(spec.pieces(ctx.tp_size, ctx.tp_rank), key=lambda piece: piece.offset[dim])
-        whole = torch.cat([whole[..., slice(*piece.box[dim])] for piece in pieces], dim=-1)
-    if ctx.sequence_parallel and whole.shape[1] == shape[1] * ctx.tp_size:
-        whole = whole.chunk(ctx.tp_size, dim=1)[ctx.tp_rank]
-    return whole if whole.shape == shape else None
+    if not spec or not spec.shard:
+        return None
+    dim = min(dim, len(spec.shape) - 1)  # the weight of a norm has one dimension, for both
+    if spec.shard.dim != dim or spec.shape[dim] != whole.shape[2]:
+        return None
+    pieces = sorted(spec.pieces(ctx.tp_size, ctx.tp_rank), key=lambda piece: piece.offset[dim])
+    return torch.cat([whole[..., slice(*piece.box[dim])] for piece in pieces], dim=-1)
 
 
 def relative(distance: torch.Tensor | float, size: torch.Tensor | float) -> float:
+    """Return a distance over the size of what is expected; inf for nan."""
     value = float(distance) / max(float(size), 1e-30)
     return math.inf if math.isnan(value) else value
 
 
-def _pairs(tensors: dict, expected: dict, model) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Of each parameter that both have: its name, and in double precision what this rank has and should have."""
+def _pairs(
+    tensors: dict, expected: dict, model
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield, of each parameter that both have, its name, and what this rank has and should have, in
+    double precision."""
     ctx = model.ctx
     for entry in model.entries():
         if entry.name in expected:
             pieces, whole = entry.spec.pieces(ctx.tp_size, ctx.tp_rank), expected[entry.name]
             boxes = [tuple(slice(*bounds) for bounds in piece.box) for piece in pieces]
             ours = torch.cat([tensors[entry.name][piece.index()].flatten() for piece in pieces])
-            yield entry.name, ours.double(), torch.cat([whole[box].flatten() for box in boxes]).double()
+            theirs = torch.cat([whole[box].flatten() for box in boxes])
+            yield entry.name, ours.double(), theirs.double()
 
 
 def _distances(tensors: dict, expected: dict, model) -> dict[str, float]:
-    """Of each parameter, this rank's distance, over the whole's norm, or a thousandth of all parameters' together."""
+    """Return how far this rank's tensor of each parameter is from the expected one.
+
+    The distance is over the whole tensor's norm, or over a thousandth of that of all together if
+    that is more.
+    """
     norms = {name: tensor.double().norm() for name, tensor in expected.items()}
     least = 1e-3 * torch.stack(list(norms.values())).norm()
     pairs = _pairs(tensors, expected, model)
-    return {name: relative((ours - theirs).norm(), max(norms[name], least)) for name, ours, theirs in pairs}
+    return {
+        name: relative((ours - theirs).norm(), max(norms[name], least))
+        for name, ours, theirs in pairs
+    }
 
 
 def _factors(gradients: dict, expected: dict, model) -> dict[str, float]:
+    """Return, of each parameter, by what its expected gradient comes closest to this rank's."""
     return {
         name: relative(ours @ theirs, theirs @ theirs)
         for name, ours, theirs in _pairs(gradients, expected, model)

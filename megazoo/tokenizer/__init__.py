@@ -1,29 +1,39 @@
-"""Tokenizers: what turns text into token ids and back. From local files, told apart by what is in them."""
+"""Tokenizers turn text into token ids and back. They are opened from local files, which are told
+apart by their contents; nothing here knows what else is in a directory."""
 
-from contextlib import suppress
 from pathlib import Path
 
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import json_object, read_bytes
 from megazoo.tokenizer.base import EncodedBatch, Stream, Tokenizer
 from megazoo.tokenizer.byte import ByteTokenizer
 from megazoo.tokenizer.hugging_face import Unsupported, from_tokenizer_json, from_vocab_and_merges
 from megazoo.tokenizer.ranks import LINE, from_ranks
 from megazoo.tokenizer.sentence_piece import from_sentencepiece
-from megazoo.tokenizer.settings import SETTINGS, Settings, read_bytes, read_settings
+from megazoo.tokenizer.settings import SETTINGS_FILES, TokenizerSettings, read_settings
 
-__all__ = ["ByteTokenizer", "EncodedBatch", "Stream", "Tokenizer", "open_tokenizer", "tokenizer_files"]
+__all__ = [
+    "TOKENIZER_FILES",
+    "TOKENIZER_SIDECARS",
+    "ByteTokenizer",
+    "EncodedBatch",
+    "Stream",
+    "Tokenizer",
+    "has_tokenizer",
+    "open_tokenizer",
+    "tokenizer_files",
+]
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-BESIDE = ("merges.txt", *SETTINGS)  # what may be beside them
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_SIDECARS = ("merges.txt", *SETTINGS_FILES)  # files that may lie beside them
 
 
 def open_tokenizer(where: str | Path) -> Tokenizer:
-    """The tokenizer "byte", or that of a directory (Hugging Face's, or a checkpoint of ours), or of a file in one.
+    """Open the tokenizer "byte", or the one whose files are in a directory, or that of one file.
 
-    Files: tokenizer.json, vocab.json with merges.txt beside it, or tokenizer.model, sentencepiece's or LLaMA-3's. The
-    JSON files beside them say which tokens are special. Raises UserError for what is missing, malformed or not
-    supported.
+    Files: tokenizer.json, vocab.json with merges.txt beside it, or tokenizer.model, sentencepiece's
+    or LLaMA-3's. The JSON files beside them say which tokens are special. Raises UserError for what
+    is missing, malformed or not supported.
     """
     if str(where) == "byte":
         return ByteTokenizer()
@@ -40,8 +50,14 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
     return tokenizer
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether the files of a tokenizer are in a directory."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def tokenizer_files(where: str | Path) -> dict[str, bytes]:
-    """What is in the files of a tokenizer, by the names that they have in a model's directory; nothing for "byte"."""
+    """Read the files of a tokenizer: their contents, by the names that they have in a model's
+    directory. There are none for "byte"."""
     if str(where) == "byte":
         return {}
     directory, files = _located(where)
@@ -49,29 +65,32 @@ def tokenizer_files(where: str | Path) -> dict[str, bytes]:
     if Path(where).is_file():
         ((_, data),) = contents.items()
         contents = {_usual_name(files[0], data): data}
-    return contents | {name: read_bytes(directory / name) for name in BESIDE if (directory / name).is_file()}
+    return contents | {
+        name: read_bytes(directory / name)
+        for name in TOKENIZER_SIDECARS
+        if (directory / name).is_file()
+    }
 
 
 def _located(where: str | Path) -> tuple[Path, list[Path]]:
-    """The directory of a tokenizer, and the files of FILES there; or the one file that is named."""
+    """Return the directory of a tokenizer and which of TOKENIZER_FILES are in it; or the directory
+    of one file, and that file."""
     path = Path(where)
     if path.is_file():
         return path.parent, [path]
     if not path.is_dir():
-        raise UserError(f"unknown tokenizer {str(where)!r}: there is byte, or the directory or file of a tokenizer")
-    if not any((path / name).is_file() for name in FILES):
-        from megazoo.checkpoint.format import NoCheckpoint, find_checkpoint  # with torch: only for checkpoints
-
-        with suppress(NoCheckpoint):
-            path = find_checkpoint(path)
-    files = [path / name for name in FILES if (path / name).is_file()]
+        raise UserError(
+            f"unknown tokenizer {str(where)!r}: there is byte, "
+            "or the directory or file of a tokenizer"
+        )
+    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not files:
-        raise UserError(f"{path} has no tokenizer: none of {', '.join(FILES)}")
+        raise UserError(f"{path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
     return path, files
 
 
 def _usual_name(path: Path, data: bytes) -> str:
-    """What a tokenizer's file is called in a model's directory."""
+    """Return the name that a tokenizer's file has in a model's directory, by its contents."""
     if LINE.match(data) or not _is_json(data):
         return "tokenizer.model"
     return "vocab.json" if _is_vocabulary(json_object(path, data)) else "tokenizer.json"
@@ -85,7 +104,7 @@ def _is_vocabulary(entries: dict) -> bool:
     return any(isinstance(value, int) for value in entries.values())
 
 
-def _from_file(path: Path, settings: Settings) -> Tokenizer:
+def _from_file(path: Path, settings: TokenizerSettings) -> Tokenizer:
     data = read_bytes(path)
     if LINE.match(data):
         return from_ranks(path, data, settings)

@@ -1,4 +1,5 @@
-"""Added tokens: the strings that are split off a text before anything else happens to it, as `tokenizers` does."""
+"""Added tokens: strings that are split off a text before anything else happens to it, as the
+`tokenizers` library does."""
 
 import re
 import unicodedata
@@ -8,12 +9,14 @@ from typing import NamedTuple
 from megazoo.errors import UserError
 
 # Unicode's white space; str.strip and Python's \s would take \x1c to \x1f, too.
-SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
 
 
 class AddedToken(NamedTuple):
-    """special: may be left out of decoded text. normalized: looked for after the normalizer. lstrip, rstrip: it takes
-    the spaces on that side with it."""
+    """special: may be left out of decoded text. normalized: looked for after the normalizer.
+    lstrip, rstrip: it takes the spaces on that side with it."""
 
     content: str
     id: int
@@ -24,13 +27,20 @@ class AddedToken(NamedTuple):
 
     @classmethod
     def from_json(cls, entry: dict, token_id: int) -> "AddedToken":
-        """What tokenizer.json and tokenizer_config.json say of one token; raises UserError, KeyError or TypeError."""
+        """Return what tokenizer.json or tokenizer_config.json says of one token. Raises UserError,
+        KeyError or TypeError."""
         if entry.get("single_word"):
             raise UserError(f"added token {entry['content']!r}: single_word is not supported")
         check_id(token_id, entry["content"])
         special = bool(entry.get("special", False))
-        flags = {key: bool(entry.get(key, False)) for key in ("lstrip", "rstrip")}
-        return cls(entry["content"], token_id, special, bool(entry.get("normalized", not special)), **flags)
+        return cls(
+            entry["content"],
+            token_id,
+            special,
+            normalized=bool(entry.get("normalized", not special)),
+            lstrip=bool(entry.get("lstrip", False)),
+            rstrip=bool(entry.get("rstrip", False)),
+        )
 
 
 def check_id(token: int, content: str) -> None:
@@ -40,22 +50,29 @@ def check_id(token: int, content: str) -> None:
 
 
 class Splitter:
-    """Cuts text at added tokens: first at those looked for in the text as it is, then at those in normalized text."""
+    """Cuts text at added tokens: first at those looked for in the text as it is, then at those in
+    normalized text."""
 
     def __init__(self, tokens: Iterable[AddedToken], nfc: bool = False):
-        self._normalize = (lambda text: unicodedata.normalize("NFC", text)) if nfc else lambda text: text
+        self._normalize = (
+            (lambda text: unicodedata.normalize("NFC", text)) if nfc else lambda text: text
+        )
         tokens = [token for token in tokens if token.content]
         self._raw = {token.content: token for token in tokens if not token.normalized}
-        self._normalized = {self._normalize(token.content): token for token in tokens if token.normalized}
+        self._normalized = {
+            self._normalize(token.content): token for token in tokens if token.normalized
+        }
         self._patterns = [_longest_first(self._raw), _longest_first(self._normalized)]
 
     def __call__(self, text: str, parse_special: bool) -> Iterator[str | int]:
-        """The normalized text between added tokens, and the ids of these."""
+        """Yield the normalized text between added tokens, and the ids of these."""
         for part in _split(text, self._patterns[0], self._raw, parse_special):
             if isinstance(part, int):
                 yield part
             else:
-                yield from _split(self._normalize(part), self._patterns[1], self._normalized, parse_special)
+                yield from _split(
+                    self._normalize(part), self._patterns[1], self._normalized, parse_special
+                )
 
 
 def _longest_first(tokens: dict[str, AddedToken]) -> re.Pattern | None:
@@ -63,7 +80,9 @@ def _longest_first(tokens: dict[str, AddedToken]) -> re.Pattern | None:
     return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
 
 
-def _split(text: str, pattern: re.Pattern | None, tokens: dict[str, AddedToken], parse_special: bool):
+def _split(
+    text: str, pattern: re.Pattern | None, tokens: dict[str, AddedToken], parse_special: bool
+):
     done = 0
     for match in pattern.finditer(text) if pattern else ():
         token, (start, end) = tokens[match[0]], match.span()

@@ -1,4 +1,5 @@
-"""What all tokenizers share: special tokens around a text, batches, and decoding one token at a time."""
+"""What all tokenizers share: they put special tokens around a text, pad batches, and decode one
+token at a time."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -22,25 +23,28 @@ class EncodedBatch(NamedTuple):
 
 
 class Stream:
-    """Decodes one token at a time; what `put` and `end` return, joined, is what `decode` makes of all the ids."""
+    """Decodes one token at a time. What `put` and `end` return, joined, is what `decode` returns
+    for all the ids."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]):
         self._bytes_of, self._decoder = bytes_of, codecs.getincrementaldecoder("utf-8")("replace")
 
     def put(self, token: int) -> str:
-        """The text that is certain now: the bytes of a character that is not whole yet wait for the next tokens."""
+        """Return the text that is certain now. The bytes of an incomplete character wait for the
+        next tokens."""
         return self._decoder.decode(self._bytes_of(int(token)))
 
     def end(self) -> str:
-        """The rest, after the last token."""
+        """Return the rest of the text, after the last token."""
         return self._decoder.decode(b"", final=True)
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Turns text into token ids and back.
 
-    source: what `open_tokenizer` opened. vocab_size: every id is below it. bos_token_id, eos_token_id, pad_token_id:
-    None if the files name none. A subclass sets them and has `_encode` and `_reader`.
+    source: what `open_tokenizer` opened. vocab_size: every id is below it. bos_token_id,
+    eos_token_id, pad_token_id: None if the files name none. A subclass sets them and has `_encode`
+    and `_reader`.
     """
 
     source: str = "byte"
@@ -53,23 +57,29 @@ class Tokenizer:
 
     @property
     def eod(self) -> int:
-        """The id that ends a document: that of eos, or else of bos or of the padding; UserError if there is none."""
+        """Return the id that ends a document: that of eos, or else of bos, or else of the padding.
+        UserError if there is none."""
         for token in (self.eos_token_id, self.bos_token_id, self.pad_token_id):
             if token is not None:
                 return token
-        raise UserError("the tokenizer has no token that could end a document: its files name no eos_token")
+        raise UserError(
+            "the tokenizer has no token that could end a document: its files name no eos_token"
+        )
 
-    def encode(self, text: str | bytes, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """The ids of a text (bytes: of UTF-8), with bos and eos around it where the files say so.
+    def encode(
+        self, text: str | bytes, *, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """Return the ids of a text (bytes are UTF-8), with bos and eos around it where the files
+        say so.
 
-        parse_special: whether the text of a special token, such as <|endoftext|>, means that token. Raises UserError
-        for what is no Unicode, such as lone surrogates.
+        parse_special: whether the text of a special token, such as <|endoftext|>, means that token.
+        Raises UserError for what is no Unicode, such as lone surrogates.
         """
         ids = self.encode_to_numpy(text, parse_special=parse_special).tolist()
         return [*self.before, *ids, *self.after] if add_special_tokens else ids
 
     def encode_to_numpy(self, text: str | bytes, *, parse_special: bool = True) -> np.ndarray:
-        """uint32 [tokens]: like `encode`, with no special tokens added."""
+        """Return uint32 [tokens]: as `encode` does, but no special tokens are added."""
         return self._encode(as_text(text), parse_special)
 
     def encode_batch(
@@ -81,11 +91,13 @@ class Tokenizer:
         truncation_side: Side = "right",
         add_special_tokens: bool = True,
     ) -> EncodedBatch:
-        """Encode texts and pad them to the longest, with eos if there is no padding token: the mask hides it.
+        """Encode texts and pad them to the longest of them.
 
-        max_length: cuts the texts, on truncation_side, to so many tokens; the special tokens around them are kept.
+        Where there is no padding token, rows are padded with eos; the mask hides it. max_length:
+        texts are cut to so many tokens, on truncation_side; the special tokens around them are
+        kept, and count.
         """
-        import torch  # which a process that only tokenizes does without
+        import torch  # here, so that a process that only tokenizes does without it
 
         for name, side in (("padding_side", padding_side), ("truncation_side", truncation_side)):
             if side not in ("left", "right"):
@@ -94,46 +106,60 @@ class Tokenizer:
         before, after = (self.before, self.after) if add_special_tokens else ((), ())
         rows = [self.encode(text, add_special_tokens=False) for text in texts]
         if max_length is not None:
-            room = max_length - len(before) - len(after)
-            if room < 0:
+            added = len(before) + len(after)
+            if max_length < added:
                 raise UserError(
-                    f"max_length {max_length} has no room for the {len(before) + len(after)} special tokens"
+                    f"max_length {max_length} has no room for the {added} special tokens"
                 )
-            rows = [row[:room] if truncation_side == "right" else row[max(0, len(row) - room) :] for row in rows]
+            rows = [_shortened(row, max_length - added, truncation_side) for row in rows]
         rows = [torch.tensor([*before, *row, *after], dtype=torch.int64) for row in rows]
-        ids = torch.full((len(rows), max(map(len, rows), default=0)), pad)
+        longest = max(map(len, rows), default=0)
+        ids = torch.full((len(rows), longest), pad)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(rows):
-            where = slice(len(tokens)) if padding_side == "right" else slice(ids.shape[1] - len(tokens), None)
-            ids[row, where], mask[row, where] = tokens, 1
+            start = 0 if padding_side == "right" else longest - len(tokens)
+            ids[row, start : start + len(tokens)] = tokens
+            mask[row, start : start + len(tokens)] = 1
         return EncodedBatch(ids, mask)
 
     def decode(self, ids, *, skip_special_tokens: bool = False) -> str:
-        """The text of ids. Broken UTF-8 is replaced (U+FFFD); ids that no token has are left out."""
-        return b"".join(map(self._reader(skip_special_tokens), map(int, ids))).decode(errors="replace")
+        """Return the text of ids. Broken UTF-8 becomes U+FFFD; ids that no token has are left
+        out."""
+        bytes_of = self._reader(skip_special_tokens)
+        return b"".join(bytes_of(int(token)) for token in ids).decode(errors="replace")
 
     def stream(self, *, skip_special_tokens: bool = False) -> Stream:
         """Decode one token at a time. For the text after a prompt, put the prompt's ids first."""
         return Stream(self._reader(skip_special_tokens))
 
     def _encode(self, text: str, parse_special: bool) -> np.ndarray:
-        """uint32 [tokens]."""
+        """Return the ids of a text, uint32 [tokens], with no special tokens added."""
         raise NotImplementedError
 
     def _reader(self, skip_special_tokens: bool) -> Callable[[int], bytes]:
-        """A function from a text's ids, one after the other, to their bytes."""
+        """Return a function that is called with a text's ids in order, and returns the bytes of
+        each."""
         raise NotImplementedError
 
 
+def _shortened(row: list[int], room: int, side: Side) -> list[int]:
+    """Cut ids to `room` at most, on one side."""
+    return row[:room] if side == "right" else row[max(0, len(row) - room) :]
+
+
 def as_text(text: str | bytes) -> str:
-    """`text`, if it is Unicode; else UserError."""
+    """Return `text` as a string; UserError if it is no Unicode."""
     try:
         if isinstance(text, bytes):
             return text.decode()
         text.encode()
     except UnicodeDecodeError as error:
-        raise UserError(f"the text is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from error
+        raise UserError(
+            f"the text is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
+        ) from error
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
-        raise UserError(f"the text is not Unicode: lone surrogate U+{code:04X} at character {error.start}") from error
+        raise UserError(
+            f"the text is not Unicode: lone surrogate U+{code:04X} at character {error.start}"
+        ) from error
     return text

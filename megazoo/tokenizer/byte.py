@@ -8,13 +8,14 @@ from megazoo.tokenizer.base import Tokenizer, as_text
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are bytes, 256 ends a document. It takes any bytes, UTF-8 or not; decoding leaves 256 out."""
+    """Ids 0 to 255 are bytes, 256 ends a document. It takes any bytes, UTF-8 or not; decoding
+    leaves 256 out."""
 
     vocab_size = 257
     eos_token_id = 256
 
     def encode_to_numpy(self, text: str | bytes, *, parse_special: bool = True) -> np.ndarray:
-        """uint16 [bytes]."""
+        """Return uint16 [bytes]."""
         data = text if isinstance(text, bytes) else as_text(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 

@@ -11,20 +11,20 @@ from megazoo.tokenizer.base import Tokenizer
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The regex engine remembers every step of a run that it may have to take back, and gives up at a million: so a run of
-# white space is first taken by blocks. What matches is the same.
+# The regex engine remembers every step of a match that it may have to take back, and gives up at a
+# million: so a run of white space is first matched in blocks of 256. What matches is the same.
 RUN, RUN_BY_BLOCKS = r"\s+(?!\S)", r"(?:\s{256})*\s+(?!\S)"
 
 
 class ByteLevelBPE(Tokenizer):
     """Byte pair encoding of the bytes of what a regular expression cuts a text into.
 
-    tokens: the bytes of every id but those of added tokens. ranked: the ids in the order in which they are merged,
-    single bytes among them. unk: the id of a byte that has none; without it, such a byte raises UserError.
-    nfc: texts are normalized to NFC.
+    tokens: the bytes of every id but those of added tokens. ranked: the ids in the order in which
+    they are merged, single bytes among them. nfc: texts are normalized to NFC. unk: the id of a
+    byte that has none; without it, such a byte raises UserError.
     """
 
     def __init__(
@@ -45,18 +45,24 @@ class ByteLevelBPE(Tokenizer):
         # tiktoken panics on a byte that it doesn't know.
         self._missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
         ranks |= {byte: len(ranked) + i for i, byte in enumerate(self._missing)}
-        self._id_of_rank = np.array(ranked + [self.vocab_size if unk is None else unk] * len(self._missing), np.uint32)
+        self._id_of_rank = np.array(
+            ranked + [self.vocab_size if unk is None else unk] * len(self._missing), np.uint32
+        )
         self._lossless = unk is not None or not self._missing
-        between = f"(?:(?!{pattern})[\\s\\S])+"  # tiktoken leaves out what the pattern doesn't match
+        # tiktoken leaves out what the pattern doesn't match
+        between = f"(?:(?!{pattern})[\\s\\S])+"
         try:
             self._bpe = tiktoken.Encoding(
                 "megazoo",
                 pat_str=f"{pattern.replace(RUN, RUN_BY_BLOCKS)}|{between}",
                 mergeable_ranks=ranks,
-                special_tokens={"\0": len(ranks)},  # never allowed; without any, it stops at every character
+                # never allowed; without any, it stops at every character
+                special_tokens={"\0": len(ranks)},
             )
         except ValueError as error:
-            raise UserError(f"the pattern {pattern!r} is not one that tiktoken can use: {error}") from error
+            raise UserError(
+                f"the pattern {pattern!r} is not one that tiktoken can use: {error}"
+            ) from error
 
     def _encode(self, text: str, parse_special: bool) -> np.ndarray:
         parts = [
@@ -67,12 +73,17 @@ class ByteLevelBPE(Tokenizer):
 
     def _encode_ordinary(self, text: str) -> np.ndarray:
         try:
-            ranks = self._bpe.encode_to_numpy(text, disallowed_special=())  # encode_ordinary would panic
+            # encode_ordinary would panic
+            ranks = self._bpe.encode_to_numpy(text, disallowed_special=())
         except ValueError as error:
-            raise UserError(f"a text of {len(text):,} characters can't be tokenized: {error}") from error
+            raise UserError(
+                f"a text of {len(text):,} characters can't be tokenized: {error}"
+            ) from error
         if not self._lossless and (ranks >= len(self._id_of_rank) - len(self._missing)).any():
             byte = self._missing[int(ranks.max()) - len(self._id_of_rank)]
-            raise UserError(f"the vocabulary has no token for the byte 0x{byte.hex()}, which the text has")
+            raise UserError(
+                f"the vocabulary has no token for the byte 0x{byte.hex()}, which the text has"
+            )
         return self._id_of_rank[ranks]
 
     def _reader(self, skip_special_tokens: bool) -> Callable[[int], bytes]:

@@ -1,13 +1,20 @@
-"""Byte-level BPE from Hugging Face's files: tokenizer.json, or vocab.json and merges.txt."""
+"""Byte-level BPE is read from Hugging Face's files: tokenizer.json, or vocab.json and
+merges.txt."""
 
 from pathlib import Path
 
 from megazoo.errors import UserError
+from megazoo.files import read_bytes
 from megazoo.tokenizer.added import AddedToken, check_id
 from megazoo.tokenizer.byte_bpe import GPT2_PATTERN, ByteLevelBPE
-from megazoo.tokenizer.settings import Settings, malformed, read_bytes
+from megazoo.tokenizer.settings import TokenizerSettings, malformed
 
-GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
+GPT2_CLASSES = (
+    "GPT2Tokenizer",
+    "GPT2TokenizerFast",
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -16,33 +23,52 @@ class Unsupported(UserError):
 
 
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones are themselves, the others are the characters from U+0100 on."""
+    """Return GPT-2's spelling of bytes, by character: printable bytes are themselves, the others
+    are the characters from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 BYTE_OF = byte_of_character()
 
 
-def from_tokenizer_json(path: Path, data: dict, settings: Settings) -> ByteLevelBPE:
-    """The tokenizer of a tokenizer.json, whose content is `data`. Raises Unsupported; UserError if malformed."""
+def from_tokenizer_json(path: Path, data: dict, settings: TokenizerSettings) -> ByteLevelBPE:
+    """Return the tokenizer of a tokenizer.json, whose content is `data`. Raises Unsupported, or
+    UserError if it is malformed."""
     with malformed(path):
         pattern, nfc, template = _read_pipeline(data)
     settings.refuse("add_prefix_space", False)
     with malformed(path):
         model = data["model"]
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        found = [AddedToken.from_json(entry, entry["id"]) for entry in data.get("added_tokens") or []]
-        unk = None if model.get("fuse_unk") else model.get("unk_token")  # we see no words, in which it would fuse
+        merges = [
+            merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]
+        ]
+        found = [
+            AddedToken.from_json(entry, entry["id"]) for entry in data.get("added_tokens") or []
+        ]
+        # we see no words, in which it would fuse
+        unk = None if model.get("fuse_unk") else model.get("unk_token")
         tokenizer, id_of = _build(
-            model["vocab"], merges, pattern, found, settings, nfc=nfc, unk=unk, exact=bool(model.get("ignore_merges"))
+            model["vocab"],
+            merges,
+            pattern,
+            found,
+            settings,
+            nfc=nfc,
+            unk=unk,
+            exact=bool(model.get("ignore_merges")),
         )
     return settings.apply(tokenizer, id_of, template=template)
 
 
-def from_vocab_and_merges(vocab_path: Path, vocab: dict, settings: Settings) -> ByteLevelBPE:
-    """GPT-2's tokenizer from vocab.json, whose content is `vocab`, and the merges.txt beside it."""
+def from_vocab_and_merges(
+    vocab_path: Path, vocab: dict, settings: TokenizerSettings
+) -> ByteLevelBPE:
+    """Return GPT-2's tokenizer from vocab.json, whose content is `vocab`, and the merges.txt beside
+    it."""
     settings.refuse("tokenizer_class", *GPT2_CLASSES)
     settings.refuse("add_prefix_space", False)
     path = vocab_path.with_name("merges.txt")
@@ -59,7 +85,8 @@ def from_vocab_and_merges(vocab_path: Path, vocab: dict, settings: Settings) -> 
 
 
 def _build(vocab, merges, pattern, found, settings, nfc=False, unk=None, exact=False):
-    """A tokenizer, and the function from a token's content to its id. exact: a word that is a token is never cut."""
+    """Return a tokenizer, and the function from a token's content to its id. exact: a word that is
+    a token is never cut."""
     for content, token in vocab.items():
         check_id(token, content)
     added = settings.all_added(found, vocab.get)
@@ -72,18 +99,24 @@ def _build(vocab, merges, pattern, found, settings, nfc=False, unk=None, exact=F
     for left, right in merges:
         for part in (left, right, left + right):
             if part not in of_bytes:
-                raise UserError(f"merge {left!r} {right!r}: {part!r} is not in the vocabulary, or not of bytes")
-        ranked[vocab[left + right]] = None  # of two merges that make the same token, the first counts
+                raise UserError(
+                    f"merge {left!r} {right!r}: {part!r} is not in the vocabulary, or not of bytes"
+                )
+        # of two merges that make the same token, the first counts
+        ranked[vocab[left + right]] = None
     if exact:
         names = {token.content for token in added}
         for content, token in vocab.items():
             if token not in ranked and content not in names:
-                raise Unsupported(f"model.ignore_merges true with the token {content!r}, which no merge makes")
+                raise Unsupported(
+                    f"model.ignore_merges true with the token {content!r}, which no merge makes"
+                )
     return ByteLevelBPE(tokens, list(ranked), pattern, added, nfc, vocab.get(unk)), id_of.get
 
 
 def _bytes_of(content: str) -> bytes:
-    """The bytes that a token of the vocabulary spells; one with other characters in it stands for itself."""
+    """Return the bytes that a token of the vocabulary spells. A token with other characters in it
+    stands for itself."""
     try:
         return bytes(BYTE_OF[character] for character in content)
     except KeyError:
@@ -91,8 +124,9 @@ def _bytes_of(content: str) -> bytes:
 
 
 def _read_pipeline(data: dict) -> tuple[str, bool, tuple[list[int], list[int]]]:
-    """What surrounds the model in a tokenizer.json: the pattern that cuts words, whether texts are normalized to NFC,
-    and the ids put before and after a text. Raises Unsupported, naming the field."""
+    """Read what surrounds the model in a tokenizer.json: the pattern that cuts words, whether texts
+    are normalized to NFC, and the ids put before and after a text. Raises Unsupported, naming the
+    field."""
     model = data["model"]
     kind = model.get("type", "BPE" if "merges" in model else None)
     _check("model.type", kind, "BPE")
@@ -101,22 +135,34 @@ def _read_pipeline(data: dict) -> tuple[str, bool, tuple[list[int], list[int]]]:
     normalizers = _steps(data, "normalizer", "normalizers")
     for step in normalizers:
         _check("normalizer", step["type"], "NFC")
+    return _read_pattern(data), bool(normalizers), _read_template(data)
+
+
+def _read_pattern(data: dict) -> str:
+    """Return the pattern by which the pre-tokenizer cuts words."""
     steps = _steps(data, "pre_tokenizer", "pretokenizers")
     kinds = [step["type"] for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise Unsupported(f"pre_tokenizer {' + '.join(kinds) or None} is not supported")
-    last = steps[-1]
+    *splits, last = steps
     _check("pre_tokenizer.add_prefix_space", last.get("add_prefix_space", True), False)
-    _check("pre_tokenizer.use_regex", last.get("use_regex", True), len(steps) == 1)
-    pattern = GPT2_PATTERN
-    if len(steps) == 2:
-        _check("pre_tokenizer.behavior", steps[0]["behavior"], "Isolated")
-        _check("pre_tokenizer.invert", steps[0]["invert"], False)
-        _check("pre_tokenizer.pattern", [*steps[0]["pattern"]], ["Regex"])
-        pattern = steps[0]["pattern"]["Regex"]
-        if "$" in pattern.replace(r"\$", ""):  # an end of the text here, of a line there
-            raise Unsupported(f"pre_tokenizer.pattern {pattern!r} is not supported: it has a $")
-    templates = [step for step in _steps(data, "post_processor", "processors") if step["type"] != "ByteLevel"]
+    _check("pre_tokenizer.use_regex", last.get("use_regex", True), not splits)
+    if not splits:
+        return GPT2_PATTERN
+    (split,) = splits
+    _check("pre_tokenizer.behavior", split["behavior"], "Isolated")
+    _check("pre_tokenizer.invert", split["invert"], False)
+    _check("pre_tokenizer.pattern", [*split["pattern"]], ["Regex"])
+    pattern = split["pattern"]["Regex"]
+    if "$" in pattern.replace(r"\$", ""):  # an end of the text here, of a line there
+        raise Unsupported(f"pre_tokenizer.pattern {pattern!r} is not supported: it has a $")
+    return pattern
+
+
+def _read_template(data: dict) -> tuple[list[int], list[int]]:
+    """Return the ids that the post-processor puts before and after a text."""
+    steps = _steps(data, "post_processor", "processors")
+    templates = [step for step in steps if step["type"] != "ByteLevel"]
     for step in templates:
         _check("post_processor", step["type"], "TemplateProcessing")
     if len(templates) > 1:
@@ -126,12 +172,14 @@ def _read_pipeline(data: dict) -> tuple[str, bool, tuple[list[int], list[int]]]:
         text = [[*item] for item in step["single"]].index(["Sequence"])
         for place, item in enumerate(step["single"]):
             if place != text:
-                around[place > text].extend(step["special_tokens"][item["SpecialToken"]["id"]]["ids"])
-    return pattern, bool(normalizers), around
+                ids = step["special_tokens"][item["SpecialToken"]["id"]]["ids"]
+                around[place > text].extend(ids)
+    return around
 
 
 def _steps(data: dict, field: str, inside: str) -> list[dict]:
-    """The steps of a normalizer, pre-tokenizer or post-processor: none, one, or a sequence of them."""
+    """Return the steps of a normalizer, pre-tokenizer or post-processor, whose nested sequences are
+    taken apart."""
     value = data.get(field)
     if value is None:
         return []

@@ -1,4 +1,5 @@
-"""LLaMA-1 and 2's tokenizer: a sentencepiece model with bytes to fall back on, run by sentencepiece itself."""
+"""LLaMA-1 and 2's tokenizer: a sentencepiece model with bytes to fall back on, run by sentencepiece
+itself."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,20 +10,24 @@ import sentencepiece
 from megazoo.errors import UserError
 from megazoo.tokenizer.added import AddedToken, Splitter
 from megazoo.tokenizer.base import Tokenizer
-from megazoo.tokenizer.settings import Settings
+from megazoo.tokenizer.settings import TokenizerSettings
 
 CLASSES = (
-    "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast", "PreTrainedTokenizerFast",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "CodeLlamaTokenizer",
+    "CodeLlamaTokenizerFast",
+    "PreTrainedTokenizerFast",
     "TokenizersBackend",
-)  # fmt: skip
+)
 SPACE = "\u2581"  # how a piece spells a space; in a text, this character becomes one
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model, and tokens added to it.
 
-    The text between special tokens is encoded by itself, as LLaMA's own code encodes the turns of a dialogue: each gets
-    the space that the model puts before a text, and decoding takes it away.
+    The text between special tokens is encoded by itself, as LLaMA's own code encodes the turns of a
+    dialogue: each gets the space that the model puts before a text, and decoding takes it away.
     """
 
     def __init__(self, model: sentencepiece.SentencePieceProcessor, added: list[AddedToken]):
@@ -37,7 +42,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _encode(self, text: str, parse_special: bool) -> np.ndarray:
         parts = self._split(text, parse_special)
-        ids = [token for part in parts for token in (self._model.encode(part) if isinstance(part, str) else [part])]
+        ids = [
+            token
+            for part in parts
+            for token in (self._model.encode(part) if isinstance(part, str) else [part])
+        ]
         return np.array(ids, np.uint32)
 
     def _reader(self, skip_special_tokens: bool) -> Callable[[int], bytes]:
@@ -55,8 +64,11 @@ class SentencePieceTokenizer(Tokenizer):
         return read
 
 
-def from_sentencepiece(path: Path, data: bytes, settings: Settings) -> SentencePieceTokenizer:
-    """The tokenizer of a sentencepiece model, whose bytes are `data`. bos goes before a text, if there is one."""
+def from_sentencepiece(
+    path: Path, data: bytes, settings: TokenizerSettings
+) -> SentencePieceTokenizer:
+    """Return the tokenizer of a sentencepiece model, whose bytes are `data`. bos goes before a
+    text, if there is one."""
     settings.refuse("tokenizer_class", *CLASSES)
     settings.refuse("add_prefix_space", True)
     try:
@@ -64,10 +76,16 @@ def from_sentencepiece(path: Path, data: bytes, settings: Settings) -> SentenceP
             raise RuntimeError("empty")
         model = sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
-        raise UserError(f"{path} is neither a sentencepiece model nor lines of base64 and rank") from error
+        raise UserError(
+            f"{path} is neither a sentencepiece model nor lines of base64 and rank"
+        ) from error
     ids = {model.id_to_piece(token): token for token in range(model.vocab_size())}
-    special = [token for token in ids.values() if model.is_control(token) or model.is_unknown(token)]
-    added = settings.all_added([AddedToken(model.id_to_piece(token), token) for token in special], ids.get)
+    special = [
+        token for token in ids.values() if model.is_control(token) or model.is_unknown(token)
+    ]
+    added = settings.all_added(
+        [AddedToken(model.id_to_piece(token), token) for token in special], ids.get
+    )
     ids |= {token.content: token.id for token in added}
     own = {"bos": model.bos_id(), "eos": model.eos_id(), "pad": model.pad_id()}
     own = {role: token for role, token in own.items() if token >= 0}
@@ -76,4 +94,6 @@ def from_sentencepiece(path: Path, data: bytes, settings: Settings) -> SentenceP
 
 def _bytes_of(model: sentencepiece.SentencePieceProcessor, token: int) -> bytes:
     piece = model.id_to_piece(token)
-    return bytes([int(piece[3:5], 16)]) if model.is_byte(token) else piece.replace(SPACE, " ").encode()
+    return (
+        bytes([int(piece[3:5], 16)]) if model.is_byte(token) else piece.replace(SPACE, " ").encode()
+    )

@@ -1,4 +1,5 @@
-"""What the JSON files beside a tokenizer say: which tokens are special, and which go around a text."""
+"""The settings of a tokenizer: the JSON files beside it say which tokens are special, and which of
+them go around a text."""
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -10,9 +11,9 @@ from megazoo.files import json_object, read_bytes
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ROLES = ("bos", "eos", "pad")
-# What published files mean that name nothing, GPT-2's for one.
+# What published files mean that name no such token, GPT-2's for one.
 USUAL = {
     "bos": ("<|begin_of_text|>", "<|endoftext|>", "<s>"),
     "eos": ("<|end_of_text|>", "<|endoftext|>", "</s>"),
@@ -21,11 +22,12 @@ USUAL = {
 
 
 @dataclass
-class Settings:
-    """tokenizer_config.json, special_tokens_map.json, added_tokens.json, and the ids of config.json.
+class TokenizerSettings:
+    """What SETTINGS_FILES say, and the ids of config.json and generation_config.json.
 
-    names: the content of the bos, eos, pad and unk tokens, None where a file says that there is none. ids: likewise, if
-    nothing else is known. special: the contents of further special tokens. added: tokens with their ids.
+    config: all of tokenizer_config.json. names: the contents of the bos, eos, pad and unk tokens,
+    by role, None where a file says that there is none. ids: their ids, which count where nothing
+    else names one. special: the contents of further special tokens. added: tokens with their ids.
     """
 
     directory: Path
@@ -36,14 +38,22 @@ class Settings:
     added: list[AddedToken] = field(default_factory=list)
 
     def refuse(self, key: str, *supported) -> None:
-        """Raise UserError if tokenizer_config.json has another value than these (or null) for a key."""
+        """Raise UserError if tokenizer_config.json has a value for a key that is neither one of
+        these nor null."""
         value = self.config.get(key)
         if value is not None and value not in supported:
-            raise UserError(f"{self.directory / 'tokenizer_config.json'}: {key} {value!r} is not supported")
+            raise UserError(
+                f"{self.directory / 'tokenizer_config.json'}: {key} {value!r} is not supported"
+            )
 
-    def all_added(self, found: Iterable[AddedToken], id_of: Callable[[str], int | None]) -> list[AddedToken]:
-        """The tokens found in a vocabulary's file, those that other files add, and those that they call special."""
-        tokens = {token.content: token for token in self.added} | {token.content: token for token in found}
+    def all_added(
+        self, found: Iterable[AddedToken], id_of: Callable[[str], int | None]
+    ) -> list[AddedToken]:
+        """Return the added tokens found in a vocabulary's file, those that other files add, and
+        those that they call special."""
+        tokens = {token.content: token for token in self.added} | {
+            token.content: token for token in found
+        }
         for name in [*self.names.values(), *self.special]:
             if name and name not in tokens and id_of(name) is not None:
                 tokens[name] = AddedToken(name, id_of(name))
@@ -59,11 +69,13 @@ class Settings:
     ) -> Tokenizer:
         """Set the ids of the special tokens, and which of them go around a text.
 
-        id_of: the id of a token's content. own: ids by role that the vocabulary itself names. add_bos: whether bos goes
-        before a text if no file says. template: the ids around a text, of a tokenizer.json: then nothing else counts.
+        id_of: the id of a token's content. own: ids by role that the vocabulary itself names.
+        add_bos: whether bos goes before a text if no file says. template: the ids around a text, of
+        a tokenizer.json: then nothing else counts.
         """
         for role in ROLES:
-            setattr(tokenizer, f"{role}_token_id", self._id(role, id_of, own or {}, tokenizer.vocab_size))
+            token = self._id(role, id_of, own or {}, tokenizer.vocab_size)
+            setattr(tokenizer, f"{role}_token_id", token)
         if template is None:
             add = {"add_bos_token": add_bos, "add_eos_token": False}
             add |= {key: self.config[key] for key in add if self.config.get(key) is not None}
@@ -72,20 +84,27 @@ class Settings:
         tokenizer.before, tokenizer.after = map(tuple, template)
         return tokenizer
 
-    def _id(self, role: str, id_of: Callable[[str], int | None], own: dict[str, int], vocab_size: int) -> int | None:
+    def _id(
+        self, role: str, id_of: Callable[[str], int | None], own: dict[str, int], vocab_size: int
+    ) -> int | None:
+        """Return the id of the token with a role: by its name, or else the vocabulary's own, or
+        else as published files usually have it."""
         if role in self.names:
             name = self.names[role]
             if name is not None and id_of(name) is None:
                 raise UserError(f"{self.directory}: {role}_token {name!r} is not in the vocabulary")
             return None if name is None else id_of(name)
         usual = (id_of(name) for name in USUAL[role])
-        known = [token for token in (own.get(role), *usual, self.ids.get(role)) if token is not None]
+        known = [
+            token for token in (own.get(role), *usual, self.ids.get(role)) if token is not None
+        ]
         return known[0] if known and known[0] < vocab_size else None
 
 
-def read_settings(directory: Path) -> Settings:
-    """The settings of a tokenizer's directory; the files may be missing. Raises UserError for a malformed one."""
-    settings = Settings(directory)
+def read_settings(directory: Path) -> TokenizerSettings:
+    """Read the settings of a tokenizer's directory, any of whose files may be missing. Raises
+    UserError for a malformed one."""
+    settings = TokenizerSettings(directory)
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         entries = _json_beside(directory / name)
         for role in (*ROLES, "unk"):
@@ -96,10 +115,7 @@ def read_settings(directory: Path) -> Settings:
             if content != "":
                 settings.names[role] = content
         for key in ("additional_special_tokens", "extra_special_tokens"):
-            extra = entries.get(key) or []
-            extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
-            contents = (token.get("content") if isinstance(token, dict) else token for token in extra)
-            settings.special += [content for content in contents if isinstance(content, str)]
+            settings.special += _contents(entries.get(key))
         settings.config = entries
     path = directory / "tokenizer_config.json"
     with malformed(path):
@@ -109,7 +125,9 @@ def read_settings(directory: Path) -> Settings:
     with malformed(path):
         for content, token_id in _json_beside(path).items():
             special = content in settings.special or content in settings.names.values()
-            settings.added.append(AddedToken.from_json({"content": content, "special": special}, token_id))
+            settings.added.append(
+                AddedToken.from_json({"content": content, "special": special}, token_id)
+            )
     for name in ("config.json", "generation_config.json"):
         entries = _json_beside(directory / name)
         for role in ROLES:
@@ -120,14 +138,25 @@ def read_settings(directory: Path) -> Settings:
     return settings
 
 
+def _contents(tokens) -> list[str]:
+    """Return the contents of tokens, given as a list or an object of strings or of objects."""
+    if isinstance(tokens, dict):
+        tokens = tokens.values()
+    elif not isinstance(tokens, list):
+        tokens = []
+    contents = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    return [content for content in contents if isinstance(content, str)]
+
+
 def _json_beside(path: Path) -> dict:
-    """The object in a JSON file, empty if there is no such file."""
+    """Read the object in a JSON file; it is empty if there is no such file."""
     return json_object(path, read_bytes(path)) if path.exists() else {}
 
 
 @contextmanager
 def malformed(path: Path):
-    """Inside, whatever a wrong type or a missing key raises becomes a UserError that names the file."""
+    """Turn what a wrong type or a missing key raises within this block into a UserError that names
+    the file."""
     try:
         yield
     except UserError as error:

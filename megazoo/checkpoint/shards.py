@@ -1,0 +1,105 @@
+"""The files of a step: which tensors each rank writes, and the manifest of all that was written."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megazoo.checkpoint.format import FORMAT_VERSION, manifest_checksum, tensor_to_manifest
+from megazoo.checkpoint.places import MANIFEST, TRAINER
+from megazoo.checkpoint.writing import (
+    LazyTensor,
+    write_atomically,
+    write_json,
+    write_safetensors,
+)
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import Entry
+from megazoo.parallel.shard import ParameterSpec
+
+# A rank's tensors, by file and by global name.
+Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | LazyTensor]]]
+# states_of(entry, writer): the optimizer's states of a parameter on the replica that writes them.
+# The others call it, too, for it may need their help; what they get is not used.
+StatesOf = Callable[[Entry, int], dict[str, torch.Tensor | LazyTensor]]
+
+
+def files_of_rank(
+    model, weight_of: Callable[[Entry], torch.Tensor | LazyTensor], states_of: StatesOf | None
+) -> Files:
+    """Return a rank's files and their tensors. A file's name has {tp} where the tp rank stands.
+
+    Each parameter is written once: by the first replica; a replicated one by tp rank 0, a tied one
+    by the first stage that has it. The replicas share the writing of the optimizer's states.
+    """
+    ctx, replicas = model.ctx, model.ctx.gradient_axis
+    owned = [entry for entry in model.entries() if entry.pp_ranks[0] == ctx.pp_rank]
+    entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
+    place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}
+    if replicas.rank == 0:
+        weights = {entry.name: (entry.spec, weight_of(entry)) for entry in entries}
+        files[f"model_{place}.safetensors"] = weights
+    if states_of:
+        # of all that the stage owns, so that tp ranks agree
+        writer_of = _writers(owned, replicas.size)
+        states = {}
+        for entry in entries:
+            tensors = states_of(entry, writer_of[entry.name])
+            if writer_of[entry.name] == replicas.rank:
+                for state, tensor in tensors.items():
+                    states[f"{entry.name}.{state}"] = (entry.spec, tensor)
+        files[f"optimizer_{place}_dp_{replicas.rank}.safetensors"] = states
+    return files
+
+
+def _writers(entries: list[Entry], replicas: int) -> dict[str, int]:
+    """Choose the replica that writes each parameter's optimizer state: contiguous shares of about
+    equal size."""
+    sizes = {entry.name: torch.Size(entry.spec.shape).numel() for entry in entries}
+    total, before, writers = sum(sizes.values()), 0, {}
+    for name, size in sizes.items():
+        writers[name] = (2 * before + size) * replicas // (2 * total)
+        before += size
+    return writers
+
+
+def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
+    """Write one rank's files; returns what the manifest says of them and of their tensors."""
+    infos, stored = {}, {}
+    for pattern, tensors in files.items():
+        name = pattern.format(tp=ctx.tp_rank)
+        values = {tensor_name: tensor for tensor_name, (_, tensor) in tensors.items()}
+        infos[name] = write_safetensors(directory / name, values)
+        for tensor_name, (spec, tensor) in tensors.items():
+            stored[tensor_name] = tensor_to_manifest(spec, tensor.dtype, pattern)
+    return {"files": infos, "tensors": stored}
+
+
+def write_manifest(
+    directory: Path,
+    family: str,
+    config,
+    ctx: ParallelContext,
+    written: list[dict],
+    trainer: dict,
+    sidecar_files: dict[str, bytes],
+) -> None:
+    """Write trainer.json, the sidecar files and, last of all, the manifest.
+
+    written: what `write_rank` returned on every rank.
+    """
+    files = {name: info for part in written for name, info in part["files"].items()}
+    tensors = {name: stored for part in written for name, stored in part["tensors"].items()}
+    files[TRAINER] = write_json(directory / TRAINER, trainer)
+    for name, data in sidecar_files.items():
+        files[name] = write_atomically(directory / name, data)
+    manifest = {
+        "format": FORMAT_VERSION,
+        "family": family,
+        "config": asdict(config),
+        "layout": {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size},
+        "files": files,
+        "tensors": tensors,
+    }
+    write_json(directory / MANIFEST, {**manifest, "crc32": manifest_checksum(manifest)})

@@ -1,0 +1,168 @@
+"""Writes safetensors, streamed, and small files. When a call returns, they are on the disk."""
+
+import errno
+import fcntl
+import json
+import math
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megazoo.checkpoint.format import DTYPES
+
+PIECE_BYTES = 8 << 20  # of a tensor that are in memory at a time while it is written
+BLOCK = 4096  # of a disk, or a multiple of it
+BytesWritten = Callable[[int], None]  # is called with the number of bytes that were just written
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that is made while it is written, some rows at a time.
+
+    fill: fill(rows, start) puts rows `start` and following into the tensor `rows`, [n, ...].
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: Callable[[torch.Tensor, int], None]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | LazyTensor]) -> dict:
+    """Stream tensors into a safetensors file; returns its {"size", "crc32"}.
+
+    The format is eight bytes of header length (little-endian), a JSON header, and the raw bytes of
+    the tensors.
+    """
+    header, end = {"__metadata__": {"format": "pt", "writer": "megazoo"}}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    front = bytearray(len(text).to_bytes(8, "little") + text)
+    rows = [tensor.nbytes // max(1, tensor.shape[0]) for tensor in tensors.values()]
+    buffer = _pages(max([PIECE_BYTES, *rows]))  # a rank may own no tensor
+    with NewFile(path, len(front) + end) as file:
+        file.write(torch.frombuffer(front, dtype=torch.uint8))
+        for tensor in tensors.values():
+            for piece in _pieces(tensor, buffer):
+                file.write(piece.view(-1).view(torch.uint8))
+    return {"size": file.size, "crc32": file.crc32}
+
+
+class NewFile:
+    """A file of a known size, written from front to back. When its block ends, it is on the disk.
+
+    Where the system can, its blocks are taken in advance, so that a full disk shows early, and the
+    bytes go past the page cache: several times faster for what is larger than the memory that the
+    machine has at hand, and none of it is lost to the cache.
+    """
+
+    def __init__(self, path: Path, size: int):
+        self.path, self.size, self.crc32, self._held = path, size, 0, 0
+        self._buffer = _pages(PIECE_BYTES)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self._descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which is how a file system says that it can't
+                raise
+            self._descriptor = os.open(path, flags, 0o666)
+
+    def __enter__(self) -> "NewFile":
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self._descriptor, 0, self.size)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    os.close(self._descriptor)
+                    raise  # else the file system can't: it goes without
+        return self
+
+    def write(self, data: torch.Tensor) -> None:
+        """Append bytes: uint8 [size]."""
+        self.crc32 = zlib.crc32(data.numpy(), self.crc32)
+        while len(data):
+            count = min(len(data), len(self._buffer) - self._held)
+            # torch copies without holding up other threads
+            self._buffer[self._held : self._held + count] = data[:count]
+            self._held, data = self._held + count, data[count:]
+            if self._held == len(self._buffer):
+                self._flush()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                sync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def _flush(self) -> None:
+        if hasattr(os, "O_DIRECT") and self._held % BLOCK:  # the end of the file: not whole blocks
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        rest = memoryview(self._buffer.numpy())[: self._held]
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+        self._held = 0
+
+
+def _pages(size: int) -> torch.Tensor:
+    """Allocate uint8 [size], in pages that go back to the system when it is dropped: as a piece of
+    the heap it would leave a hole."""
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _pieces(tensor: torch.Tensor | LazyTensor, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's rows, contiguous on the CPU, as many at a time as the buffer holds."""
+    count, row = tensor.shape[0], math.prod(tensor.shape[1:])
+    step = max(1, min(count, len(buffer) // tensor.dtype.itemsize // max(1, row)))
+    for start in range(0, count, step):
+        rows = min(step, count - start)
+        if isinstance(tensor, LazyTensor):
+            bytes_of_piece = buffer[: rows * row * tensor.dtype.itemsize]
+            piece = bytes_of_piece.view(tensor.dtype).view(rows, *tensor.shape[1:])
+            tensor.fill(piece, start)
+            yield piece
+        else:
+            yield tensor.detach()[start : start + rows].cpu().contiguous()
+
+
+def write_json(path: Path, value) -> dict:
+    """Write JSON to the disk; returns its {"size", "crc32"}."""
+    return write_atomically(path, json_bytes(value))
+
+
+def json_bytes(value) -> bytes:
+    """Return a value as the text of a JSON file."""
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def write_atomically(path: Path, data: bytes) -> dict:
+    """Write a file that is there whole or not at all; returns its {"size", "crc32"}."""
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        sync(file.fileno())
+    os.replace(partial, path)
+    return {"size": len(data), "crc32": zlib.crc32(data)}
+
+
+def sync(descriptor: int) -> None:
+    """Wait until what was written to a file is on the disk."""
+    os.fsync(descriptor)

@@ -1,0 +1,136 @@
+"""What a run does when it is sent a signal to stop, when it is started again, and when a rank dies
+or stalls."""
+
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from threading import Event, Thread
+
+import torch
+import torch.distributed as dist
+
+from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import is_of_communication
+from megazoo.torch_internals import default_store
+
+# Seconds from a signal to the end of the step; then SIGTERM does what it does by itself.
+PATIENCE = 20.0
+GRACE = 3.0  # seconds in which ranks that wait in vain tell each other so
+OUT_OF_REACH = 5.0  # seconds more, after which the job's store is taken to be out of reach
+
+
+def is_restart() -> bool:
+    """Return whether torchrun has started this program again after a rank died (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGUSR1 (which Slurm sends before the time is up) instead of dying of them.
+
+    Use it as a context; `agreed` tells all ranks together whether any of them was told to stop. A
+    rank that is stuck and can't answer SIGTERM dies of it after all: a launcher sends it, too, to
+    end what is left of a broken job.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self, ctx: ParallelContext):
+        self.ctx, self.noted, self._answered = ctx, 0, Event()
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        # Python's handlers wait until a collective returns; the interpreter writes to this pipe at
+        # once.
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._write = (write, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
+        self._watcher = Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        write, before = self._write
+        signal.set_wakeup_fd(before)
+        self._answered.set()
+        os.close(write)  # ends the thread
+        # Waited for: if the last reference to the context went with a thread while the interpreter
+        # ends, torch would abort the process (it takes the lock again after it has freed a process
+        # group).
+        self._watcher.join()
+
+    def agreed(self) -> str | None:
+        """Return the name of a signal that some rank was sent, the same on every rank; None if none
+        was."""
+        number = torch.tensor(self.noted, device=self.ctx.device)
+        all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
+        if number:
+            self._answered.set()
+        return signal.Signals(number.item()).name if number else None
+
+    def _note(self, number: int, _frame) -> None:
+        self.noted = number
+
+    def _watch(self) -> None:
+        while numbers := os.read(self._read, 16):
+            if signal.SIGTERM in numbers and not self._answered.wait(PATIENCE):
+                os._exit(128 + signal.SIGTERM)
+        os.close(self._read)
+
+
+@contextmanager
+def naming_absent_ranks(ctx: ParallelContext):
+    """Name the absent ranks on stderr, if a wait for them fails within or takes longer than the
+    groups' timeout.
+
+    Every rank that waited in vain says so in the job's store; those that have not are the ones
+    waited for.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if ctx.world_size > 1 and is_of_communication(error):
+            teller = Thread(
+                target=_tell_absent, args=(ctx, str(error).splitlines()[0]), daemon=True
+            )
+            teller.start()
+            teller.join(GRACE + OUT_OF_REACH)
+            if teller.is_alive():
+                print(
+                    f"rank {ctx.rank} on {os.uname().nodename} can't reach the others any more, "
+                    "nor the job's store: is a node or its network down?",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        raise
+
+
+def _tell_absent(ctx: ParallelContext, reason: str) -> None:
+    """Say in the job's store that this rank waited in vain; the first that did names the absent."""
+    try:
+        store = default_store()
+        store.set(f"waited in vain/{ctx.rank}", "")
+        time.sleep(GRACE)
+        there = [rank for rank in range(ctx.world_size) if store.check([f"waited in vain/{rank}"])]
+    except RuntimeError as error:
+        print(f"rank {ctx.rank} can't reach the job's store: {error}", file=sys.stderr, flush=True)
+        return
+    absent = [rank for rank in range(ctx.world_size) if rank not in there]
+    # Without a timeout a connection broke: the launcher says whose.
+    if ctx.rank == min(there) and "timed out" in reason.lower():
+        who = ", ".join(f"rank {rank} ({_place(rank, ctx)})" for rank in absent)
+        print(
+            f"no word from {who or 'no rank: all waited for each other'}: "
+            f"it stalled longer than the timeout, or died ({reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _place(rank: int, ctx: ParallelContext) -> str:
+    place = ctx.place_of(rank)
+    return f"tp {place['tp']}, pp {place['pp']}, dp {place['dp']}"

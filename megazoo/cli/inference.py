@@ -1,0 +1,74 @@
+"""What the tools that run a model have in common: its options, its ranks, the model and its
+tokenizer."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+
+from megazoo.cli.flags import Argument, Name
+from megazoo.cli.launch import data_parallel_size, start_missing_ranks
+from megazoo.cli.options import AS_STORED, ImportOption
+from megazoo.cli.parsing import required
+from megazoo.cli.rules import parse_stage_layers
+from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.environment import world_size
+from megazoo.errors import UserError
+from megazoo.models.base import Model
+from megazoo.models.pretrained import load_weights, open_source
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.device import choose_device
+from megazoo.tokenizer import Tokenizer, open_tokenizer
+
+
+@dataclass
+class InferenceOptions(ImportOption):
+    """What the tools that run a model take."""
+
+    source: Argument = None
+    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
+    Face directory."""
+    tp: int = 1
+    """Tensor-parallel size: ranks that share each layer."""
+    pp: int = 1
+    """Pipeline-parallel size: stages that the layers are cut into."""
+    stage_layers: str = "balanced"
+    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
+    stage: 5,6,6,5."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
+    """Type of weights and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
+    tokenizer: Name = None
+    """byte, or the directory or file of a tokenizer; by default what is beside the model, or what
+    it was trained on."""
+
+
+def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
+    """Start the missing ranks, and return this rank's part of the model and its tokenizer."""
+    (path,) = required(options, "source")
+    source = open_source(path)
+    where = options.tokenizer or source.tokenizer
+    if where is None:
+        raise UserError(
+            f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
+        )
+    tokenizer = open_tokenizer(find_tokenizer(where))
+    source.model.check(source.config, options.tp, options.pp)
+    stage_layers = parse_stage_layers(options.stage_layers)
+    layout = ParallelContext.virtual(options.tp, options.pp, stage_layers=stage_layers)
+    source.model.all_stages(source.config, layout)  # refuses a pipeline that can't be cut so
+    data_parallel_size(options.tp, options.pp)
+    choose_device(options.device, options.tp * options.pp if world_size() == 1 else None)
+    start_missing_ranks(options.tp, options.pp)
+    ctx = ParallelContext.from_torch(
+        options.tp, options.pp, stage_layers=stage_layers, device=options.device
+    )
+    dtype = (
+        getattr(torch, options.dtype)
+        if options.dtype
+        else source.dtype_of(next(iter(source.specs)))
+    )
+    model = source.model.empty(source.config, ctx, dtype=dtype)
+    load_weights(source, model)
+    return model.eval(), tokenizer

@@ -1,0 +1,132 @@
+"""How a program starts and ends: it starts the ranks that are missing, and tells a user's mistake
+in one line."""
+
+import os
+import shlex
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from megazoo.environment import (
+    LAUNCHER_NAMES,
+    LAUNCHER_PREFIXES,
+    adopt_launcher,
+    is_rank_zero,
+    world_size,
+)
+from megazoo.errors import Advice, UserError
+
+# Seconds that other ranks wait before they print a mistake: one that all have found is printed by
+# rank 0, and the launcher ends the others meanwhile.
+REPORT_DELAY = 10.0
+
+
+def data_parallel_size(tp: int, pp: int) -> int:
+    """Return the dp that follows from the world, 1 if the ranks are still to be started. UserError
+    with the right command if the world does not fit."""
+    # This loads torch, which --help does not need.
+    from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
+
+    world = world_size()
+    if world == 1:
+        return 1
+    try:
+        return data_parallel_size_for(world, tp, pp)
+    except UserError as error:
+        command = torchrun_line(ranks_that_fit(world, tp, pp))
+        raise UserError(
+            f"a world of {world} ranks does not fit tp {tp} x pp {pp} = {tp * pp}: use {command}"
+        ) from error
+
+
+def after_rank_zero(work: Callable[[], None]):
+    """Run `work` on rank 0 while all others wait, however long it takes; in a process group they
+    would run into its timeout.
+
+    What is returned, the ranks' store, must live until there is a process group, which may use it.
+    """
+    import torch.distributed as dist
+
+    if world_size() == 1 or dist.is_initialized():
+        if is_rank_zero():
+            work()
+        return None
+    store, rank, _ = next(dist.rendezvous("env://"))
+    if rank == 0:
+        work()
+        store.set("megazoo/done", "")
+    while not store.check(["megazoo/done"]):
+        time.sleep(0.1)
+    return store
+
+
+def start_missing_ranks(tp: int, pp: int) -> None:
+    """In a world of one, become the launcher of tp x pp local ranks of this program, if more than
+    one is needed."""
+    ranks = tp * pp
+    if world_size() > 1 or ranks == 1:
+        return
+    print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores itself
+    # --standalone lets the launcher find a free port.
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
+    os.execve(sys.executable, [*launcher, *sys.argv], environment)
+
+
+def run_program(main: Callable[[list[str]], None]) -> None:
+    """Run main(arguments) and exit: 0, or a UserError's exit code after its one line on stderr.
+
+    A mistake that all ranks find is printed by rank 0; the launcher ends the others, which wait.
+    """
+    sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
+    usual = warnings.formatwarning
+
+    def formatted(message, category, *where) -> str:
+        return f"warning: {message}\n" if category is Advice else usual(message, category, *where)
+
+    warnings.formatwarning = formatted
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        if not is_rank_zero():
+            time.sleep(REPORT_DELAY)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except RuntimeError as error:
+        # gloo says so of a peer that ended; what that one prints comes first.
+        if "Connection" in str(error):
+            time.sleep(REPORT_DELAY)
+        raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:
+    """Return the command that starts this program on so many ranks, with these arguments or its
+    own."""
+    command = shlex.join([sys.argv[0], *(arguments or sys.argv[1:])])
+    return f"torchrun --nproc-per-node {ranks} {command}"
+
+
+def python_line(arguments: list[str], program: str | None = None) -> str:
+    """Return the command that starts this program, or another, with this Python."""
+    python = os.path.relpath(sys.executable)
+    if shutil.which("python") == sys.executable:
+        python = "python"
+    elif ".." in python:
+        python = sys.executable
+    return f"{python} {shlex.join([program or sys.argv[0], *arguments])}"

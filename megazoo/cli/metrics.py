@@ -1,0 +1,183 @@
+"""The numbers of a run while it goes on: lines on the terminal, a file with one JSON object a step,
+TensorBoard, Weights & Biases, traces."""
+
+import json
+import resource
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megazoo.errors import UserError
+from megazoo.terminal import clock
+
+# TFLOP/s of dense bf16 products (fp16 on the V100), by a part of the device's name; the first that
+# fits counts.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H200 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "H800": 989,
+    "GH200": 989,
+    "GB200": 2500,
+    "B200": 2250,
+    "A100": 312,
+    "A800": 312,
+    "L40S": 362,
+    "V100": 125,
+    "MI300X": 1307,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the FLOP/s of a device in bf16, as its maker tells; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that were allocated on a device, or, on the CPU, the process's largest
+    resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Metrics:
+    """Appends JSON objects to a file, a line each, and gives their numbers to TensorBoard and to
+    Weights & Biases; does nothing without any of the three.
+
+    path: the file. tensorboard: TensorBoard's directory; what it has of steps after `step`, where
+    this start begins, is hidden. wandb: the project of Weights & Biases. run: the id there of the
+    run that is resumed; a new one by default. settings: shown on the run's page there. UserError
+    if Weights & Biases refuses.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        tensorboard: Path | None = None,
+        wandb: str | None = None,
+        *,
+        step: int = 0,
+        run: str | None = None,
+        settings: dict | None = None,
+    ):
+        self.path, self.board, self.wandb_run = path, None, None
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # seconds, and much memory
+
+            self.board = SummaryWriter(str(tensorboard), purge_step=step + 1)
+        if wandb:
+            self.wandb_run = _open_run(wandb, run, settings)
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run in Weights & Biases, if there is one."""
+        return self.wandb_run and self.wandb_run.id
+
+    def write(self, step: int, values: dict) -> None:
+        """Write the numbers of a step, or of an evaluation after it; the names of the latter begin
+        with eval_ or test_. None: there is no such number."""
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        named = {}  # in groups: train/loss, eval/loss
+        for key, value in values.items():
+            kind, name = (
+                (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
+            )
+            if value is not None:
+                named[f"{kind}/{name}"] = value
+        if self.board:
+            for name, value in named.items():
+                self.board.add_scalar(name, value, step)
+        if self.wandb_run:
+            self.wandb_run.log({"step": step, **named})
+
+    def close(self) -> None:
+        """Close what was opened of TensorBoard and of Weights & Biases."""
+        if self.board:
+            self.board.close()
+        if self.wandb_run:
+            self.wandb_run.finish()
+
+
+def _open_run(project: str, run: str | None, settings: dict | None):
+    """Open a run in a project of Weights & Biases: a new one, or the one of an id."""
+    import wandb
+
+    try:
+        opened = wandb.init(project=project, id=run, resume="allow", config=settings)
+    except wandb.Error as error:  # there is no login, or no connection, say
+        raise UserError(
+            f"--wandb {project}: {error}; WANDB_MODE=offline needs no connection", exit_code=1
+        ) from error
+    # Their own count of steps refuses to go back to where a checkpoint was.
+    opened.define_metric("*", step_metric="step")
+    return opened
+
+
+@contextmanager
+def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
+    """Yield what to call after each step. The first and last of `steps`, counted from 1, and those
+    between are traced by torch.profiler, into directory/rank_N.json.gz."""
+    if not directory:
+        yield lambda: None
+        return
+    from torch import profiler
+
+    directory.mkdir(parents=True, exist_ok=True)
+    first, last = steps
+    wait, warmup = max(first - 2, 0), min(first - 1, 1)
+    with profiler.profile(
+        schedule=profiler.schedule(wait=wait, warmup=warmup, active=last - first + 1, repeat=1),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(
+            str(directory / f"rank_{rank}.json.gz")
+        ),
+    ) as trace:
+        yield trace.step
+
+
+class StepLines:
+    """Makes lines such as "step 20/700  loss 3.1  ...  1:05 left", one every `interval` steps.
+
+    step: where the run starts; steps: where it ends. mfu: of one token a second; None where it is
+    not known.
+    """
+
+    def __init__(self, step: int, steps: int, interval: int, mfu: float | None = None):
+        self.first, self.steps, self.interval, self.mfu = step, steps, interval, mfu
+        self.start = self.last_time = time.perf_counter()
+        self.tokens = 0  # since the last line
+
+    def time(self) -> str:
+        """Return the time since the start, as 1:05."""
+        return clock(time.perf_counter() - self.start)
+
+    def line(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> str | None:
+        """Return the line of a step, of so many tokens, or None if it is not its turn. The first
+        and the last have one."""
+        self.tokens += tokens
+        if step % self.interval and step not in (self.first + 1, self.steps):
+            return None
+        now = time.perf_counter()
+        rate = self.tokens / max(now - self.last_time, 1e-9)
+        left = (now - self.start) / (step - self.first) * (self.steps - step)
+        self.last_time, self.tokens = now, 0
+        return (
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  "
+            f"grad norm {norm:.3f}  lr {lr:.2e}  {rate:,.0f} tokens/s  "
+            + (f"mfu {rate * self.mfu:.1%}  " if self.mfu else "")
+            + f"{clock(left)} left"
+        )

@@ -1,0 +1,288 @@
+"""The settings of the training program and of the tools: one set of dataclasses makes the flags,
+their help and the TOML keys.
+
+The fields' docstrings are the flags' help.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from megazoo.cli.flags import Argument, File, Name, optional
+from megazoo.data.conversations import CHATML
+from megazoo.parallel.schedule import SCHEDULES
+
+Size = optional(int, "INT", "the preset's")
+Rate = optional(float, "FLOAT", "the preset's")
+Switch = optional(bool, "{True,False}", "the preset's")
+ScheduleName = Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(SCHEDULES)},...}}")]
+AS_STORED = tyro.conf.arg(
+    metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)"
+)
+
+
+@dataclass
+class ModelOptions:
+    """What is trained. Sizes that are left out are the preset's."""
+
+    model: Name = None
+    """Family: gpt2 (the default), llama, mpt, or one that --import registers. Without a preset, its
+    tiny model."""
+    import_: Annotated[File, tyro.conf.arg(name="import")] = None
+    """Python file of your own; it is run. It may register a model (megazoo.register), and functions
+    that are called after a step, an evaluation or a save (megazoo.on_step, on_evaluation, on_save).
+    """
+    preset: Name = None
+    """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl),
+    gpt3-175b; llama-tiny, llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b,
+    llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b, mpt-30b."""
+    hidden_size: Size = None
+    """Features of a token."""
+    layers: Size = None
+    """Transformer blocks."""
+    heads: Size = None
+    """Attention heads, cut whole over tp, which need not divide them if no rank has over a quarter
+    above its share."""
+    kv_heads: Size = None
+    """Key and value heads, for models with grouped queries: cut as the heads are; where tp exceeds
+    them, tp must be a multiple of them and divide the heads, and each is held by several ranks."""
+    ffn_size: Size = None
+    """Inner features of the MLP, 4 x hidden-size in GPT-2; tp need not divide them."""
+    vocab_size: Size = None
+    """Size of the vocabulary; tp need not divide it."""
+    max_positions: Size = None
+    """Longest sequence that the model has positions for; a rotary scaling may take it further."""
+    dropout: Rate = None
+    """Probability, in all the places where the model has dropout."""
+    tie_embeddings: Switch = None
+    """Whether the output head is the embedding."""
+
+
+@dataclass
+class ParallelOptions:
+    """How ranks share the work. The data-parallel size is what remains: world / (tp x pp)."""
+
+    tp: int = 1
+    """Tensor-parallel size: ranks that share each layer."""
+    pp: int = 1
+    """Pipeline-parallel size: stages that the layers are cut into."""
+    virtual_pp: int = 1
+    """Stages of a pipeline rank; above 1, 1f1b is the interleaved schedule, with a smaller bubble
+    and more traffic."""
+    stage_layers: str = "balanced"
+    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
+    stage: 5,6,6,5."""
+    sequence_parallel: bool = False
+    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their
+    memory."""
+    schedule: ScheduleName = "1f1b"
+    """Order of the pipeline's forwards and backwards: one of these, or what --import adds. zb-h1
+    leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more
+    memory on later stages."""
+    zero: Literal[0, 1] = 0
+    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them.
+    """
+    offload_optimizer: bool = False
+    """Keep the optimizer's state on the CPU, and make the update there."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for another before the job ends, and says which one it waited for.
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
+
+
+@dataclass
+class TrainingOptions:
+    """How long and on how much at once."""
+
+    steps: int = 400
+    """Optimizer steps in all, those before a resume included."""
+    epochs: optional(int, "INT", "none") = None
+    """Times that the training data is seen in all, instead of steps; the last step may go beyond.
+    """
+    global_batch_size: int = 32
+    """Sequences a step, over all replicas and micro-batches."""
+    micro_batch_size: int = 16
+    """Sequences that a pipeline stage handles at once."""
+    seq_length: int = 128
+    """Tokens of a sequence."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations. The shorter ones have fp32 master weights, gradients and
+    moments beside them, and float16 a dynamic loss scale."""
+    initial_loss_scale: float = 65536.0
+    """Loss scale that a run in float16 begins with."""
+    loss_scale_window: int = 1000
+    """Steps in a row without overflow, after which the loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows tolerated before the loss scale is halved, the one that halves it included."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Run parts again in backward instead of keeping their activations: attention and the MLPs'
+    activations, or all."""
+    recompute_interval: int = 1
+    """Layers that are recomputed as one unit under full."""
+    compile: bool = False
+    """Run the layers under torch.compile: slow to start (a minute or so), faster afterwards."""
+    train_only: optional(str, "PATTERN", "everything") = None
+    """Regular expression: parameters in whose name it is not found stay frozen: head, norm,
+    layers[.]3[.], or several: "head|norm". They get no gradient, no optimizer state and no weight
+    decay."""
+    seed: int = 1234
+    """Seed of the initial weights, the order of samples and the dropout; the run is the same in any
+    layout."""
+
+
+@dataclass
+class OptimizerOptions:
+    """AdamW, its learning rate and clipping."""
+
+    lr: float = 5e-3
+    """Largest learning rate."""
+    min_lr: optional(float, "FLOAT", "lr / 10") = None
+    """Learning rate at the end of its fall."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
+    warmup_steps: optional(int, "INT", "a quarter of steps, 2000 at most") = None
+    """Steps over which the learning rate rises from 0."""
+    lr_decay_steps: optional(int, "INT", "steps; after --load, as before") = None
+    """Step at which the learning rate has fallen to min-lr."""
+    weight_decay: float = 0.1
+    """Decoupled; biases and norms have none."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+
+@dataclass
+class DataOptions:
+    """What it is trained on."""
+
+    data: tuple[str, ...] = ("stdlib",)
+    """One source, or weights and sources in turn: 0.7 a 0.3 b. A source is stdlib, the text of this
+    machine's Python standard library, about 12 MB; or the prefix of token files, PREFIX.bin and
+    PREFIX.idx, made by tools/preprocess_data.py or by Megatron-LM; or a JSONL file, with text,
+    prompt and completion, or messages in each line, whose tokens are kept beside it. The loss is on
+    completions and the assistant's messages alone."""
+    split: str = "95,5"
+    """Shares of the documents for training, validation and, if there is a third, the test at the
+    end."""
+    tokenizer: optional(str, "NAME", "what is beside the model of --load, or byte") = None
+    """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer:
+    see docs/data.md."""
+    separate_documents: bool = False
+    """Documents packed into one sample don't see each other, and positions begin anew in each."""
+    chat_template: str = CHATML
+    """What a message of a conversation looks like, with {role} and {content}."""
+    packing: bool = False
+    """Conversations, as many as fit, share a sample without seeing each other; else each is a row,
+    padded to the longest of its batch."""
+    mock_data: bool = False
+    """Train on random tokens instead: for benchmarks. They need no tokenizer."""
+    data_workers: int = 1
+    """Threads that make batches ahead; 0: each is made when it is needed."""
+
+
+@dataclass
+class CheckpointOptions:
+    """What is kept. Checkpoints load in any layout."""
+
+    save: File = None
+    """Directory for checkpoints; one is written at the end, and when SIGTERM or SIGUSR1 stops the
+    run. A run that torchrun starts again (--max-restarts) goes on from the last one."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in memory, while training goes on."""
+    keep_last: int = 0
+    """Checkpoints that remain in the directory, the last written; 0: all."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What to do when a checkpoint can't be written (a full disk, say): end, or warn and train on.
+    """
+    load: File = None
+    """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face
+    directory, start with its weights."""
+    load_weights_only: bool = False
+    """Take only the weights of --load, and start a new run with them."""
+
+
+@dataclass
+class LoggingOptions:
+    """What is printed and recorded."""
+
+    log_interval: int = 10
+    """Steps between lines on the terminal."""
+    eval_interval: int = 100
+    """Steps between evaluations; 0: only at the end."""
+    eval_steps: int = 20
+    """Batches of an evaluation; 0: never evaluate."""
+    metrics: File = None
+    """File to which one JSON object a step is appended."""
+    tensorboard: File = None
+    """Directory for the same numbers in TensorBoard."""
+    wandb: Name = None
+    """Project of Weights & Biases for the same numbers. WANDB_MODE=offline keeps them here."""
+    peak_tflops: optional(float, "FLOAT", "the device's in bf16, where known") = None
+    """TFLOP/s of one rank's device: what mfu, the model FLOPs utilization, is a share of."""
+    profile: File = None
+    """Directory that gets a trace of a few steps from each rank, to look at in Perfetto or
+    chrome://tracing."""
+    profile_steps: tuple[int, int] = (3, 5)
+    """The first and the last step of --profile, counted from where this run starts."""
+
+
+@dataclass
+class ImportOption:
+    """What every tool takes."""
+
+    import_: Annotated[File, tyro.conf.arg(name="import")] = None
+    """Python file that registers a model of your own (megazoo.register); it is run."""
+
+
+@dataclass
+class ConversionOptions(ImportOption):
+    """What the tools that write a model take."""
+
+    source: Argument = None
+    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
+    Face directory."""
+    output: Argument = None
+    """Directory to write."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
+    """Type of the weights that are written."""
+    overwrite: bool = False
+    """Replace the output if it is there."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return self.dtype and getattr(torch, self.dtype)
+
+
+@dataclass
+class ShardingOptions(ConversionOptions):
+    """What the tools that write shards take."""
+
+    tp: int = 1
+    """Tensor-parallel size."""
+    pp: int = 1
+    """Pipeline-parallel size."""
+
+
+@dataclass
+class Options:
+    """Settings by group; flags and TOML keys leave the group out."""
+
+    model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
+    parallel: tyro.conf.OmitArgPrefixes[ParallelOptions] = field(default_factory=ParallelOptions)
+    training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = field(default_factory=OptimizerOptions)
+    data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
+    checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(
+        default_factory=CheckpointOptions
+    )
+    logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
+    config: File = None
+    """TOML file of settings: keys are the flags' names with underscores. The command line wins."""

@@ -1,0 +1,122 @@
+"""The training program's command line and TOML file, and what the tools that open a model take."""
+
+import importlib.util
+import sys
+import tomllib
+from pathlib import Path
+
+from megazoo.cli.flags import flag_of, parse_flags, settings_of
+from megazoo.cli.options import ImportOption, Options
+from megazoo.cli.rules import check_values, settle_steps
+from megazoo.errors import UserError, nearest
+
+# Settings that take each other's place: the one that has a default, and the other.
+EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
+
+
+def parse_options(arguments: list[str], description: str, resumed: dict | None = None) -> Options:
+    """Return the options of a command line, over those of the TOML file that its --config names.
+    See `parse_flags`.
+
+    resumed: `settings_to_resume` of the run that is resumed, below both.
+    """
+    file = _value_of("--config", arguments)
+    settings = _toml_settings(file) if file else {}
+    lower = {**(resumed or {}), **settings}
+    flags = {flag_of(argument) for argument in arguments if argument.startswith("--")}
+    for pair in EITHER_OR:
+        usual, other = pair
+        given = [name for name in pair if flag_of(name) in flags]
+        given = given or [name for name in pair if settings.get(name)]
+        if len(given) > 1:
+            raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
+        if given or lower.get(other):  # what is given further below doesn't count
+            lower.pop(other if given == [usual] else usual, None)
+    options = parse_flags(Options, _as_flags(lower) + arguments, description)
+    if options.data.mock_data:
+        options.data.data = ("mock",)
+    if options.optimizer.min_lr is None:
+        options.optimizer.min_lr = options.optimizer.lr / 10
+    check_values(options)
+    settle_steps(options)
+    return options
+
+
+def each_once(arguments: list[str]) -> list[str]:
+    """Drop from a command line the flags that a later one overrides: --steps=3 --load a --steps 6
+    becomes --load a --steps 6.
+
+    --no-X overrides --X, and the reverse.
+    """
+    flags: dict[str, list[str]] = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = flag_of(argument).replace("--no-", "--", 1)
+            flags.pop(name, None)
+        flags.setdefault(name, []).append(argument)
+    return [word for words in flags.values() for word in words]
+
+
+def required(options: ImportOption, *names: str) -> list:
+    """Run the --import file, then return the values of positional arguments, each of which must be
+    given."""
+    if options.import_:
+        run_file(options.import_)
+    for name in names:
+        if getattr(options, name) is None:
+            raise UserError(f"name the {name} (--help says how)")
+    if getattr(options, "tp", 1) < 1 or getattr(options, "pp", 1) < 1:
+        raise UserError(f"tp {options.tp} and pp {options.pp} must each be at least 1")
+    return [getattr(options, name) for name in names]
+
+
+def run_file(file: Path) -> None:
+    """Run a user's Python file, which registers a model, a schedule or callbacks."""
+    if not file.is_file():
+        raise UserError(f"--import {file}: no such file")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def _value_of(flag: str, arguments: list[str]) -> str | None:
+    """The last value of a flag in a command line."""
+    value = None
+    for index, argument in enumerate(arguments):
+        if argument == flag and index + 1 < len(arguments):
+            value = arguments[index + 1]
+        elif argument.startswith(flag + "="):
+            value = argument.partition("=")[2]
+    return value
+
+
+def _toml_settings(file: str) -> dict:
+    """A TOML file's settings, by the names of the flags with underscores."""
+    known = settings_of(Options)
+    known.pop("config")
+    try:
+        settings = tomllib.loads(Path(file).read_text())
+    except OSError as error:
+        raise UserError(f"--config {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {file} is not TOML: {error}") from error
+    for key, value in settings.items():
+        if key not in known:
+            raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
+        several = isinstance(value, list) and not isinstance(known[key], tuple)
+        if isinstance(value, dict) or several:
+            raise UserError(f"{file}: {key} must be a single value")
+    return settings
+
+
+def _as_flags(settings: dict) -> list[str]:
+    """Settings as flags, so that one parser checks all."""
+    flags, defaults = [], settings_of(Options)
+    for key, value in settings.items():
+        flag = flag_of(key)
+        if isinstance(value, bool) and isinstance(defaults.get(key), bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            flags += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+    return flags

@@ -1,0 +1,179 @@
+"""What a run leaves behind: lines on the terminal, metrics, traces, checkpoints, and calls of the
+user's own functions; and what ends it early."""
+
+import math
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+
+from megazoo.checkpoint import Saver
+from megazoo.cli import callbacks
+from megazoo.cli.elastic import StopSignal, naming_absent_ranks
+from megazoo.cli.metrics import Metrics, StepLines, peak_flops, peak_memory, traced_steps
+from megazoo.cli.run import Run, settings_to_resume
+from megazoo.environment import is_rank_zero
+from megazoo.errors import UserError
+from megazoo.models.base import Model
+from megazoo.models.counts import flops_per_token
+from megazoo.optim.adamw import AdamW
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import failing_together
+from megazoo.parallel.timing import Stopwatch
+from megazoo.terminal import print_rank_0
+
+# What an evaluation is called in the metrics.
+KEYS = {"validation": "eval", "test": "test"}
+
+
+class Recorder:
+    """Records the steps and the evaluations of a run, and saves it. All ranks enter it together.
+
+    Within, a rank that fails ends all with its message; ranks that no longer answer are named; and
+    SIGTERM and SIGUSR1 are noted. The saver is entered first and left last: whatever fails, the
+    last checkpoint is then on disk.
+
+    step: the last that was recorded. losses: the last of training, validation and test. stopped_by:
+    the name of the signal that ends the run.
+    """
+
+    def __init__(self, run: Run, model: Model, optimizer: AdamW):
+        self.run, self.model, self.optimizer = run, model, optimizer
+        self.step, self.losses, self.stopped_by = run.first_step, {}, None
+        self.consumed_samples = run.state["consumed_samples"]
+        self.consumed_tokens = run.state["consumed_tokens"]
+        self.loss_scale = optimizer.loss_scale and optimizer.loss_scale.value
+        training, log = run.options.training, run.options.logging
+        # FLOPs that a token takes of each rank, and FLOP/s that its device has at most
+        self.token_flops = flops_per_token(run.config, training.seq_length) / model.ctx.world_size
+        self.peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(model.ctx.device)
+        mfu = self.token_flops / self.peak if self.peak else None
+        self.lines = StepLines(run.first_step, training.steps, log.log_interval, mfu)
+
+    def __enter__(self) -> "Recorder":
+        ctx, keep, log = self.model.ctx, self.run.options.checkpoint, self.run.options.logging
+        saver = Saver(
+            keep.save,
+            self.model,
+            self.optimizer,
+            background=keep.async_save,
+            keep_last=keep.keep_last,
+            report=print_rank_0,
+            after=lambda step, path: callbacks.after_save(step, path, self.model),
+        )
+        with ExitStack() as stack:
+            self.saver = stack.enter_context(saver)
+            # A launcher that ends the job must not cut short the ranks that tell why.
+            self.signals = stack.enter_context(StopSignal(ctx))
+            stack.enter_context(naming_absent_ranks(ctx))
+            stack.enter_context(failing_together(ctx))
+            self.metrics = stack.enter_context(closing(_open_metrics(self.run, ctx)))
+            self.traced = stack.enter_context(
+                traced_steps(log.profile, log.profile_steps, ctx.rank)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *failure) -> bool | None:
+        return self._stack.__exit__(*failure)
+
+    def log_step(self, step: int, loss: float, norm: float, tokens: int, watch: Stopwatch) -> None:
+        """Record a step that has trained on so many tokens. norm: of the gradient, before clipping.
+        UserError if the run has diverged."""
+        self.traced()
+        self.step, self.losses["training"] = step, loss
+        self.consumed_samples += self.run.options.training.global_batch_size
+        self.consumed_tokens += tokens
+        self._check_convergence(loss, norm)
+        values = self._values(loss, norm, tokens, watch)
+        self.metrics.write(step, values)
+        if self.optimizer.skipped:
+            print_rank_0(
+                f"step {step}: the gradients overflowed, step skipped; "
+                f"loss scale {self.optimizer.loss_scale.value:g}"
+            )
+        if line := self.lines.line(step, tokens, loss, norm, self.optimizer.lr):
+            print_rank_0(line)
+        callbacks.after_step(step, values, self.model)
+
+    def log_evaluation(self, step: int, name: str, loss: float) -> None:
+        """Record the loss of an evaluation after a step. name: validation or test."""
+        self.losses[name] = loss
+        values = {
+            f"{KEYS[name]}_loss": loss,
+            f"{KEYS[name]}_perplexity": math.exp(min(loss, 700.0)),
+        }
+        self.metrics.write(step, values)
+        steps = self.run.options.training.steps
+        print_rank_0(f"step {step:>{len(str(steps))}}/{steps}  {name} loss {loss:.4f}")
+        callbacks.after_evaluation(step, values, self.model)
+
+    def stop_requested(self) -> bool:
+        """Whether any rank was sent a signal to stop; all ranks ask together, once a step."""
+        self.stopped_by = self.signals.agreed()
+        return self.stopped_by is not None
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint, if --save asks for any."""
+        keep = self.run.options.checkpoint
+        if not keep.save:
+            return
+        trainer = {
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+        }
+        if wandb_run := self.metrics.run or self.run.state.get("wandb_run"):
+            trainer["wandb_run"] = wandb_run
+        trainer["settings"] = settings_to_resume(self.run.options)
+        may_fail = keep.on_save_error == "continue" and not self.run.is_last(step)
+        self.saver.save(step, trainer, may_fail=may_fail)
+
+    def _check_convergence(self, loss: float, norm: float) -> None:
+        """Refuse to go on from a loss or a gradient that is not finite. A gradient may overflow
+        where a smaller loss scale can mend it."""
+        before = self.loss_scale
+        self.loss_scale = self.optimizer.loss_scale and self.optimizer.loss_scale.value
+        diverged = not math.isfinite(norm) and not (self.optimizer.skipped and before > 1)
+        if diverged or not math.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss} and its gradient norm {norm} at step {self.step}: "
+                "try a smaller --lr; checkpoints of earlier steps are whole",
+                exit_code=1,
+            )
+
+    def _values(self, loss: float, norm: float, tokens: int, watch: Stopwatch) -> dict:
+        """The numbers of a step's line in the metrics. Times are in seconds, memory is in bytes."""
+        optimizer = self.optimizer
+        speed = self.token_flops * tokens / watch.seconds
+        values = {
+            "loss": loss,
+            "grad_norm": None if optimizer.skipped else norm,
+            "lr": optimizer.lr,
+            "tokens_per_second": tokens / watch.seconds,
+            "tflops": speed / 1e12,
+        }
+        if self.peak:
+            values["mfu"] = speed / self.peak
+        values["step_time"] = watch.seconds
+        values |= {f"{part}_time": seconds for part, seconds in watch.times().items()}
+        values["consumed_samples"] = self.consumed_samples
+        values["consumed_tokens"] = self.consumed_tokens
+        values["peak_memory"] = peak_memory(self.model.ctx.device)
+        if optimizer.loss_scale:
+            values |= {"skipped": optimizer.skipped, "loss_scale": optimizer.loss_scale.value}
+        return values
+
+
+def _open_metrics(run: Run, ctx: ParallelContext) -> Metrics:
+    """Open the metrics of rank 0; the other ranks have none."""
+    if not is_rank_zero():
+        return Metrics()
+    log = run.options.logging
+    settings = {**asdict(run.config), **settings_to_resume(run.options)}
+    settings |= {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
+    return Metrics(
+        log.metrics,
+        log.tensorboard,
+        log.wandb,
+        step=run.first_step,
+        run=run.state.get("wandb_run"),
+        settings=settings,
+    )

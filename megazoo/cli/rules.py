@@ -1,0 +1,211 @@
+"""Rules that settings must keep to, checked before anything is built."""
+
+import importlib.util
+import math
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+from megazoo.cli.options import ModelOptions, Options, TrainingOptions
+from megazoo.errors import UserError
+from megazoo.models.registry import find_config
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.schedule import check_schedule
+
+AT_LEAST_1 = (
+    "tp pp virtual_pp steps epochs global_batch_size micro_batch_size seq_length log_interval "
+    "hidden_size layers heads kv_heads ffn_size vocab_size max_positions recompute_interval "
+    "initial_loss_scale loss_scale_window hysteresis"
+).split()
+BELOW_1 = ("dropout", "beta1", "beta2")
+
+
+def settle_steps(
+    options: Options, samples: int | None = None, first_step: int = 0, consumed: int = 0
+) -> None:
+    """Fill in what follows from the number of steps, and check it.
+
+    samples: of an epoch; without them a run of so many epochs is left for later. consumed: samples
+    until first_step, where the run is resumed, of batches that may have had another size.
+    """
+    training, optimizer = options.training, options.optimizer
+    if training.epochs:
+        if samples is None:
+            return
+        training.steps = (
+            first_step - (consumed - training.epochs * samples) // training.global_batch_size
+        )
+    if optimizer.lr_decay_steps is None:
+        optimizer.lr_decay_steps = training.steps
+    if optimizer.warmup_steps is None:
+        optimizer.warmup_steps = min(optimizer.lr_decay_steps // 4, 2000)
+    if optimizer.warmup_steps > optimizer.lr_decay_steps:
+        raise UserError(
+            f"warmup-steps {optimizer.warmup_steps} exceeds the {optimizer.lr_decay_steps} steps "
+            "of the schedule: use less"
+        )
+
+
+def model_config(options: ModelOptions, source=None):
+    """Return the family's config that the options describe; with a source its own, which the
+    options may not contradict.
+
+    source: what `open_source` opened, or None. Only the dropout may differ from it.
+    """
+    given = {f.name: getattr(options, f.name) for f in fields(options)}
+    given.pop("import_")
+    name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
+    sizes = {key: value for key, value in given.items() if value is not None}
+    saved = source and source.config
+    base = saved if saved and not preset else find_config(preset or name or "gpt2")
+    if name and type(find_config(name)) is not type(base):
+        origin = f"preset {preset}" if preset else f"the checkpoint {source.path}"
+        raise UserError(f"{origin} is not of the family {name}")
+    if "heads" in sizes and getattr(base, "kv_heads", None) == base.heads:
+        sizes.setdefault("kv_heads", sizes["heads"])
+    if "hidden_size" in sizes and getattr(base, "ffn_size", None) == 4 * base.hidden_size:
+        sizes.setdefault("ffn_size", 4 * sizes["hidden_size"])
+    unknown = sizes.keys() - {f.name for f in fields(base)}
+    if unknown:
+        raise UserError(f"{type(base).__name__} has no {min(unknown).replace('_', '-')}")
+    rates = [f.name for f in fields(base) if f.name.endswith("dropout")]
+    if dropout is not None:
+        sizes |= dict.fromkeys(rates, dropout)
+    config = replace(base, **sizes)
+    for f in fields(config) if saved else ():
+        if f.name not in rates and getattr(config, f.name) != getattr(saved, f.name):
+            ours, theirs = getattr(config, f.name), getattr(saved, f.name)
+            raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {source.path}")
+    return config
+
+
+def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
+    """Raise UserError if the run can't be: sizes that don't divide or don't fit, with what would.
+
+    model: the family's class. dp: the data-parallel size.
+    """
+    _check_layout(options, model, config)
+    _check_batch(options.training, dp)
+    _check_sequence(options.training.seq_length, model, config)
+    if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
+        raise UserError(
+            f"vocab-size {config.vocab_size} is smaller than the {tokenizer.vocab_size} "
+            f"of the tokenizer {tokenizer.source}"
+        )
+    _check_outputs(options)
+
+
+def _check_layout(options: Options, model, config) -> None:
+    """Check that the layout can cut the model, and that --train-only finds parameters."""
+    parallel, pattern = options.parallel, options.training.train_only
+    model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
+    # Each of the next two refuses what can't be.
+    check_schedule(parallel.schedule, parallel.pp, parallel.virtual_pp)
+    layout = ParallelContext.virtual(
+        parallel.tp,
+        parallel.pp,
+        virtual=parallel.virtual_pp,
+        stage_layers=parse_stage_layers(parallel.stage_layers),
+    )
+    model.all_stages(config, layout)
+    if pattern:
+        model.on_meta(config, ParallelContext()).train_only(pattern)
+
+
+def _check_batch(training: TrainingOptions, dp: int) -> None:
+    """Check that the global batch is made of whole micro-batches, as many on each replica."""
+    rows, unit = training.global_batch_size, training.micro_batch_size * dp
+    if rows % unit:
+        below, above = rows // unit * unit, -(-rows // unit) * unit
+        raise UserError(
+            f"global-batch-size {rows} is not a multiple of micro-batch-size "
+            f"{training.micro_batch_size} x dp {dp} = {unit}: "
+            f"use {f'{below} or ' if below else ''}{above}"
+        )
+
+
+def _check_sequence(length: int, model, config) -> None:
+    """Check that the model has positions for a sequence."""
+    longest = model.longest_sequence(config)
+    if length > longest:
+        scaled = f", which its rotary scaling takes to {longest}"
+        raise UserError(
+            f"seq-length {length} exceeds the model's max-positions {config.max_positions}"
+            f"{scaled if longest > config.max_positions else ''}: "
+            "use at most that, or a larger --max-positions"
+        )
+
+
+def _check_outputs(options: Options) -> None:
+    """Check that what the run writes can be written, and that the packages for it are there."""
+    log = options.logging
+    directories = {
+        "--save": options.checkpoint.save,
+        "--tensorboard": log.tensorboard,
+        "--profile": log.profile,
+    }
+    for flag, directory in directories.items():
+        if directory:
+            _check_writable(flag, directory)
+    for package, wanted in {"tensorboard": log.tensorboard, "wandb": log.wandb}.items():
+        found = importlib.util.find_spec(package) if wanted else None
+        # A directory of that name, which runs leave behind, is found without an origin.
+        if wanted and (found is None or found.origin is None):
+            raise UserError(
+                f"--{package} needs the package {package}: install it, or leave --{package} out"
+            )
+    if log.metrics:
+        _check_writable("--metrics", log.metrics.parent)
+        if log.metrics.is_dir():
+            raise UserError(f"--metrics {log.metrics} is a directory")
+
+
+def _check_writable(flag: str, directory: Path) -> None:
+    """Refuse a directory that can't be made or written, before the work that it is for."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{flag}: {existing} is not a directory")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"{flag}: no permission to write in {existing}")
+
+
+def parse_stage_layers(text: str) -> str | tuple[int, ...]:
+    """Return what --stage-layers says: balanced, uniform, or the layers of each stage."""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        return text
+
+
+def check_steps(options: Options, first_step: int) -> None:
+    """Raise UserError if nothing remains to be done after the step of the checkpoint."""
+    training = options.training
+    if first_step >= training.steps:
+        wanted = f"--steps {training.steps}"
+        if training.epochs:
+            wanted = f"--epochs {training.epochs}, {training.steps} steps,"
+        raise UserError(
+            f"--load {options.checkpoint.load} is at step {first_step} already: "
+            f"{wanted} leaves nothing to do"
+        )
+    (first, last), left = options.logging.profile_steps, training.steps - first_step
+    if options.logging.profile and not 1 <= first <= last <= left:
+        raise UserError(f"profile-steps {first} {last} must be two of the run's 1 to {left}")
+
+
+def check_values(options: Options) -> None:
+    """Raise UserError for a number that is out of its range."""
+    for group in (getattr(options, f.name) for f in fields(options) if f.name != "config"):
+        for f in fields(group):
+            value, name = getattr(group, f.name), f.name.replace("_", "-")
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            if f.name in AT_LEAST_1 and value < 1:
+                raise UserError(f"{name} {value} must be at least 1")
+            if not math.isfinite(value) or value < 0:
+                raise UserError(f"{name} {value} must be 0 or more")
+            if f.name in BELOW_1 and value >= 1:
+                raise UserError(f"{name} {value} must be below 1")
+    optimizer = options.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        raise UserError(f"min-lr {optimizer.min_lr} exceeds lr {optimizer.lr}: give both")

@@ -1,0 +1,119 @@
+"""What is known of a run before its ranks start: its settings, checked, and where it goes on."""
+
+from dataclasses import dataclass, fields
+
+from megazoo.checkpoint import Checkpoint
+from megazoo.cli.elastic import is_restart
+from megazoo.cli.options import Options
+from megazoo.cli.rules import check_steps, settle_steps
+from megazoo.data.dataset import Sources
+from megazoo.errors import UserError
+from megazoo.models.source import ModelSource
+from megazoo.optim.learning_rate import learning_rate
+from megazoo.parallel.context import ParallelContext
+from megazoo.tokenizer import Tokenizer
+
+
+@dataclass
+class Run:
+    """A run of the training program.
+
+    arguments: the command line, with what a restart adds to it. config: the model's. sources: of
+    the data. source: the model that --load names. resuming: whether the run goes on from there; it
+    may take the weights alone. state: see `resumed_state`. finished: whether torchrun has started
+    the program again after the last step.
+    """
+
+    arguments: list[str]
+    options: Options
+    config: object
+    tokenizer: Tokenizer
+    sources: Sources
+    source: ModelSource | None
+    resuming: bool
+    state: dict
+    finished: bool = False
+
+    @property
+    def first_step(self) -> int:
+        """The step after which this start begins; 0 for a new run."""
+        return self.state["step"]
+
+    @property
+    def batch_starts(self) -> range:
+        """The samples consumed before each of the steps that remain."""
+        rows = self.options.training.global_batch_size
+        first = self.state["consumed_samples"]
+        return range(first, first + (self.options.training.steps - self.first_step) * rows, rows)
+
+    def settle_epochs(self, samples: int) -> None:
+        """Count the steps of --epochs, now that the samples of one are known."""
+        settle_steps(self.options, samples, self.first_step, self.state["consumed_samples"])
+        self.check_remaining()
+
+    def check_remaining(self) -> None:
+        """Note whether torchrun has started the program again after the last step. UserError if a
+        user asks for no more steps than there have been."""
+        if is_restart() and self.first_step >= self.options.training.steps:
+            self.finished = True
+        else:
+            check_steps(self.options, self.first_step)
+
+    def microbatches(self, ctx: ParallelContext) -> int:
+        """The micro-batches of a replica's part of the global batch."""
+        training = self.options.training
+        return training.global_batch_size // ctx.dp_size // training.micro_batch_size
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        optimizer = self.options.optimizer
+        return learning_rate(
+            step,
+            schedule=optimizer.lr_schedule,
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            warmup_steps=optimizer.warmup_steps,
+            steps=optimizer.lr_decay_steps,
+        )
+
+    def is_last(self, step: int) -> bool:
+        return step == self.options.training.steps
+
+    def validates_at(self, step: int) -> bool:
+        """Whether the validation loss is measured after a step."""
+        log = self.options.logging
+        due = self.is_last(step) or (log.eval_interval and step % log.eval_interval == 0)
+        return bool(due and log.eval_steps and self.sources.shares[1])
+
+    def tests_at(self, step: int) -> bool:
+        """Whether the test loss is measured after a step."""
+        return bool(
+            self.is_last(step) and self.options.logging.eval_steps and self.sources.shares[2]
+        )
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step, unless the run is stopped there."""
+        interval = self.options.checkpoint.save_interval
+        return self.is_last(step) or bool(interval and step % interval == 0)
+
+
+def resumed_state(checkpoint: Checkpoint | None) -> dict:
+    """Return where a run stands: its step, samples and tokens consumed, and settings. Without a
+    checkpoint that is the start. UserError if the checkpoint is not of a training run."""
+    if checkpoint is None:
+        return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
+    missing = {"step", "consumed_samples", "consumed_tokens", "settings"} - set(checkpoint.trainer)
+    if missing:
+        raise UserError(
+            f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}; "
+            "--load-weights-only starts a new run with its weights"
+        )
+    return checkpoint.trainer
+
+
+def settings_to_resume(options: Options) -> dict:
+    """Return what a checkpoint keeps, so that a run goes on as it was: all settings but the layout,
+    and what is printed or saved."""
+    groups = (options.training, options.optimizer, options.data)
+    settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
+    return {name: value for name, value in settings.items() if value is not None}

@@ -1,0 +1,55 @@
+"""What the training program prints at its end: what came of the run, and what to do next."""
+
+from megazoo.cli.launch import python_line, torchrun_line
+from megazoo.cli.parsing import each_once
+from megazoo.cli.recorder import Recorder
+from megazoo.cli.run import Run
+
+
+def summary(run: Run, recorder: Recorder) -> str:
+    """Return what came of a run, and the commands that take it further, a line each."""
+    ctx, saved, metrics = recorder.model.ctx, recorder.saver.saved, run.options.logging.metrics
+    stopped = f"stopped by {recorder.stopped_by}: " if recorder.stopped_by else ""
+    steps = f"{run.first_step + 1} to {recorder.step}"
+    losses = ", ".join(f"{name} loss {value:.4f}" for name, value in recorder.losses.items())
+    lines = [
+        f"\n{stopped}trained steps {steps} in {recorder.lines.time()}",
+        f"  {losses} nats a token",
+    ]
+    if saved:
+        layout = f"tp {ctx.tp_size} x pp {ctx.pp_size}"
+        lines += [
+            f"  checkpoint    {saved}  ({layout}; loads in any layout)",
+            f"  go on         {_command_to_go_on(run, recorder)}",
+            f"  generate      {_command_to_generate(run)}",
+        ]
+    else:
+        lines.append("  nothing was saved: --save DIR keeps a checkpoint")
+    if metrics:
+        lines += [
+            f"  metrics       {metrics}",
+            f"  loss curve    {python_line([str(metrics)], program='tools/plot_metrics.py')}",
+        ]
+    return "\n".join(lines)
+
+
+def _command_to_go_on(run: Run, recorder: Recorder) -> str:
+    """The command that trains what a signal has left, or else as long again."""
+    training, keep = run.options.training, run.options.checkpoint
+    words = list(run.arguments)
+    if keep.load_weights_only:
+        words.append("--no-load-weights-only")
+    words += ["--load", str(keep.save)]
+    if not recorder.stopped_by:
+        name, length = ("epochs", training.epochs) if training.epochs else ("steps", training.steps)
+        words += [f"--{name}", str(2 * length)]
+    words, ctx = each_once(words), recorder.model.ctx
+    return python_line(words) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, words)
+
+
+def _command_to_generate(run: Run) -> str:
+    """The command that lets the model write."""
+    words = [str(run.options.checkpoint.save)]
+    if run.options.model.import_:
+        words += ["--import", str(run.options.model.import_)]
+    return python_line(words, program="tools/generate.py") + ' --prompt "..."'

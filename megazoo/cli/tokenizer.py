@@ -1,0 +1,20 @@
+"""The tokenizer that a setting names: among the files of a checkpoint it is that of a step."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from megazoo.checkpoint.places import NoCheckpoint, find_checkpoint
+from megazoo.tokenizer import has_tokenizer
+
+
+def find_tokenizer(where: str | Path) -> str:
+    """Return what `open_tokenizer` takes for the tokenizer that a setting names.
+
+    Of a checkpoint's directory that is the step to read; all else is returned as it is. "byte" is
+    the tokenizer of bytes, whatever directory has that name.
+    """
+    path = Path(where)
+    if str(where) != "byte" and path.is_dir() and not has_tokenizer(path):
+        with suppress(NoCheckpoint):
+            return str(find_checkpoint(path))
+    return str(where)

@@ -1,0 +1,1 @@
+"""Calls as other libraries spell them."""

@@ -1,0 +1,160 @@
+"""Chunks of text are encoded as a recipe says, in worker processes or in this one.
+
+Nothing here imports torch, so that a worker is small and starts quickly.
+"""
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megazoo.data.conversations import encode_conversation
+from megazoo.data.text_files import Chunk, is_loose_json, object_of_line
+from megazoo.errors import UserError
+from megazoo.tokenizer import Tokenizer, open_tokenizer
+
+CONVERSATION = ("tokens", "loss_mask")  # the keys of a recipe for conversations
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the tokens of a corpus depend on.
+
+    inputs: files, in order. tokenizer: what opens it. keys: of the JSON objects; the texts of each
+    are written apart. append_eod: each document ends with the tokenizer's end of a document.
+    strict: a line without text is an error. chat_template: the lines are conversations, and
+    CONVERSATION are the keys: see `encode_conversation`.
+    """
+
+    inputs: tuple[str, ...]
+    tokenizer: str
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    strict: bool = False
+    chat_template: str | None = None
+
+
+class Encoded(NamedTuple):
+    """What comes of a chunk: how many documents; by key their tokens, end to end, and the length of
+    each; and bad, the number of each line that has no text, and why."""
+
+    documents: int
+    tokens: dict[str, np.ndarray]
+    lengths: dict[str, list[int]]
+    bad: list[tuple[int, str]]
+
+
+class Encoder:
+    """Encodes texts and lines of JSONL as a recipe says, into tokens of a dtype."""
+
+    def __init__(self, recipe: Recipe, dtype: np.dtype):
+        self.recipe, self.dtype = recipe, dtype
+        self.tokenizer: Tokenizer = open_tokenizer(recipe.tokenizer)
+        self.end = np.array([self.tokenizer.eod] if recipe.append_eod else [], dtype)
+
+    def encode(self, data: bytes, line: int, json_lines: bool) -> Encoded:
+        """Encode the lines of JSONL in `data`, of which the first has the number `line`; or the
+        one document that `data` is."""
+        keys = self.recipe.keys
+        parts, lengths = {key: [] for key in keys}, {key: [] for key in keys}
+        documents, bad = 0, []
+        for number, text in enumerate(data.split(b"\n") if json_lines else [data], line):
+            if json_lines and not text.strip():
+                continue
+            try:
+                encoded = self._encode_document(text, json_lines)
+            except (ValueError, KeyError, RecursionError, UserError) as error:
+                bad.append((number, str(error)))
+                continue
+            documents += 1
+            for key, tokens in zip(keys, encoded, strict=True):
+                if len(tokens):
+                    parts[key] += [tokens.astype(self.dtype, copy=False), self.end]
+                    lengths[key].append(len(tokens) + len(self.end))
+        empty = np.empty(0, self.dtype)
+        tokens = {key: np.concatenate([empty, *arrays]) for key, arrays in parts.items()}
+        return Encoded(documents, tokens, lengths, bad)
+
+    def _encode_document(self, text: bytes, json_line: bool) -> list[np.ndarray]:
+        """Return the tokens of each of the recipe's keys. Raises what JSON and tokenizers raise."""
+        keys, template = self.recipe.keys, self.recipe.chat_template
+        if template is not None:
+            pair = encode_conversation(self.tokenizer, object_of_line(text), template)
+            return [np.array(part, self.dtype) for part in pair]
+        texts = _texts(text, keys) if json_line else [text.decode()] * len(keys)
+        # A special token's name in a document is text.
+        return [self.tokenizer.encode_to_numpy(part, parse_special=False) for part in texts]
+
+
+def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
+    """Return the texts that the object of a line has under the keys."""
+    value = object_of_line(line)
+    for key in keys:
+        if not isinstance(value.get(key), str):
+            raise ValueError(f"no text under {key!r}")
+    return [value[key] for key in keys]
+
+
+@contextmanager
+def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int):
+    """Start so many processes, and give a function that encodes chunks, in order: from an iterator
+    of Chunk to one of (Chunk, Encoded).
+
+    Only a few chunks are under way at a time. count 0: chunks are encoded in this process.
+    """
+    if not count:
+        yield _encode_here(Encoder(recipe, dtype))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, spawn, _start_worker, (recipe, dtype)) as pool:
+        try:
+            yield _encode_in(pool, recipe, most_waiting=2 * count)
+        except BrokenProcessPool as error:  # of a result, or where one is asked for
+            raise UserError(
+                "a worker died (out of memory?): the same command goes on where it stood",
+                exit_code=1,
+            ) from error
+
+
+def _encode_here(encoder: Encoder) -> Callable:
+    def encode(chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        for chunk in chunks:
+            json_lines = is_loose_json(Path(encoder.recipe.inputs[chunk.file]))
+            yield chunk, encoder.encode(chunk.data, chunk.line, json_lines)
+
+    return encode
+
+
+def _encode_in(pool: ProcessPoolExecutor, recipe: Recipe, most_waiting: int) -> Callable:
+    def encode(chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        waiting: deque = deque()
+        for chunk in chunks:
+            json_lines = is_loose_json(Path(recipe.inputs[chunk.file]))
+            future = pool.submit(_encode_in_worker, chunk.data, chunk.line, json_lines)
+            waiting.append((chunk._replace(data=b""), future))
+            if len(waiting) > most_waiting:
+                chunk, future = waiting.popleft()
+                yield chunk, future.result()
+        for chunk, future in waiting:
+            yield chunk, future.result()
+
+    return encode
+
+
+_encoder: Encoder | None = None  # of a worker process, from its start
+
+
+def _start_worker(recipe: Recipe, dtype: np.dtype) -> None:
+    global _encoder
+    _encoder = Encoder(recipe, dtype)
+
+
+def _encode_in_worker(data: bytes, line: int, json_lines: bool) -> Encoded:
+    return _encoder.encode(data, line, json_lines)

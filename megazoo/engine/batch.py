@@ -1,0 +1,225 @@
+"""What users give to a model, checked and cut into the micro-batches that its stages run."""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+
+from megazoo.engine.microbatch import MicroBatch
+from megazoo.errors import UserError
+from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.parallel.collectives import broadcast_from_stage
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.random import derive_seed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A replica's batch as users give it. Every tensor is int64 [batch, sequence], and may be None.
+
+    input_ids: needed on the first stage.
+    labels: aligned with input_ids, to be shifted; or targets: shifted already. Needed on the last
+    stage. -100 carries no loss; a label on padding counts: put -100 there. A classifier's labels
+    are int64 [batch], or floats [batch(, labels)] for its other problems; those of a loss of one's
+    own have any shape that begins with the batch.
+    attention_mask: 1 for tokens, 0 for padding on either side.
+    position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions are distances, have no
+    use for them.
+    document_ids: tokens see those of the same number only, for packed documents.
+
+    A replica's batch may have no rows: tensors [0, sequence]. The first stage's masks and positions
+    go to all others, and the batch's shape to stages that are given no tensor.
+    """
+
+    input_ids: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
+
+    def micro_batches(
+        self,
+        count: int,
+        ctx: ParallelContext,
+        task,
+        *,
+        longest: int,
+        own_loss: bool,
+        seed: int,
+        step: int,
+    ) -> list[MicroBatch]:
+        """Check the batch, and cut it into `count` micro-batches on the device.
+
+        task: the model's, which knows its labels: see `megazoo.models.heads`. longest: tokens of
+        the model's longest sequence. own_loss: the labels are for a loss of the user's own. seed,
+        step: of the dropout.
+        """
+        tokens = {f.name: getattr(self, f.name) for f in fields(self)}
+        tokens = {name: tensor for name, tensor in tokens.items() if tensor is not None}
+        if ctx.pp_rank == 0 and "input_ids" not in tokens:
+            raise UserError("the first stage needs input_ids")
+        # Labels that are not of tokens have a shape of their own.
+        labels = None if task.labels_are_of_tokens and not own_loss else tokens.pop("labels", None)
+        shape, shared = _agree_on_shape(tokens, ctx)
+        labels = tokens.pop("labels", labels)
+        _check_size(shape, count, longest)
+        _check_ids(tokens, task.vocab_size, longest)
+        targets = task.targets(tokens.pop("targets", None), labels, shape, own_loss)
+        scored = task.scored_positions(tokens.get("input_ids") if ctx.pp_rank == 0 else None, shape)
+        if labels is not None and len(labels) != shape[0]:
+            raise UserError(f"labels are of shape {list(labels.shape)}, in a batch of {shape[0]}")
+
+        rows = {"scored": scored}  # what is not of tokens
+        if own_loss:
+            rows["labels"] = targets if labels is None else labels
+        if task.labels_are_of_tokens:
+            tokens["targets"] = targets
+        else:
+            rows["targets"] = targets
+        tokens["segments"] = _segments(
+            tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
+        )
+        padding = -shape[1] % ctx.tp_size if ctx.sequence_parallel else 0
+        tensors = _padded(_on_device(tokens, ctx), shape, padding, ctx) | _on_device(rows, ctx)
+        padded_shape = (shape[0], shape[1] + padding)
+        if ctx.pp_size > 1:
+            shared["position_ids"] |= padding > 0
+            shared["scored"] = not task.labels_are_of_tokens
+            tensors = _from_first_stage(tensors, padded_shape, shared, ctx)
+        replica = ctx.token_axis.rank
+        seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
+        return _cut(tensors, padded_shape, length=shape[1], dropout_seeds=seeds)
+
+
+def check_range(
+    what: str, tensor: torch.Tensor | None, end: int, where: str, besides: int | None = None
+) -> None:
+    """Refuse numbers outside 0 <= n < end, but for `besides`; on CUDA the check would wait for the
+    device, and is left out."""
+    if tensor is None or tensor.is_cuda or not tensor.numel():
+        return
+    tensor = tensor if besides is None else tensor.masked_fill(tensor == besides, 0)
+    low, high = tensor.min().item(), tensor.max().item()
+    if low < 0 or high >= end:
+        raise UserError(f"{what} {low if low < 0 else high} is outside {where}")
+
+
+def _agree_on_shape(
+    tokens: dict[str, torch.Tensor], ctx: ParallelContext
+) -> tuple[tuple[int, int], dict[str, bool]]:
+    """Return the batch's shape, as the first stage has it, and which tensors it has for all others;
+    UserError for a tensor of another shape."""
+    shape = tuple(next(iter(tokens.values())).shape) if tokens else ()
+    segments = "document_ids" in tokens or _has_padding(tokens.get("attention_mask"))
+    shared = {"position_ids": "position_ids" in tokens, "segments": segments}
+    if ctx.pp_size > 1:
+        if ctx.pp_rank == 0 and len(shape) != 2:
+            raise UserError(f"input_ids has the shape {list(shape)}, not [batch, sequence]")
+        told = [*shape, *shared.values()] if ctx.pp_rank == 0 else [0] * 4
+        told = broadcast_from_stage(torch.tensor(told, device=ctx.device), 0, ctx).tolist()
+        shape = tuple(told[:2])
+        shared = {"position_ids": bool(told[2]), "segments": bool(told[3])}
+    for name, tensor in tokens.items():
+        if tuple(tensor.shape) != shape or len(shape) != 2:
+            raise UserError(
+                f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}"
+            )
+    return shape, shared
+
+
+def _check_size(shape: tuple[int, int], count: int, longest: int) -> None:
+    """Refuse a batch that can't be cut into `count`, or sequences that the model can't take."""
+    batch, sequence = shape
+    if batch % count:
+        raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
+    if sequence > longest:
+        raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {longest}")
+
+
+def _check_ids(tokens: dict[str, torch.Tensor], vocab_size: int, longest: int) -> None:
+    """Refuse token ids and positions that the model doesn't have."""
+    vocabulary, positions = f"the vocabulary of {vocab_size}", f"the model's {longest} positions"
+    check_range("token id", tokens.get("input_ids"), vocab_size, vocabulary)
+    check_range("position", tokens.get("position_ids"), longest, positions)
+
+
+def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
+    """Number each token's segment; it sees the same number only. Padding is a segment of its own,
+    -1. None if there is one segment."""
+    if not _has_padding(mask):
+        return documents
+    if documents is None:
+        documents = torch.zeros_like(mask, dtype=torch.int64)
+    return documents.masked_fill(mask == 0, -1)
+
+
+def _has_padding(mask: torch.Tensor | None) -> bool:
+    # On CUDA to look would wait for the device.
+    return mask is not None and (mask.is_cuda or not bool(mask.all()))
+
+
+def _on_device(
+    tensors: dict[str, torch.Tensor | None], ctx: ParallelContext
+) -> dict[str, torch.Tensor]:
+    return {name: x.to(ctx.device) for name, x in tensors.items() if x is not None}
+
+
+def _padded(
+    tokens: dict[str, torch.Tensor], shape: tuple[int, int], padding: int, ctx: ParallelContext
+) -> dict[str, torch.Tensor]:
+    """Add so much padding on the right, which no token sees, as sequence parallelism needs where tp
+    doesn't divide the sequence: targets without loss, the last position again, token 0 of no
+    segment."""
+    if not padding:
+        return tokens
+    if "position_ids" not in tokens and ctx.pp_rank == 0:
+        positions = torch.arange(shape[1], device=ctx.device).expand(shape)
+        tokens = {**tokens, "position_ids": positions}
+    values = {"targets": IGNORE_INDEX, "segments": -1}
+    padded = {name: F.pad(x, (0, padding), value=values.get(name, 0)) for name, x in tokens.items()}
+    if "position_ids" in tokens:
+        last = tokens["position_ids"][:, -1:]
+        padded["position_ids"][:, shape[1] :] = last
+    return padded
+
+
+def _from_first_stage(
+    tensors: dict[str, torch.Tensor],
+    shape: tuple[int, int],
+    shared: dict[str, bool],
+    ctx: ParallelContext,
+) -> dict[str, torch.Tensor]:
+    """Replace what the first stage has for all others; a stage's own tensors of such names don't
+    count."""
+    kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
+    for name in (name for name, there in shared.items() if there):
+        size = shape[:1] if name == "scored" else shape
+        if ctx.pp_rank == 0:
+            tensor = tensors[name].long().contiguous()
+        else:
+            tensor = torch.empty(size, dtype=torch.int64, device=ctx.device)
+        kept[name] = broadcast_from_stage(tensor, 0, ctx)
+    return kept
+
+
+def _cut(
+    tensors: dict[str, torch.Tensor],
+    shape: tuple[int, int],
+    *,
+    length: int,
+    dropout_seeds: list[int],
+) -> list[MicroBatch]:
+    """Cut tensors along the batch into one micro-batch for each seed. shape: with padding; length:
+    of the sequence without."""
+    count = len(dropout_seeds)
+    parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
+    return [
+        MicroBatch(
+            (shape[0] // count, shape[1]),
+            length=length,
+            dropout_seed=dropout_seed,
+            **{name: part[index] for name, part in parts.items()},
+        )
+        for index, dropout_seed in enumerate(dropout_seeds)
+    ]

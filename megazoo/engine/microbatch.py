@@ -1,0 +1,100 @@
+"""What a stage is given of a micro-batch, and what a forward returns."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from megazoo.errors import UserError
+
+
+@dataclass
+class Output:
+    """What a forward returns. loss: 0-dimensional fp32, or None. logits: [batch, sequence,
+    vocabulary], or None.
+
+    Like an output of transformers it can be indexed and given on as keywords: output[0],
+    output[:2], output["loss"], f(**output). Only what is not None counts. Iterating over it raises
+    UserError.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    def keys(self) -> list[str]:
+        """The names of the fields that are not None."""
+        return [f.name for f in fields(self) if getattr(self, f.name) is not None]
+
+    def to_tuple(self) -> tuple[torch.Tensor, ...]:
+        """The fields that are not None: (loss, logits), (loss,) or (logits,)."""
+        return tuple(getattr(self, name) for name in self.keys())
+
+    def items(self) -> list[tuple[str, torch.Tensor]]:
+        """The names and values of the fields that are not None."""
+        return list(zip(self.keys(), self.to_tuple(), strict=True))
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The fields that are not None."""
+        return self.to_tuple()
+
+    def get(self, key: str, default=None):
+        """The field of a name, or the default if there is none, or it is None."""
+        return dict(self.items()).get(key, default)
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __getitem__(self, key: int | slice | str):
+        return dict(self.items())[key] if isinstance(key, str) else self.to_tuple()[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys()
+
+    def __iter__(self):
+        raise UserError(
+            "an output can't be iterated over: for a loop over micro-batches call "
+            "model.microbatches(...), to unpack loss and logits call to_tuple()"
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a stage may need to know of a micro-batch besides the activations. Tensors are int64
+    [batch, sequence].
+
+    shape: (batch, sequence), with the padding that sequence parallelism needs. length: of the
+    sequence without it.
+    input_ids: None on all stages but the first. targets: targets[b, s] is the token that position s
+    is to predict, or -100; of a classifier its labels, of any shape that begins with the batch.
+    None on all stages but the last. labels: what a loss of the user's own is given.
+    position_ids: None for 0, 1, 2 ... segments: tokens see those of the same number only; None
+    where there is one segment. scored: [batch], the position of each row that a classifier judges
+    it by. dropout_seed: what its dropout is drawn from.
+
+    While generating: cache, the KVCache of the tokens before, if they are kept (segments are then
+    of these, too). longest: the tokens of the whole batch's longest row. last_only: only the last
+    position's logits are wanted.
+    """
+
+    shape: tuple[int, int]
+    input_ids: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    dropout_seed: int = 0
+    scored: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    length: int | None = None
+    longest: int | None = None
+    cache: object | None = None
+    last_only: bool = False
+
+    @property
+    def keys(self) -> int:
+        """How many tokens may be looked at: those of the sequence, and of the cache."""
+        return self.shape[1] + (self.cache.used if self.cache else 0)
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Return the positions of the tokens: int64, [sequence] or [batch, sequence]."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(self.keys - self.shape[1], self.keys, device=device)

@@ -1,0 +1,294 @@
+"""Runs a schedule's table on this rank: forwards, backwards, and the point-to-point traffic between
+stages."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megazoo.engine.microbatch import MicroBatch
+from megazoo.errors import UserError
+from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.p2p import exchange_with_stages
+from megazoo.parallel.schedule import (
+    Action,
+    Exchange,
+    Transfer,
+    backward_follows,
+    forward_only,
+    program,
+)
+from megazoo.parallel.stages import Stage
+from megazoo.parallel.timing import spent
+from megazoo.torch_internals import run_backward
+
+MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest one
+
+
+class PipelineModel(Protocol):
+    """What a run asks of a model: `megazoo.models.Model` is one.
+
+    stages: those of this rank. hidden_size, dtype: of the activations between stages. outputs,
+    loss_of and label_count are called on the last stage only, with what forward_stage returns
+    there: see `megazoo.models.heads`.
+    """
+
+    ctx: ParallelContext
+    stages: list[Stage]
+    hidden_size: int
+    dtype: torch.dtype
+
+    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor: ...
+
+    def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor: ...
+
+    def loss_of(
+        self, x: torch.Tensor, batch: MicroBatch, factor: torch.Tensor | None = None, **options
+    ) -> torch.Tensor: ...
+
+    def label_count(self, batch: MicroBatch) -> torch.Tensor | int: ...
+
+
+@dataclass
+class Result:
+    """What came of a run: the loss, 0-dimensional fp32, over how many labelled tokens,
+    0-dimensional fp64, and what was collected, on the last stage."""
+
+    loss: torch.Tensor
+    labelled: torch.Tensor
+    collected: torch.Tensor | None
+
+
+def run_pipeline(
+    model: PipelineModel,
+    batches: list[MicroBatch],
+    schedule=None,
+    *,
+    global_batch: bool = True,
+    collect: Callable | None = None,
+    loss_fn: Callable | None = None,
+    loss_scale: float = 1.0,
+    weight_queue: WeightQueue | None = None,
+) -> Result:
+    """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of
+    the global batch.
+
+    schedule: of `SCHEDULES`, after which each parameter's gradient holds this replica's part of the
+    gradient of that mean, times loss_scale; None runs the forwards only. weight_queue: where the
+    linear layers leave their weights' gradients, for a schedule that has times of its own for them.
+    global_batch False: the mean is over this replica's batch. collect(outputs, batch): what to keep
+    of the last stage's outputs. loss_fn(logits, labels): a micro-batch's mean by the user's own
+    loss; the means are weighed by label_count.
+    Every rank of the world (of the replica) calls this together and gets the same 0-dimensional
+    fp32 loss (nan without targets); the last stage also gets what was collected, along the batch.
+
+    The mean is over labelled tokens, not over micro-batches' means: with labels spread unevenly the
+    two differ, and only the first is independent of the layout.
+    """
+    ctx, last = model.ctx, model.stages[-1].last
+    replicas = ctx.token_axis.group if global_batch else None
+    labelled = count_labels(model, batches, replicas)
+    table = program(
+        schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)
+    )
+    run = PipelineRun(
+        model,
+        batches,
+        labelled,
+        loss_scale=loss_scale,
+        backward_is_next=backward_follows(table, ctx.stage_count - 1),
+        collect=collect,
+        loss_fn=loss_fn,
+        weight_queue=weight_queue,
+    )
+    for item in table:
+        run.do(item, train=schedule is not None)
+    run.wait_for_sends()
+    loss = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    if last:
+        loss += sum(run.losses) if run.losses else torch.nan
+        all_reduce(loss, replicas)
+    loss, labelled = broadcast_from_stage(torch.stack([loss, labelled]), ctx.pp_size - 1, ctx)
+    return Result(loss.float(), labelled, torch.cat(run.collected) if run.collected else None)
+
+
+def count_labels(model: PipelineModel, batches: list[MicroBatch], replicas) -> torch.Tensor:
+    """Count the labels of the micro-batches, and of the other replicas': fp64, 0-dimensional; 0 on
+    ranks without the last stage."""
+    labelled = torch.zeros((), dtype=torch.float64, device=model.ctx.device)
+    if model.stages[-1].last:
+        labelled += sum(model.label_count(batch) for batch in batches)
+        all_reduce(labelled, replicas)
+    return labelled
+
+
+class PipelineRun:
+    """One run of some micro-batches on this rank: tensors that arrived, tensors that will leave,
+    graphs that await their backward.
+
+    labelled: the labels that the loss is the mean over. loss_scale: of float16. backward_is_next:
+    the last stage's backward of a micro-batch comes right after its forward, and with a gradient
+    that is known. The rest as in `run_pipeline`.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        batches: list[MicroBatch],
+        labelled: torch.Tensor,
+        *,
+        loss_scale: float = 1.0,
+        backward_is_next: bool = True,
+        collect: Callable | None = None,
+        loss_fn: Callable | None = None,
+        weight_queue: WeightQueue | None = None,
+    ):
+        self.model, self.ctx, self.batches = model, model.ctx, batches
+        self.labelled = labelled.clamp(min=1).float()
+        self.loss_scale, self.backward_is_next = loss_scale, backward_is_next
+        self.collect, self.loss_fn, self.weight_queue = collect, loss_fn, weight_queue
+        self.stages = {stage.index: stage for stage in model.stages}
+        # by the action that consumes it: what is received, and the receives to wait for
+        self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
+        # by the action, of another rank, that consumes it
+        self.leaving: dict[Action, torch.Tensor] = {}
+        # by stage and micro-batch: input and output of a forward
+        self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        # by stage and micro-batch: what computes the gradients of the weights
+        self.weights: dict[tuple[int, int], Callable[[], None]] = {}
+        self.open: deque = deque()  # exchanges whose sends may still be under way
+        # of each micro-batch, its part of the mean; in double: they are summed
+        self.losses: list[torch.Tensor] = []
+        self.collected: list[torch.Tensor] = []
+
+    def do(self, item: Action | Exchange, train: bool) -> None:
+        """Do one item of the table. train: a backward will follow."""
+        if isinstance(item, Exchange):
+            self.exchange(item)
+            return
+        with spent("forward" if item.kind == "F" else "backward", str(item)):
+            if item.kind == "F":
+                self.forward(item, train)
+            elif item.kind == "W":
+                self.weights.pop((item.stage, item.microbatch))()
+            else:
+                self.backward(item)
+
+    def forward(self, action: Action, train: bool) -> None:
+        """Run a stage's forward of a micro-batch, from what was received for it."""
+        stage, batch = self.stages[action.stage], self.batches[action.microbatch]
+        received = self._take(action)
+        x = batch.input_ids if stage.first else received.requires_grad_(train)
+        with torch.set_grad_enabled(train):
+            output = self.model.forward_stage(x, batch, stage)
+            if stage.last:
+                output = self._end(output, batch)
+            else:
+                self._check_activations(output, stage, self.shape(action.microbatch))
+                self.leaving[action._replace(stage=stage.index + 1)] = output.detach()
+        if train:
+            self.graphs[action.stage, action.microbatch] = (received, output)
+
+    def _check_activations(self, output: torch.Tensor, stage: Stage, shape: tuple) -> None:
+        if (tuple(output.shape), output.dtype) != (shape, self.model.dtype):
+            raise UserError(
+                f"forward_stage of stage {stage.index} returns {output.dtype} "
+                f"{list(output.shape)}: stages send {self.model.dtype} {list(shape)}"
+            )
+
+    def _end(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor | None:
+        """Return a micro-batch's part of the mean loss, from what the last stage returned; None
+        without labels. Collects from its outputs."""
+        outputs = None
+        if self.collect:
+            outputs = self.model.outputs(x, batch)
+            self.collected.append(self.collect(outputs, batch))
+        if batch.targets is None and batch.labels is None:
+            return None
+        factor = self.loss_scale / self.labelled if self.backward_is_next else None
+        loss = self.model.loss_of(x, batch, factor, outputs=outputs, loss_fn=self.loss_fn)
+        loss = loss / self.labelled
+        self.losses.append(loss.detach().double())
+        return loss
+
+    def backward(self, action: Action, factor: float = 1.0) -> None:
+        """Run a stage's backward of a micro-batch, of its inputs alone if the action says so.
+
+        factor: what the loss's gradient is multiplied by, beside the loss scale.
+        """
+        received, output = self.graphs.pop((action.stage, action.microbatch))
+        gradient = self._take(action)
+        if gradient is None:
+            gradient = torch.full_like(output, self.loss_scale * factor)
+        if output.requires_grad:  # else all of a first stage is frozen
+            run_backward(output, gradient)
+        if action.kind == "I":
+            self.weights[action.stage, action.microbatch] = self.weight_queue.take()
+        if received is not None:
+            self.leaving[action._replace(stage=action.stage - 1)] = received.grad
+
+    @spent("communication", "exchange")
+    def exchange(self, exchange: Exchange) -> None:
+        """Start an exchange's sends and receives in one go; waits only for others' part in those
+        long past."""
+        buffers = [
+            self._empty_input(transfer.consumer.microbatch) for transfer in exchange.receives
+        ]
+        sent = [self.leaving.pop(transfer.consumer).contiguous() for transfer in exchange.sends]
+        sources = [transfer.source for transfer in exchange.receives]
+        targets = [transfer.target for transfer in exchange.sends]
+        coming, going = exchange_with_stages(
+            list(zip(buffers, sources, strict=True)),
+            list(zip(sent, targets, strict=True)),
+            self.ctx,
+        )
+        for transfer, *arrival in zip(exchange.receives, buffers, coming, strict=True):
+            self.arrived[transfer.consumer] = arrival
+        for transfer in exchange.sends:
+            self._release(transfer)
+        if going:
+            self.open.append((going, sent))
+        while len(self.open) > MAX_OPEN_EXCHANGES:
+            self._close_oldest()
+
+    @spent("communication", "wait")
+    def wait_for_sends(self) -> None:
+        """Wait until all that was sent has gone."""
+        while self.open:
+            self._close_oldest()
+
+    def _take(self, action: Action) -> torch.Tensor | None:
+        """Return what was received for an action, once it is there; None if nothing is."""
+        buffer, works = self.arrived.pop(action, (None, []))
+        with spent("communication", "wait"):
+            for work in works:
+                work.wait()
+        return buffer
+
+    def shape(self, microbatch: int) -> tuple[int, int, int]:
+        """Return the shape of a micro-batch's activations between stages, and of their
+        gradients."""
+        batch, sequence = self.batches[microbatch].shape
+        parts = self.ctx.tp_size if self.ctx.sequence_parallel else 1
+        return batch, sequence // parts, self.model.hidden_size
+
+    def _empty_input(self, microbatch: int) -> torch.Tensor:
+        """Return memory for what another stage sends."""
+        return torch.empty(self.shape(microbatch), dtype=self.model.dtype, device=self.ctx.device)
+
+    def _release(self, transfer: Transfer) -> None:
+        """Free an output's memory once it is on its way: backward needs its graph, not its
+        values."""
+        kind, stage, microbatch = transfer.consumer
+        if kind == "F" and (graph := self.graphs.get((stage - 1, microbatch))):
+            output = graph[1]
+            output.data = torch.empty(1, dtype=output.dtype, device=output.device)
+
+    def _close_oldest(self) -> None:
+        works, _tensors = self.open.popleft()  # the tensors live until their sends are done
+        for work in works:
+            work.wait()

@@ -1,0 +1,100 @@
+"""A pipeline that a user's own loop drives: one micro-batch after the other, its backward when the
+loop asks for it."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from megazoo.engine.microbatch import MicroBatch, Output
+from megazoo.engine.pipeline import PipelineModel, PipelineRun, count_labels
+from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.failure import failing_together
+from megazoo.parallel.p2p import receive_from_stage, send_to_stage
+from megazoo.parallel.schedule import Action
+from megazoo.parallel.stages import rank_of
+
+
+def run_stepwise(
+    model: PipelineModel, batches: list[MicroBatch], loss_scale: float = 1.0
+) -> Iterator[Output]:
+    """Yields, after each micro-batch's forward, its part of the mean loss over the global batch's
+    labelled tokens.
+
+    Every rank of the pipeline goes through this together and gets the same loss, 0-dimensional
+    fp32; `loss.backward()`, on all of them, is this micro-batch's backward through all stages. No
+    stage works while another does: for training at speed there is `run_pipeline`.
+    """
+    ctx = model.ctx
+    with failing_together(ctx):
+        labelled = count_labels(model, batches, ctx.token_axis.group)
+    # The gradient of the loss is known before backward, unless float16 has a scaler of the user's
+    # own, whose scale comes with it.
+    known = model.dtype != torch.float16 or model.loss_scale is not None
+    run = StepwiseRun(model, batches, labelled, loss_scale=loss_scale, backward_is_next=known)
+    for number in range(len(batches)):
+        with failing_together(ctx):
+            loss = run.forward_through(number)
+        yield Output(with_backward(loss, partial(run.backward_through, number)))
+        with failing_together(ctx):
+            run.wait_for_sends()
+
+
+class StepwiseRun(PipelineRun):
+    """A run of one micro-batch at a time through all stages, each waiting for the one before."""
+
+    def forward_through(self, number: int) -> torch.Tensor:
+        """Run a micro-batch's forward; returns its part of the mean loss, the same on every
+        rank."""
+        for stage in self.model.stages:
+            action = Action("F", stage.index, number)
+            if not stage.first:
+                self._receive(action, stage.index - 1)
+            self.forward(action, train=True)
+            if not stage.last:
+                self._send(action._replace(stage=stage.index + 1))
+        last = self.model.stages[-1].last
+        loss = self.losses[-1].float() if last else torch.zeros((), device=self.ctx.device)
+        all_reduce(loss, self.ctx.token_axis.group if last else None)
+        return broadcast_from_stage(loss, self.ctx.pp_size - 1, self.ctx)
+
+    def backward_through(self, number: int, gradient: float) -> None:
+        """Run a micro-batch's backward, the loss's gradient being `gradient`."""
+        with failing_together(self.ctx):
+            for stage in reversed(self.model.stages):
+                action = Action("B", stage.index, number)
+                if not stage.last:
+                    self._receive(action, stage.index + 1)
+                self.backward(action, gradient)
+                if not stage.first:
+                    self._send(action._replace(stage=stage.index - 1))
+
+    def _receive(self, action: Action, stage: int) -> None:
+        """Receive an action's input from another stage."""
+        shape, rank = self.shape(action.microbatch), rank_of(stage, self.ctx.pp_size)
+        self.arrived[action] = (receive_from_stage(shape, self.model.dtype, rank, self.ctx), [])
+
+    def _send(self, action: Action) -> None:
+        """Send the input of an action of another stage."""
+        tensor = self.leaving.pop(action).contiguous()
+        work = send_to_stage(tensor, rank_of(action.stage, self.ctx.pp_size), self.ctx)
+        self.open.append(([work], tensor))
+
+
+def with_backward(loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:
+    """Return `loss`, 0-dimensional, with a backward that calls backward(its gradient)."""
+    return _Loss.apply(torch.zeros((), requires_grad=True), loss, backward)
+
+
+class _Loss(torch.autograd.Function):
+    """A number whose backward is a function's."""
+
+    @staticmethod
+    def forward(ctx, _, loss: torch.Tensor, backward: Callable[[float], None]):
+        ctx.run = backward
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        ctx.run(gradient.item())
+        return None, None, None

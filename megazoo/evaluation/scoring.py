@@ -1,0 +1,214 @@
+"""Texts are scored in every layout: their loss, and the log-likelihoods of choices."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from megazoo.engine.batch import Batch
+from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.pipeline import run_pipeline
+from megazoo.engine.shares import share_of
+from megazoo.errors import UserError
+from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.failure import together
+
+
+class Scores(NamedTuple):
+    """Of each row: log_likelihood, float64, the sum of its targets' log-probabilities, in nats;
+    tokens, int64, how many they are; greedy, bool, whether each is what greedy choice would have
+    taken. All [batch], the same on every rank."""
+
+    log_likelihood: torch.Tensor
+    tokens: torch.Tensor
+    greedy: torch.Tensor
+
+
+@torch.no_grad()
+@together
+def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
+    """Return how likely a language model finds the targets of each row.
+
+    input_ids, targets: int64 [batch, sequence], padded on the right; targets[b, s] is the token
+    that position s is to predict, or -100 where there is none. Call it with the same inputs on
+    every rank: replicas share the rows, and each stage works on one part of them while another
+    travels. Raises UserError as `Model.forward` does.
+    """
+    if model.num_labels:
+        raise UserError("a classifier does not score tokens")
+    ctx, rows = model.ctx, len(input_ids)
+    if ctx.dp_size > 1:  # refuse, on every rank, what any would
+        with model.without_dropout():
+            model.micro_batches(Batch(input_ids, targets=targets), 1)
+    mine = share_of(range(rows), ctx.dp_size, ctx.dp_rank)
+    scores = torch.zeros(rows, 3, dtype=torch.float64, device=ctx.device)
+
+    def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return the log-likelihood, the tokens and greedy of each row: fp64 [batch, 3]."""
+        losses, labelled = model.token_losses(outputs, batch), batch.targets != IGNORE_INDEX
+        best = model.whole_logits(outputs, batch).argmax(dim=-1)
+        # what sequence parallelism pads has no logits
+        best = F.pad(best, (0, labelled.shape[1] - best.shape[1]))
+        greedy = (~labelled | (batch.targets == best)).all(dim=1)
+        return torch.stack(
+            [-losses.double().sum(1), labelled.double().sum(1), greedy.double()], dim=1
+        )
+
+    if mine:
+        part = slice(mine.start, mine.stop)
+        # of each stage a micro-batch, or as many as divide the rows evenly
+        count = max(n for n in range(1, min(len(mine), ctx.pp_size) + 1) if len(mine) % n == 0)
+        with model.without_dropout():
+            batches = model.micro_batches(Batch(input_ids[part], targets=targets[part]), count)
+            result = run_pipeline(model, batches, global_batch=False, collect=of_rows).collected
+        if result is not None:
+            scores[part] = result
+    broadcast_from_stage(scores, ctx.pp_size - 1, ctx)
+    all_reduce(scores, ctx.dp_group)  # each replica has its rows, and zeros
+    return Scores(scores[:, 0], scores[:, 1].long(), scores[:, 2].bool())
+
+
+@dataclass
+class TextLoss:
+    """The loss of texts, with how many documents, bytes and predicted tokens they are. nats: the
+    sum of the tokens' losses."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    nats: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """The mean over the tokens, in nats."""
+        return self.nats / max(self.tokens, 1)
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; of a loss above 700, which no float could hold, that of 700."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The texts' losses, in bits, over their bytes: it does not depend on the tokenizer."""
+        return self.nats / math.log(2) / max(self.bytes, 1)
+
+
+def evaluate_texts(
+    model,
+    tokenizer,
+    texts: Iterable[str | bytes],
+    *,
+    length: int,
+    stride: int = 0,
+    batch: int = 8,
+    progress=None,
+) -> TextLoss:
+    """Return the loss of every token of every text, each predicted once.
+
+    A text longer than `length` tokens is read in windows of so many, `stride` apart (0: without
+    overlap); what a window shares with the one before is context only. The first token follows the
+    one that begins texts: bos, or else the end of the document before. batch: windows that are
+    scored together. progress(bytes): called when a text has been read.
+    """
+    if not 0 <= stride <= length:
+        raise UserError(f"stride {stride} must be from 1 to the window's {length}, or 0")
+    total, waiting, start = TextLoss(), [], _first_token(tokenizer)
+
+    def flush() -> None:
+        scores = score(model, *_padded(waiting))
+        total.nats -= float(scores.log_likelihood.sum())
+        total.tokens += int(scores.tokens.sum())
+        waiting.clear()
+
+    for text in texts:
+        ids = [start, *tokenizer.encode(text, add_special_tokens=False, parse_special=False)]
+        for window in windows(ids, length, stride or length):
+            waiting.append(window)
+            if len(waiting) == batch:
+                flush()
+        size = len(text if isinstance(text, bytes) else text.encode())
+        total.documents, total.bytes = total.documents + 1, total.bytes + size
+        if progress:
+            progress(size)
+    if waiting:
+        flush()
+    return total
+
+
+def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int], int]]:
+    """Yield windows of at most length + 1 ids, and how many ids of each are context only.
+
+    Every id but the first is predicted once, with at least length - stride ids before it where
+    there are so many. The last id of a window is predicted, but not read.
+    """
+    predicted = 1  # ids of which nothing remains to be predicted
+    while predicted < len(ids):
+        end = min(max(predicted - 1 + stride, length) + 1, len(ids))
+        first = max(0, end - length - 1)
+        yield ids[first:end], predicted - first
+        predicted = end
+
+
+def score_choices(
+    model, tokenizer, requests: list[tuple[str, str]], *, batch: int = 8
+) -> list[tuple[float, int, bool]]:
+    """Return for each (context, continuation) the continuation's log-likelihood, its tokens, and
+    whether it is the greedy one.
+
+    Evaluation harnesses are built on this. Both are encoded together, so that the boundary is as in
+    running text; spaces at the end of the context, and tokens across the boundary, count to the
+    continuation. An empty context is the token that begins texts. A context that is too long for
+    the model loses its beginning. batch: choices that are scored together.
+    """
+    longest = model.longest_sequence(model.config)
+    rows = [_choice_row(tokenizer, *request, longest) for request in requests]
+    results: list = []
+    for first in range(0, len(rows), batch):
+        scores = score(model, *_padded(rows[first : first + batch]))
+        results += zip(*(column.tolist() for column in scores), strict=True)
+    return results
+
+
+def _choice_row(tokenizer, context: str, continuation: str, longest: int) -> tuple[list[int], int]:
+    """Return the ids of a context and its continuation, `longest` + 1 at most, and how many of them
+    are the context's."""
+    text = context.rstrip()  # the space before a word is the word's, in most vocabularies
+    before = tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.encode(context + continuation, add_special_tokens=False)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before)
+    )
+    if same == 0 or tokenizer.before:
+        begin = list(tokenizer.before) or [_first_token(tokenizer)]
+        whole, same = begin + whole, same + len(begin)
+    scored = len(whole) - same
+    if scored < 1:
+        raise UserError(f"the choice {continuation!r} has no token of its own")
+    if scored > longest:
+        raise UserError(
+            f"the choice {continuation!r} has {scored} tokens, the model takes {longest}"
+        )
+    whole = whole[-longest - 1 :]
+    return whole, len(whole) - scored
+
+
+def _first_token(tokenizer) -> int:
+    """Return the token that begins texts: bos, or else the end of the document before."""
+    return tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return input_ids and targets, int64 [rows, longest], of rows of ids, each with how many of
+    them are context."""
+    inputs = [torch.tensor(ids[:-1]) for ids, _ in rows]
+    targets = [
+        torch.tensor([IGNORE_INDEX] * (context - 1) + ids[context:]) for ids, context in rows
+    ]
+    padded_targets = pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX)
+    return pad_sequence(inputs, batch_first=True), padded_targets

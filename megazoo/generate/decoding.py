@@ -1,0 +1,275 @@
+"""Tokens are chosen from logits: greedily, by sampling or by beam search, on the last stage, for
+one group of rows."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megazoo.generate.settings import GenerationSettings
+from megazoo.parallel.random import derive_seed
+
+NOTHING = -1e9  # the score of a beam that is not there
+
+
+@dataclass
+class Choice:
+    """What the rows of a group go on with; those of one prompt are next to each other.
+
+    tokens: int64 [rows]. sources: int64 [rows], the row that each continues, or None if each
+    continues itself. done: the group has all its tokens.
+    """
+
+    tokens: torch.Tensor
+    sources: torch.Tensor | None
+    done: bool
+
+
+class _Chooser:
+    """What both ways of choosing share: they adjust the scores and see which rows end.
+
+    prompt: int64 [prompts, tokens]; real: which of them are not padding, bool, or None for all.
+    """
+
+    def __init__(
+        self, settings: GenerationSettings, prompt: torch.Tensor, real: torch.Tensor | None
+    ):
+        self.settings = settings
+        self.prompt = prompt.repeat_interleave(settings.rows_of_prompt, 0)  # [rows, tokens]
+        self.real = None if real is None else real.repeat_interleave(settings.rows_of_prompt, 0)
+        self.step = 0  # new tokens so far
+        self.ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=prompt.device)
+        self.seen: torch.Tensor | None = None  # the tokens that a row has: bool [rows, vocabulary]
+        # the newest tokens in which a stop string can be that ends now
+        self.window = max((len(stop.encode()) for stop in settings.stop), default=0) + 4
+
+    def _of_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocabulary]; the first ones are of the prompts."""
+        return (
+            logits.repeat_interleave(self.settings.rows_of_prompt, 0) if self.step == 0 else logits
+        )
+
+    def _adjusted(self, scores: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return scores [rows, vocabulary] after the repetition penalty, with -inf for ends that
+        come too early and for tokens that would repeat an n-gram. new: int64 [rows, new tokens], so
+        far."""
+        s = self.settings
+        if s.repetition_penalty != 1.0:
+            if self.seen is None:
+                padded = self._marked_prompt(scores.shape[-1])
+                seen = scores.new_zeros(len(padded), scores.shape[-1] + 1, dtype=torch.bool)
+                self.seen = seen.scatter_(1, padded, True)[:, :-1]
+            penalised = torch.where(
+                scores < 0, scores * s.repetition_penalty, scores / s.repetition_penalty
+            )
+            scores = torch.where(self.seen, penalised, scores)
+        if self.step < s.min_new_tokens and len(self.ends):
+            scores = scores.index_fill(-1, self.ends, -torch.inf)
+        if s.no_repeat_ngram_size:
+            tokens = torch.cat([self._marked_prompt(scores.shape[-1]), new], dim=1)
+            banned = repeating(tokens, s.no_repeat_ngram_size, scores.shape[-1])
+            left = scores.masked_fill(banned, -torch.inf)
+            scores = torch.where(left.isinf().all(dim=-1, keepdim=True), scores, left)
+        return scores
+
+    def _marked_prompt(self, padding: int) -> torch.Tensor:
+        """Return the prompt with the id `padding`, which no token has, for its padding."""
+        return self.prompt if self.real is None else self.prompt.masked_fill(~self.real, padding)
+
+    def _see(self, tokens: torch.Tensor) -> None:
+        """Note the tokens that rows have got."""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+
+    def _ended(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return which rows end with their newest token: bool [...]. tokens [...] are the newest;
+        rows [..., new tokens] are all new tokens, these included."""
+        ended = (tokens[..., None] == self.ends).any(dim=-1)
+        if self.settings.stop:
+            newest = rows[..., -self.window :].flatten(0, -2).tolist()
+            texts = map(self.settings.tokenizer.decode, newest)
+            found = [any(stop in text for stop in self.settings.stop) for text in texts]
+            ended = ended | torch.tensor(found, device=ended.device).view(ended.shape)
+        return ended
+
+
+class Sampler(_Chooser):
+    """Chooses greedily, or by sampling.
+
+    numbers: of the prompts in the whole batch; their rows' draws follow from them.
+    """
+
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        prompt: torch.Tensor,
+        real: torch.Tensor | None,
+        numbers: range,
+    ):
+        super().__init__(settings, prompt, real)
+        s = settings
+        self.tokens = prompt.new_full((len(self.prompt), s.max_new_tokens), s.padding)
+        self.ended = torch.zeros(len(self.prompt), dtype=torch.bool, device=prompt.device)
+        self.some_ended = self.all_ended = False
+        if s.do_sample:
+            draws = [
+                torch.rand(
+                    s.max_new_tokens,
+                    generator=_generator(s.seed, number, copy),
+                    dtype=torch.float64,
+                )
+                for number in numbers
+                for copy in range(s.num_return_sequences)
+            ]
+            self.draws = torch.stack(draws).to(prompt.device)
+
+    def advance(self, logits: torch.Tensor) -> Choice:
+        """Choose the next token of every row. logits: fp32 [rows, vocabulary]; the first are
+        [prompts, vocabulary]."""
+        scores = self._adjusted(self._of_rows(logits), self.tokens[:, : self.step])
+        if self.settings.do_sample:
+            tokens = draw(keep_likely(scores, self.settings), self.draws[:, self.step])
+        else:
+            tokens = scores.argmax(dim=-1)
+        if self.some_ended:
+            tokens = tokens.masked_fill(self.ended, self.settings.padding)
+        self.tokens[:, self.step] = tokens
+        self.step += 1
+        self._see(tokens)
+        if len(self.ends) or self.settings.stop:
+            ended = self._ended(tokens, self.tokens[:, : self.step])
+            if ended.any():
+                self.ended, self.some_ended = self.ended | ended, True
+                self.all_ended = bool(self.ended.all())
+        return Choice(tokens, None, self.all_ended or self.step == self.settings.max_new_tokens)
+
+    def result(self) -> torch.Tensor:
+        """Return the new tokens: int64 [rows, new]; rows that ended are padded."""
+        return self.tokens[:, : self.step]
+
+
+def keep_likely(scores: torch.Tensor, settings: GenerationSettings) -> torch.Tensor:
+    """Divide scores [rows, vocabulary] by the temperature and set those out of top_k or top_p to
+    -inf."""
+    scores = scores / settings.temperature
+    if 0 < settings.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(settings.top_k).values[:, -1:], -torch.inf)
+    if settings.top_p < 1:
+        ascending, order = scores.sort(dim=-1)
+        unlikely = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - settings.top_p
+        unlikely[:, -1] = False
+        scores = scores.masked_fill(unlikely.scatter(1, order, unlikely), -torch.inf)
+    return scores
+
+
+def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the token at `uniform` [rows], float64 in [0, 1), of the probabilities' running sum:
+    int64 [rows].
+
+    Not torch.multinomial, whose draws would depend on the device and on who else is in the batch.
+    """
+    sums = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+
+
+def repeating(tokens: torch.Tensor, size: int, vocabulary: int) -> torch.Tensor:
+    """Return which tokens would make a row have some `size` tokens in succession twice: bool
+    [rows, vocabulary].
+
+    tokens: int64 [rows, tokens], in which the number `vocabulary` stands for padding.
+    """
+    banned = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
+    if tokens.shape[1] >= size:
+        windows = tokens.unfold(1, size, 1)  # [rows, windows, size]
+        newest = tokens[:, tokens.shape[1] + 1 - size :]
+        alike = (windows[:, :, :-1] == newest[:, None]).all(dim=-1)
+        banned.scatter_(1, windows[:, :, -1].masked_fill(~alike, vocabulary), True)
+    return banned[:, :-1]
+
+
+def _generator(seed: int, row: int, copy: int) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_seed(seed, "generate", row, copy))
+
+
+class BeamSearch(_Chooser):
+    """Searches beams as transformers does: of each prompt the best num_beams rows go on, and the
+    best of those that ended are kept."""
+
+    def __init__(
+        self, settings: GenerationSettings, prompt: torch.Tensor, real: torch.Tensor | None
+    ):
+        super().__init__(settings, prompt, real)
+        rows, beams, device = len(prompt), settings.num_beams, prompt.device
+        self.tokens = prompt.new_empty(rows, beams, 0)
+        self.scores = torch.full((rows, beams), NOTHING, device=device)
+        self.scores[:, 0] = 0  # all beams are the same at first: only one is continued
+        self.kept = prompt.new_full((rows, beams, settings.max_new_tokens), settings.padding)
+        self.kept_scores = torch.full((rows, beams), NOTHING, device=device)
+        self.kept_lengths = torch.zeros(rows, beams, dtype=torch.int64, device=device)
+        self.can_improve = torch.ones(rows, dtype=torch.bool, device=device)
+
+    def advance(self, logits: torch.Tensor) -> Choice:
+        """Choose the next token of every beam. logits: fp32 [rows x beams, vocabulary]; the first
+        are [rows, vocabulary]."""
+        s, (rows, beams) = self.settings, self.scores.shape
+        scores = self._of_rows(logits).log_softmax(dim=-1)
+        scores = self._adjusted(scores, self.tokens.flatten(0, 1))
+        vocabulary = scores.shape[-1]
+        self.step += 1
+        total = scores.view(rows, beams, vocabulary) + self.scores[:, :, None]
+        best, index = total.flatten(1).topk(s.candidates * beams)
+        beam, token = index // vocabulary, index % vocabulary  # [rows, candidates]
+        tokens = torch.cat([_of_beams(self.tokens, beam), token[:, :, None]], dim=-1)
+        ended = self._ended(token, tokens) | (self.step == s.max_new_tokens)
+
+        self._keep(tokens, best, ended)
+        self.scores, chosen = (best + ended * NOTHING).topk(beams)  # the best that go on
+        self.tokens = _of_beams(tokens, chosen)
+        first = torch.arange(0, rows * beams, beams, device=beam.device)[:, None]
+        sources = (beam.gather(1, chosen) + first).flatten()
+        if self.seen is not None:
+            self.seen = self.seen[sources]
+        self._see(self.tokens[:, :, -1].flatten())
+
+        longest = (
+            s.max_new_tokens if s.early_stopping == "never" and s.length_penalty > 0 else self.step
+        )
+        hope = self.scores[:, 0] / longest**s.length_penalty
+        worst = torch.where(self._full(), self.kept_scores.amin(dim=1), NOTHING)
+        self.can_improve &= hope > worst
+        over = ~self.can_improve | self._full() if s.early_stopping is True else ~self.can_improve
+        return Choice(self.tokens[:, :, -1].flatten(), sources, bool(over.all() | ended.all()))
+
+    def _keep(self, tokens: torch.Tensor, best: torch.Tensor, ended: torch.Tensor) -> None:
+        """Keep the rows that ended, if they are among the best num_beams and better than those kept
+        before."""
+        s, beams = self.settings, self.scores.shape[1]
+        counts = ended & self.can_improve[:, None]
+        counts[:, beams:] = False
+        if s.early_stopping is True:
+            counts &= ~self._full()[:, None]
+        if not counts.any():
+            return
+        scores = torch.where(counts, best / self.step**s.length_penalty, 2 * NOTHING)
+        padded = torch.nn.functional.pad(tokens, (0, s.max_new_tokens - self.step), value=s.padding)
+        self.kept_scores, chosen = torch.cat([self.kept_scores, scores], 1).topk(beams)
+        self.kept = _of_beams(torch.cat([self.kept, padded], 1), chosen)
+        lengths = torch.cat(
+            [self.kept_lengths, torch.full_like(best, self.step, dtype=torch.int64)], 1
+        )
+        self.kept_lengths = lengths.gather(1, chosen)
+
+    def _full(self) -> torch.Tensor:
+        """Return of which rows num_beams have ended: bool [rows]."""
+        return (self.kept_lengths > 0).all(dim=1)
+
+    def result(self) -> torch.Tensor:
+        """Return the best rows of each prompt, padded: int64 [prompts x num_return_sequences,
+        new]."""
+        count = self.settings.num_return_sequences
+        return self.kept[:, :count, : int(self.kept_lengths[:, :count].max())].flatten(0, 1)
+
+
+def _of_beams(values: torch.Tensor, beams: torch.Tensor) -> torch.Tensor:
+    """Return, of values [rows, beams, tokens], those of the beams [rows, chosen]: [rows, chosen,
+    tokens]."""
+    return values.gather(1, beams[:, :, None].expand(-1, -1, values.shape[-1]))

@@ -1,0 +1,252 @@
+"""The memory-saving twins of the layers' plain formulas.
+
+A twin computes what its formula computes ("Same as") and keeps less of it for backward, or writes
+it where it will be needed. tests/test_fused.py compares the two, values and gradients. The twins of
+the cross-entropies stand in fused_cross_entropy.py.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megazoo.parallel.compile import untraced
+from megazoo.parallel.cpu.products import product_dtype
+from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.recompute import replay
+from megazoo.torch_internals import shares_storage
+
+CosAndSin = tuple[torch.Tensor, torch.Tensor]
+
+
+def replaced_by(twin: Callable) -> Callable[[Callable], Callable]:
+    """Decorate a plain formula, which is there to be read and for torch.compile: calls run `twin`
+    in its place, which computes the same and keeps less for backward.
+
+    Under torch.compile the formula itself runs, and the compiler decides what is kept.
+    """
+
+    def decorate(formula: Callable) -> Callable:
+        @functools.wraps(formula)
+        def run(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return formula(*args, **kwargs)
+            return twin(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    queue: WeightQueue | None = None,
+) -> torch.Tensor:
+    """Return x W^T + b, or recompute(x) W^T + b, keeping x alone for backward.
+
+    Same as: F.linear(recompute(x), weight, bias), but that bfloat16 is multiplied as fp32 on CPUs
+    where that is faster.
+
+    Args:
+        x: [..., inputs], or what recompute turns into that.
+        weight: [outputs, inputs]; bias: [outputs].
+        recompute: a function without parameters of its own, run again in backward.
+        queue: where the weight's gradient waits for an idle moment of the pipeline, if it does.
+    """
+    if recompute is None and queue is None and product_dtype(x) == x.dtype:
+        return F.linear(x, weight, bias)
+    return _linear(recompute, queue, x, weight, bias)
+
+
+@untraced
+def _linear(recompute, queue, x, weight, bias) -> torch.Tensor:
+    return _Linear.apply(recompute, queue, x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, recompute, queue, x, weight, bias):
+        # the Parameter itself, not a saved tensor: the queue adds to its gradient later
+        ctx.recompute, ctx.queue, ctx.weight = recompute, queue, weight
+        ctx.generator = torch.get_rng_state() if recompute else None
+        ctx.save_for_backward(x)
+        dtype = product_dtype(x)
+        inputs = recompute(x) if recompute else x
+        bias = None if bias is None else bias.to(dtype)
+        return F.linear(inputs.to(dtype), weight.to(dtype), bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        inputs, x_grad = x, None
+        if ctx.recompute:
+            x = x.detach().requires_grad_()
+            inputs = replay(ctx.recompute, ctx.generator, x)
+        dtype = product_dtype(x)
+        grad = grad.to(dtype)
+        if ctx.needs_input_grad[2]:
+            x_grad = (grad @ weight.to(dtype)).to(x.dtype)
+            if ctx.recompute:
+                (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
+        grad_rows, input_rows = grad.flatten(0, -2), inputs.detach().flatten(0, -2).to(dtype)
+        weight_grad = bias_grad = None
+        if ctx.needs_input_grad[3]:
+            if ctx.queue:
+                ctx.queue.put(weight, lambda: grad_rows.t() @ input_rows)
+            else:
+                weight_grad = grad_rows.t() @ input_rows
+        if ctx.needs_input_grad[4]:
+            bias_grad = grad_rows.sum(0)
+        return None, None, x_grad, weight_grad, bias_grad
+
+
+def split_heads(
+    qkv: torch.Tensor, parts: Sequence[int], head_size: int, rotary: CosAndSin | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split q, k and v and turn q and k, keeping nothing but the cos and sin.
+
+    Same as: attention.split_heads.
+
+    The three gradients are written into one tensor, where autograd would make three and join them.
+    """
+    return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, parts, head_size, cos, sin):
+        ctx.parts, ctx.head_size = parts, head_size
+        ctx.save_for_backward(cos, sin)
+        heads = _views_of_heads(qkv, parts, head_size)
+        if cos is None:
+            return heads
+        turned = _views_of_heads(torch.empty_like(qkv), parts, head_size)
+        _copy_heads(heads, turned, cos, sin)
+        return turned
+
+    @staticmethod
+    def backward(ctx, *grads):
+        cos, sin = ctx.saved_tensors
+        batch, _, sequence, _ = grads[0].shape
+        grad = grads[0].new_empty(batch, sequence, sum(ctx.parts))
+        heads = _views_of_heads(grad, ctx.parts, ctx.head_size)
+        _copy_heads(grads, heads, cos, None if sin is None else -sin)
+        return grad, None, None, None, None
+
+
+def _views_of_heads(
+    qkv: torch.Tensor, parts: Sequence[int], head_size: int
+) -> tuple[torch.Tensor, ...]:
+    """Return views [batch, heads, sequence, head_size] of each part of qkv."""
+    return tuple(
+        part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.split(parts, dim=-1)
+    )
+
+
+def _copy_heads(sources, targets, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
+    """Copy q, k and v to where the targets are, turning q and k by cos and sin, if given."""
+    for name, source, target in zip("qkv", sources, targets, strict=True):
+        if cos is None or name == "v":
+            target.copy_(source)
+        else:
+            _turn(source, *_over_heads(cos, sin), target)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn x by cos and sin, keeping those two alone: backward turns the gradient back.
+
+    Same as: rotary.rotate.
+    """
+    return _Rotate.apply(x, *_over_heads(cos, sin))
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin, torch.empty_like(grad)), None, None
+
+
+def _over_heads(cos: torch.Tensor, sin: torch.Tensor) -> CosAndSin:
+    """Give [batch, sequence, head_size] a dimension for the heads; [sequence, head_size] fits."""
+    return (cos[:, None], sin[:, None]) if cos.dim() == 3 else (cos, sin)
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write x, turned by cos and sin, to `out`. Both expand to its shape, and each has two equal
+    halves."""
+    half = x.shape[-1] // 2
+    first, second = x.split(half, dim=-1)
+    torch.mul(x, cos, out=out)
+    out[..., :half].addcmul_(second, sin[..., :half], value=-1)
+    out[..., half:].addcmul_(first, sin[..., :half])
+    return out
+
+
+def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Multiply activation(gate) by up, keeping `inner` alone, which both are parts of.
+
+    Same as: mlp.gated.
+    """
+    return _Gated.apply(activation, inner)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, activation, inner):
+        ctx.activation = activation
+        ctx.save_for_backward(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        activated = activation(gate)
+        if shares_storage(activated, inner):  # the identity's
+            return activated * up
+        return activated.mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inner,) = ctx.saved_tensors
+        gate, up = inner.chunk(2, dim=-1)
+        gate, inner_grad = gate.detach().requires_grad_(), torch.empty_like(inner)
+        gate_grad, up_grad = inner_grad.chunk(2, dim=-1)
+        with torch.enable_grad():
+            activated = ctx.activation(gate)
+        torch.mul(grad, activated.detach(), out=up_grad)
+        gate_grad.copy_(*torch.autograd.grad(activated, gate, torch.mul(grad, up, out=gate_grad)))
+        return None, inner_grad
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise x, keeping x and one number a row, and not what it is normalised to.
+
+    Same as: norm.rms_norm.
+    """
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        y = (wide * scale).to(x.dtype)
+        return y.mul_(weight) if weight.dtype == y.dtype else weight * y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normalised = x.float() * scale
+        weight_grad = (grad * normalised.to(x.dtype)).flatten(0, -2).sum(0)
+        grad = (grad * weight).float()
+        x_grad = (grad - normalised * (grad * normalised).mean(-1, keepdim=True)).mul_(scale)
+        return x_grad.to(x.dtype), weight_grad, None

@@ -1,0 +1,163 @@
+"""The memory-saving twins of the cross-entropies: see fused.py and cross_entropy.py."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.cpu.products import product_dtype
+
+# Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is
+# worth a launch.
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24, "meta": 1 << 24}
+
+
+def token_losses(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    here: torch.Tensor,
+    ignored: torch.Tensor,
+    ctx: ParallelContext,
+) -> torch.Tensor:
+    """Compute the loss of every token, a chunk of tokens at a time: a copy of all the logits in
+    fp32 never exists.
+
+    Same as: cross_entropy.token_losses.
+    """
+    return _TokenLosses.apply(logits, columns, here, ignored, ctx.tp_group)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Forward: loss = log(sum(exp(logits))) - logits[target]. Backward: softmax(logits) -
+    one_hot(target)."""
+
+    @staticmethod
+    def forward(ctx, logits, columns, here, ignored, group):
+        def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
+            sums = torch.empty_like(peak)
+            for part, scratch in _chunks(logits):
+                shifted = torch.sub(logits[part], peak[part, None], out=scratch)
+                sums[part] = shifted.exp_().sum(dim=-1)
+            return sums
+
+        losses, peak, total = _losses(logits, columns, here, group, sum_exponentials)
+        ctx.save_for_backward(logits, columns, here, total.log() + peak, ignored)
+        return losses.masked_fill(ignored, 0)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        logits, columns, here, log_normaliser, ignored = ctx.saved_tensors
+        grad_output = grad_output.float().masked_fill(ignored, 0)
+        grad = torch.empty_like(logits)
+        for part, scratch in _chunks(logits):
+            probabilities = torch.sub(logits[part], log_normaliser[part, None], out=scratch).exp_()
+            probabilities.scatter_add_(-1, columns[part, None], -here[part, None].float())
+            torch.mul(probabilities, grad_output[part, None], out=grad[part])
+        return grad, None, None, None, None
+
+
+def summed_losses(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    columns: torch.Tensor,
+    here: torch.Tensor,
+    ignored: torch.Tensor,
+    ctx: ParallelContext,
+    rows: int,
+    factor: torch.Tensor | None,
+) -> torch.Tensor:
+    """Sum the losses of x W^T, whose logits are made `rows` tokens at a time.
+
+    Same as: cross_entropy.summed_losses.
+
+    The logits of each piece become their own gradient on the spot. Neither they nor x are kept:
+    what is kept are the gradients of x and of the weight.
+    """
+    return _SummedLosses.apply(x, weight, columns, here, ignored, ctx.tp_group, rows, factor)
+
+
+class _SummedLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, columns, here, ignored, group, rows, factor):
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        wanted = [factor is not None and needs for needs in ctx.needs_input_grad[:2]]
+        dtype, weight_grad = product_dtype(x), None
+        x_grad = torch.empty_like(x) if wanted[0] else None
+        wide = weight.to(dtype)
+
+        def add(part: slice) -> None:
+            """Add these tokens' losses and gradients; their logits are gone when it returns."""
+            nonlocal weight_grad
+            inputs = x[part].to(dtype)
+            logits = F.linear(inputs, wide).to(x.dtype).float()
+
+            def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
+                return logits.sub_(peak[:, None]).exp_().sum(dim=-1)
+
+            losses[part], _, total = _losses(
+                logits, columns[part], here[part], group, sum_exponentials
+            )
+            if not any(wanted):
+                return
+            weights = factor * ~ignored[part]
+            logits.mul_((weights / total)[:, None]).scatter_add_(
+                -1, columns[part, None], -(weights * here[part])[:, None]
+            )
+            logits = logits.to(x.dtype).to(dtype)  # by now these are their gradient
+            if wanted[0]:
+                x_grad[part] = logits @ wide
+            if wanted[1]:
+                weight_grad = _add_product(weight_grad, logits.t(), inputs)
+
+        for first in range(0, len(x), rows):
+            add(slice(first, first + rows))
+        ctx.factor, ctx.gradients = factor, (x_grad, weight_grad)
+        return losses.masked_fill_(ignored, 0).sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        gradients, ctx.gradients = ctx.gradients, None  # so that autograd can take them as they are
+        ratio = grad_output / ctx.factor
+        scaled = (None if gradient is None else gradient.mul_(ratio) for gradient in gradients)
+        return *scaled, None, None, None, None, None, None
+
+
+def _losses(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    here: torch.Tensor,
+    group,
+    sum_exponentials: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return losses, greatest logits, and sums of exp(logits - greatest) over all ranks: fp32
+    [tokens] each.
+
+    sum_exponentials(greatest): this rank's sums, last of all that is done with the logits.
+    """
+    peak = logits.amax(dim=-1)
+    all_reduce(peak, group, op=dist.ReduceOp.MAX)  # before the exponential, on every rank alike
+    peak = peak.float()
+    target = (logits.gather(-1, columns[:, None])[:, 0].float() - peak).masked_fill(~here, 0)
+    sums = torch.stack([sum_exponentials(peak), target])
+    all_reduce(sums, group)
+    return sums[0].log() - sums[1], peak, sums[0]
+
+
+def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return total + a b, in fp32, in total's memory."""
+    if total is None:
+        return (a @ b).float()
+    if a.dtype != total.dtype:
+        return total.add_(a @ b)
+    return torch.addmm(total, a, b, out=total)
+
+
+def _chunks(logits: torch.Tensor):
+    """Yield parts of the tokens, and of each fp32 scratch in the shape of its logits."""
+    tokens, step = len(logits), max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[-1])
+    scratch = logits.new_empty(min(step, tokens), logits.shape[-1], dtype=torch.float32)
+    for start in range(0, tokens, step):
+        yield slice(start, start + step), scratch[: tokens - start]

@@ -1,0 +1,105 @@
+"""What the rest of megazoo asks of any model's config, and the sizes that fit a layout."""
+
+from dataclasses import dataclass
+
+from megazoo.errors import UserError
+from megazoo.layers.classification import PROBLEMS
+from megazoo.parallel.shard import nearly_even
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The fields that every model has. A family's Config inherits from it, repeats a field to give
+    it a default, and adds its own."""
+
+    vocab_size: int
+    max_positions: int  # tokens of the longest sequence: see `Model.longest_sequence`
+    hidden_size: int
+    layers: int
+    heads: int
+    # A family that has these makes fields of them, in an order of its own. 0 stands for as many as
+    # heads, for hidden_size / heads, and for what the family says.
+    kv_heads = 0
+    head_size = 0
+    ffn_size = 0
+    tie_embeddings = False
+    # above 0: a classifier of sequences; with the next two as transformers has them
+    num_labels: int = 0
+    problem_type: str | None = None
+    pad_token_id: int | None = None
+
+
+OPTIONAL = ("kv_heads", "head_size", "tie_embeddings", "num_labels", "problem_type", "pad_token_id")
+
+
+def add_missing_fields(config_class: type) -> None:
+    """Give a Config that does not inherit from ModelConfig the defaults of the optional fields that
+    it lacks, as class attributes."""
+    for name in OPTIONAL:
+        if not hasattr(config_class, name):
+            setattr(config_class, name, getattr(ModelConfig, name))
+
+
+def check_sizes(config, tp: int, pp: int, virtual: int = 1) -> None:
+    """Raise UserError, naming what would do, if a model of this config can't be cut into tp x pp,
+    with `virtual` stages a rank."""
+    _check_one_by_one(config)
+    _check_tensor_parallel(config, tp)
+    if config.layers < pp:
+        raise UserError(
+            f"layers {config.layers} don't fill pp {pp} stages: use pp of at most {config.layers}"
+        )
+    if config.layers < pp * virtual:
+        raise UserError(
+            f"layers {config.layers} don't fill pp {pp} x virtual-pp {virtual} = {pp * virtual} "
+            f"stages: use virtual-pp of at most {config.layers // pp}"
+        )
+
+
+def _check_one_by_one(config) -> None:
+    """Refuse sizes that no layout makes right."""
+    for name in ("vocab_size", "max_positions", "hidden_size", "layers", "heads", "ffn_size"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} {getattr(config, name)} must be at least 1")
+    if config.kv_heads < 0:
+        raise UserError(f"kv_heads {config.kv_heads} must be at least 1")
+    if not config.head_size and config.hidden_size % config.heads:
+        fits = [n for n in range(1, config.hidden_size + 1) if config.hidden_size % n == 0]
+        raise UserError(
+            f"heads {config.heads} don't divide hidden-size {config.hidden_size}: "
+            f"use heads {_any_of(fits)}"
+        )
+    if config.problem_type not in (None, *PROBLEMS):
+        raise UserError(
+            f"problem_type {config.problem_type!r} is not supported: "
+            f"there are {', '.join(PROBLEMS)}"
+        )
+    if config.heads % (config.kv_heads or config.heads):
+        raise UserError(f"kv-heads {config.kv_heads} don't divide heads {config.heads}")
+
+
+def _check_tensor_parallel(config, tp: int) -> None:
+    """Refuse a tp over which the heads, or the inner features of the MLPs, can't be cut."""
+    heads, kv_heads = config.heads, config.kv_heads or config.heads
+    fits = [n for n in range(1, min(heads, config.ffn_size) + 1) if _heads_fit(heads, kv_heads, n)]
+    if tp in fits:
+        return
+    if config.ffn_size < tp:
+        reason = f"exceeds ffn-size {config.ffn_size}"
+    elif kv_heads < heads:
+        reason = f"doesn't divide heads {heads} and kv-heads {kv_heads}"
+    else:
+        reason = f"doesn't divide heads {heads}"
+    raise UserError(f"tp {tp} {reason}: use tp {_any_of(fits)}")
+
+
+def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
+    """Return whether heads can be cut over tp: KV heads, with their queries, nearly evenly, or else
+    replicated evenly."""
+    return nearly_even(kv_heads, tp) if tp <= kv_heads else tp % kv_heads == 0 and heads % tp == 0
+
+
+def _any_of(numbers: list[int]) -> str:
+    """Write numbers as a choice: "1, 2 or 4"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,138 @@
+"""Which parameters of a model are trained: freezing by name, the agreement of all ranks on what is
+frozen, and the gradient buckets that fit."""
+
+import fnmatch
+import re
+
+from megazoo.errors import UserError
+from megazoo.parallel.buckets import GradientBuckets
+from megazoo.parallel.collectives import all_gather_objects
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import Entry
+
+
+class Freezing:
+    """The part of `Model` that knows what is frozen (`requires_grad_(False)`)."""
+
+    _buckets: GradientBuckets | None = None
+    # names of tied parameters that are frozen, once ranks agreed
+    _frozen_ties: set[str] | None = None
+
+    def trained_entries(self) -> list[Entry]:
+        """List this rank's parameters that are not frozen (`requires_grad_(False)`): those that
+        have gradients."""
+        return [entry for entry in self.entries() if entry.parameter.requires_grad]
+
+    def train_only(self, pattern: str) -> "Freezing":
+        """Freeze every parameter whose global name does not match the pattern; returns self.
+
+        pattern: a regular expression that is searched for in the names, such as "head|norm" or
+        "layers[.](10|11)[.]"; or, where it is none, a glob of whole names, such as "*norm*". Call
+        it before the optimizer is made. UserError, with the names there are, if it matches nothing
+        in the whole model.
+        """
+        trained = self._names_matching(pattern)
+        for entry in self.entries():
+            entry.parameter.requires_grad_(entry.name in trained)
+        return self
+
+    def freeze(self, pattern: str) -> "Freezing":
+        """Freeze the parameters whose global name matches the pattern, as in `train_only`; returns
+        self."""
+        frozen = self._names_matching(pattern)
+        for entry in self.entries():
+            if entry.name in frozen:
+                entry.parameter.requires_grad_(False)
+        return self
+
+    def _names_matching(self, pattern: str) -> set[str]:
+        """Find the parameters of the whole model, in whatever stage, whose names match."""
+        whole = self.on_meta(self.config, ParallelContext())
+        return names_matching(pattern, [entry.name for entry in whole.entries()])
+
+    def agree_on_frozen(self) -> None:
+        """Freeze on every rank what any rank has frozen its part or copy of; all ranks call it
+        together.
+
+        A tied parameter of which one stage's copy learned and the other's did not would be two.
+        AdamW calls it, and the first batch that is trained on. UserError if nothing is left to
+        train.
+        """
+        entries = list(self.entries())
+        frozen = {entry.name for entry in entries if not entry.parameter.requires_grad}
+        told = [(frozen, len(entries))]
+        if self.ctx.mesh is not None:
+            told = all_gather_objects(told[0], self.ctx)
+        if all(len(names) == count for names, count in told):
+            raise UserError("every parameter is frozen: there is nothing to train")
+        frozen = set().union(*(names for names, _ in told))
+        for entry in entries:
+            if entry.name in frozen:
+                entry.parameter.requires_grad_(False)
+        self._frozen_ties = self._tied_and_frozen()
+
+    def _tied_and_frozen(self) -> set[str]:
+        return {
+            entry.name
+            for entry in self.entries()
+            if len(entry.pp_ranks) > 1 and not entry.parameter.requires_grad
+        }
+
+    @property
+    def gradient_buckets(self) -> GradientBuckets:
+        """What sums the gradients over the replicas, made for the parameters that are not frozen;
+        see `fit_buckets`."""
+        return self._buckets or self.fit_buckets()
+
+    def fit_buckets(self) -> GradientBuckets:
+        """Make the gradient buckets anew if parameters were frozen or unfrozen since they were
+        made; returns them."""
+        entries = self.trained_entries()
+        if self._buckets is None or not self._buckets.are_of(entry.parameter for entry in entries):
+            late = {
+                entry.parameter
+                for entry in entries
+                if len(entry.pp_ranks) > 1 or entry.spec.has_partial_gradient(self.ctx)
+            }
+            buckets = GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
+            if self._buckets:
+                self._buckets.give_way_to(buckets)
+            self._buckets = buckets
+        return self._buckets
+
+    def buckets_to_train(self) -> GradientBuckets:
+        """Fit the gradient buckets, once all ranks agree on what is frozen."""
+        if self._frozen_ties is None:
+            self.agree_on_frozen()
+        if self._tied_and_frozen() != self._frozen_ties:
+            raise UserError(
+                "a tied parameter was frozen or unfrozen after training began: make a new "
+                "megazoo.optim.AdamW, or call model.agree_on_frozen() on every rank"
+            )
+        return self.fit_buckets()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free all gradients, or zero them in place."""
+        super().zero_grad(set_to_none)
+        if self._buckets:
+            self._buckets.forget()
+
+
+def names_matching(pattern: str, names: list[str]) -> set[str]:
+    """Return the names that have a regular expression in them, or that a glob fits whole; UserError
+    if there are none.
+
+    What is not a regular expression, as "*norm*", is a glob.
+    """
+    wrong = ""
+    try:
+        found = {name for name in names if re.search(pattern, name)}
+    except re.error as error:
+        found = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        wrong = f", and is no regular expression ({error})"
+    if not found:
+        kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names)
+        raise UserError(
+            f"the pattern {pattern!r} matches no parameter{wrong}; there are {', '.join(kinds)}"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Hugging Face's directories: the names of tensors, config.json, reading and writing."""

@@ -1,0 +1,206 @@
+"""A Hugging Face model directory, seen as the named global tensors of one of our models."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from megazoo.checkpoint.format import GENERATION, SIDECAR_FILES
+from megazoo.checkpoint.tensor_files import pieces_of_file
+from megazoo.checkpoint.writing import json_bytes
+from megazoo.errors import UserError
+from megazoo.files import json_object
+from megazoo.models.hugging_face.names import HFNames, hf_names
+from megazoo.models.registry import config_from_file
+from megazoo.models.source import ModelSource
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+LM_HEAD = "lm_head.weight"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class HuggingFaceDirectory(ModelSource):
+    """Reads boxes of global tensors from safetensors or .bin files, with or without an index.
+
+    path: the directory. config: our family's config; its head is tied only if the files' is.
+    Nothing but tensors is unpickled. Raises UserError for a model that is not supported, and for
+    missing and unexpected tensors, with their names.
+    """
+
+    def __init__(self, path: str | Path):
+        super().__init__(Path(path))
+        self.trainer = {}
+        self.config = config_from_file(self.path / CONFIG)
+        self._file_of = self._find_tensors()
+        if self.config.layers > len(self._file_of):
+            raise UserError(
+                f"{self.path} has {len(self._file_of)} tensors, "
+                f"but its {CONFIG} says {self.config.layers} layers"
+            )
+        self._names = self._match_names()
+        self._check_shapes()
+
+    @cached_property
+    def sidecar_files(self) -> dict[str, bytes]:
+        found = {
+            name: (self.path / name).read_bytes()
+            for name in SIDECAR_FILES
+            if (self.path / name).is_file()
+        }
+        return ({GENERATION: json_bytes(self.generation)} if self.generation else {}) | found
+
+    @property
+    def pad_token_id(self) -> int | None:
+        theirs = json.loads((self.path / CONFIG).read_text()).get("pad_token_id")
+        return super().pad_token_id if theirs is None else theirs
+
+    @cached_property
+    def generation(self) -> dict:
+        file = self.path / GENERATION
+        if file.is_file():
+            return json_object(file, file.read_bytes())
+        config = json.loads((self.path / CONFIG).read_text())  # its ids may stand there instead
+        return {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.files.dtype([(self._file_of[part], part) for part in self._names[name].names])
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file of weights."""
+        files = sorted(set(self._file_of.values()))
+        return {name: (self.path / name).stat().st_size for name in files}
+
+    def verify(self, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Read every file; UserError names the first that can't be read. There are no checksums to
+        compare.
+
+        progress: is called with the number of bytes that were just read.
+        """
+        for name in self.file_sizes():
+            for piece in pieces_of_file(self.path / name):
+                progress(len(piece))
+
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
+        transposed, first = self._names[name].transposed, 0
+        for part, rows in self._parts(name, spec):
+            there: Box = ((first, first + rows), *((0, size) for size in spec.shape[1:]))
+            shape = (rows, *spec.shape[1:])
+            for piece in pieces:
+                if shared := overlap(piece.box, there):
+                    box = ((shared[0][0] - first, shared[0][1] - first), *shared[1:])
+                    turned = (shape[::-1], box[::-1]) if transposed else (shape, box)
+                    values = self.files.box(self._file_of[part], part, *turned)
+                    destination[piece.index(shared)] = values.T if transposed else values
+            first += rows
+
+    def _parts(self, name: str, spec: ParameterSpec) -> list[tuple[str, int]]:
+        """Return the names of their tensors that are one of ours, and how many rows each has."""
+        names = self._names[name].names
+        counts = spec.shard.parts if len(names) > 1 else (spec.shape[0],)
+        return list(zip(names, counts, strict=True))
+
+    def _check_shapes(self) -> None:
+        for name, spec in self.specs.items():
+            transposed = self._names[name].transposed
+            for part, rows in self._parts(name, spec):
+                shape = (rows, *spec.shape[1:])
+                self.files.check_shape(
+                    self._file_of[part], part, shape[::-1] if transposed else shape
+                )
+
+    def _find_tensors(self) -> dict[str, str]:
+        """Return the file of each tensor, by its Hugging Face name."""
+        for file in WEIGHTS:
+            index = self.path / f"{file}.index.json"
+            if (self.path / file).is_file():
+                return dict.fromkeys(self.files.names(file), file)
+            if index.is_file():
+                return self._read_index(index)
+        raise UserError(
+            f"{self.path} has no weights: there is none of {', '.join(WEIGHTS)}, "
+            "nor an index of one"
+        )
+
+    def _read_index(self, index: Path) -> dict[str, str]:
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            file_of = {str(name): str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{index} can't be read: {error!r}") from error
+        for file in sorted(set(file_of.values())):
+            if Path(file).name != file:
+                raise UserError(f"{index} names a file outside its directory: {file}")
+            placed = {name for name, where in file_of.items() if where == file}
+            missing = placed - self.files.names(file)
+            if missing:
+                raise UserError(
+                    f"{self.path / file} lacks {_some(missing)}, which the index places there"
+                )
+        return file_of
+
+    def _match_names(self) -> dict[str, HFNames]:
+        """Return the Hugging Face names of each tensor of ours; UserError for what is missing or
+        left over.
+
+        A backbone is saved without the prefix. A tied head may be there, or the head instead of the
+        embedding; one that differs from the embedding makes the config untied, as in transformers.
+        """
+        names, prefix = set(self._file_of), self.model.HUGGING_FACE_PREFIX
+        bare = not any(name.startswith(prefix) for name in names)
+
+        def names_of(name: str) -> HFNames:
+            theirs = hf_names(self.model, name)
+            parts = (part.removeprefix(prefix) if bare else part for part in theirs.names)
+            return HFNames(*parts, transposed=theirs.transposed)
+
+        has_tied_head = getattr(self.config, "tie_embeddings", False) and LM_HEAD in names
+        if has_tied_head:
+            (embedding,) = names_of("embedding.weight").names
+            if embedding in names and not self._equal(embedding, LM_HEAD):
+                self.config = dataclasses.replace(self.config, tie_embeddings=False)
+                has_tied_head = False
+        matched = {name: names_of(name) for name in self.specs}
+        if has_tied_head and embedding not in names:
+            matched["embedding.weight"] = HFNames(LM_HEAD)
+        wanted = {part for theirs in matched.values() for part in theirs.names}
+        self._check_complete(wanted, optional={LM_HEAD} if has_tied_head else set())
+        return matched
+
+    def _check_complete(self, wanted: set[str], optional: set[str]) -> None:
+        """Raise UserError if a tensor is missing, or there is one that is neither wanted nor
+        optional, nor a buffer that older versions of transformers wrote."""
+        names, legacy = set(self._file_of), self.model.HUGGING_FACE_LEGACY
+        extra = {name for name in names - wanted - optional if not re.fullmatch(legacy, name)}
+        problems = []
+        if wanted - names:
+            problems.append(f"lacks {_some(wanted - names)}")
+        if extra:
+            problems.append(f"has the unexpected {_some(extra)}")
+        if problems:
+            raise UserError(
+                f"{self.path} {' and '.join(problems)}: "
+                f"it is not a {self.model.__name__} of its config.json"
+            )
+
+    def _equal(self, *names: str) -> bool:
+        """Whether two of their tensors have the same values."""
+        whole = []
+        for name in names:
+            place = (self._file_of[name], name)
+            shape = self.files.shape(*place)
+            whole.append(self.files.box(*place, shape, tuple((0, size) for size in shape)))
+        return torch.equal(*whole)
+
+
+def _some(names: set[str], shown: int = 5) -> str:
+    """Name a few of many."""
+    first = ", ".join(sorted(names)[:shown])
+    return first if len(names) <= shown else f"{first} and {len(names) - shown} more"

@@ -1,0 +1,148 @@
+"""From any source of named tensors to a Hugging Face directory, one tensor at a time."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from megazoo.checkpoint.directories import check_replaceable, new_directory
+from megazoo.checkpoint.writing import (
+    BytesWritten,
+    LazyTensor,
+    write_atomically,
+    write_json,
+    write_safetensors,
+)
+from megazoo.errors import UserError
+from megazoo.files import in_threads
+from megazoo.models.hugging_face.directory import CONFIG, TOKEN_IDS
+from megazoo.models.hugging_face.names import hf_names
+from megazoo.models.source import ModelSource
+from megazoo.parallel.shard import ParameterSpec, Piece
+
+
+def write_hugging_face(
+    source: ModelSource,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    progress: BytesWritten = lambda _: None,
+) -> None:
+    """Write a complete Hugging Face model directory.
+
+    dtype: as stored, by default. max_shard_size: the largest file, in bytes or as "5GB".
+    UserError if transformers' model can't represent the config, with the field that it lacks.
+    """
+    limit, config = parse_size(max_shard_size), hugging_face_config(source.config)
+    check_replaceable(directory, overwrite)
+    tensors = _hf_tensors(source, dtype, progress)
+    # Without these, transformers assumes the ids of its own models.
+    config = {name: source.generation.get(name) for name in TOKEN_IDS} | config
+    config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    with new_directory(directory) as staging:
+        write_json(staging / CONFIG, config)
+        for name, data in source.sidecar_files.items():
+            write_atomically(staging / name, data)
+        _write_weights(staging, _cut_into_files(tensors, limit))
+
+
+def hugging_face_config(config) -> dict:
+    """Return what config.json says of a config of ours. UserError if transformers' model can't
+    represent it."""
+    if not hasattr(config, "to_hugging_face"):
+        raise UserError(
+            f"{type(config).__name__} has no table of Hugging Face's names: "
+            "it can't be written as such"
+        )
+    return config.to_hugging_face()
+
+
+def parse_size(text: str | int) -> int:
+    """Return the bytes of "5GB", "200MB", "1GiB" or a number."""
+    text = str(text)
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    units |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+    number = text.strip().rstrip("KMGTIBkmgtib ")
+    unit = text.strip()[len(number) :].strip().upper()
+    try:
+        size = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise UserError(f"{text!r} is not a size such as 5GB or 200MB")
+    return size
+
+
+def _hf_tensors(
+    source: ModelSource, dtype: torch.dtype | None, progress: BytesWritten
+) -> dict[str, LazyTensor]:
+    """Return Hugging Face's tensors by their names, to be read while they are written."""
+    tensors = {}
+    for name, spec in source.specs.items():
+        theirs, first = hf_names(source.model, name), 0
+        counts = spec.shard.parts if len(theirs.names) > 1 else spec.shape[:1]
+        kind = dtype or source.dtype_of(name)
+        for hf_name, count in zip(theirs.names, counts, strict=True):
+            rows = (first, count)
+            tensors[hf_name] = _lazy_rows(
+                source, name, spec, rows, kind, theirs.transposed, progress
+            )
+            first += count
+    return tensors
+
+
+def _lazy_rows(
+    source: ModelSource,
+    name: str,
+    spec: ParameterSpec,
+    wanted: tuple[int, int],
+    dtype: torch.dtype,
+    transposed: bool,
+    progress: BytesWritten,
+) -> LazyTensor:
+    """Return rows of one of our tensors, (first, count), as one of Hugging Face's."""
+    first, count = wanted
+    shape = (count, *spec.shape[1:])[:: -1 if transposed else 1]
+
+    def fill(rows: torch.Tensor, start: int) -> None:
+        ours = rows.T if transposed else rows
+        begin = (first, start) if transposed else (first + start, *(0 for _ in shape[1:]))
+        box = tuple((low, low + size) for low, size in zip(begin, ours.shape, strict=True))
+        source.read_pieces(name, ours, spec, [Piece(box, (0,) * len(box))])
+        progress(rows.nbytes)
+
+    return LazyTensor(shape, dtype, fill)
+
+
+def _cut_into_files(tensors: dict[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
+    """Share out the tensors to files of at most `limit` bytes, or of one tensor."""
+    files, size = [{}], 0
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > limit:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    return files
+
+
+def _write_weights(directory: Path, files: list[dict[str, LazyTensor]]) -> None:
+    """Write the weights, under the names that transformers expects; of several files an index."""
+    if len(files) == 1:
+        write_safetensors(directory / "model.safetensors", files[0])
+        return
+    count = len(files)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    in_threads(
+        lambda index: write_safetensors(directory / names[index], files[index]), range(count)
+    )
+    tensors = [tensor for file in files for tensor in file.values()]
+    totals = {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+    }
+    file_of = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
+    index = {"metadata": totals, "weight_map": dict(sorted(file_of.items()))}
+    write_json(directory / "model.safetensors.index.json", index)

@@ -1,0 +1,76 @@
+"""LLaMA in Hugging Face's files: the names of its tensors, and the fields of its config.json."""
+
+from typing import Any
+
+from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
+from megazoo.models.hugging_face.names import HFNames
+
+PREFIX = "model."
+LEGACY = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # a buffer in older files
+NAMES = {
+    "embedding": HFNames("model.embed_tokens"),
+    "layers.{}.attention_norm": HFNames("model.layers.{}.input_layernorm"),
+    "layers.{}.attention.qkv": HFNames(
+        "model.layers.{}.self_attn.q_proj",
+        "model.layers.{}.self_attn.k_proj",
+        "model.layers.{}.self_attn.v_proj",
+    ),
+    "layers.{}.attention.output": HFNames("model.layers.{}.self_attn.o_proj"),
+    "layers.{}.mlp_norm": HFNames("model.layers.{}.post_attention_layernorm"),
+    "layers.{}.mlp.gate_up": HFNames(
+        "model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"
+    ),
+    "layers.{}.mlp.down": HFNames("model.layers.{}.mlp.down_proj"),
+    "norm": HFNames("model.norm"),
+    "head": HFNames("lm_head"),
+    "score": HFNames("score"),
+}
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_positions",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "intermediate_size": "ffn_size",
+    "hidden_act": "activation",
+    "rms_norm_eps": "norm_epsilon",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    "attention_dropout": "attention_dropout",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
+    """Return the values of a LlamaConfig. defaults: its class. UserError for what is not
+    supported."""
+    fields.only("partial_rotary_factor", 1.0)
+    theta, scaling = _read_rotary(fields, defaults.rope_theta)
+    values = fields.renamed(FIELDS, defaults)
+    if values["head_size"] * values["heads"] == values["hidden_size"]:
+        values["head_size"] = 0
+    return {**values, **fields.head(), "rope_theta": theta, "rope_scaling": scaling}
+
+
+def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | None]:
+    """Return the base of the rotary positions and how they are scaled, if they are."""
+    theta, rope = fields.take("rope_theta", default), fields.nested("rope_parameters")
+    if "rope_scaling" in fields.values:  # the older form replaces the newer one
+        rope = fields.nested("rope_scaling")
+    older_type = rope.take("type", "default")
+    kind, theta = rope.take("rope_type", older_type), rope.take("rope_theta", float(theta))
+    rope.only("partial_rotary_factor", 1.0)
+    return theta, {"rope_type": kind, **rope.values} if kind != "default" else None
+
+
+def write_config(config) -> dict[str, Any]:
+    """Return what config.json says of a LlamaConfig."""
+    values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    values["head_dim"] = config.head_size or config.hidden_size // config.heads
+    values["rms_norm_eps"] = float(config.norm_epsilon)
+    scaling = config.rope_scaling or {}
+    rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
+    head = head_to_hugging_face(config, "LlamaForCausalLM")
+    return {**head, "model_type": "llama", **values, "rope_parameters": rope}

@@ -1,0 +1,197 @@
+"""Models from checkpoints and Hugging Face directories, and back: what users call."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megazoo.checkpoint.directories import remove, replace_directory
+from megazoo.checkpoint.places import MANIFEST, NoCheckpoint, find_checkpoint
+from megazoo.checkpoint.saving import saving_together
+from megazoo.checkpoint.shards import files_of_rank, write_manifest, write_rank
+from megazoo.errors import UserError
+from megazoo.models.hugging_face.directory import CONFIG, HuggingFaceDirectory
+from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_hugging_face
+from megazoo.models.registry import GIVE_A_DIRECTORY, presets
+from megazoo.models.source import ModelSource, SavedModel
+from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.module import initialize
+from megazoo.parallel.random import derive_seed
+
+CLASSIFIER_HEAD = "score.weight"
+
+
+def open_source(path: str | Path) -> ModelSource:
+    """Open a checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError
+    if it is neither."""
+    path = Path(path)
+    if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
+        return HuggingFaceDirectory(path)
+    try:
+        return SavedModel(find_checkpoint(path))
+    except NoCheckpoint as error:
+        missing = f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
+        raise UserError(missing) from None
+
+
+def from_pretrained(
+    path: str | Path,
+    ctx: ParallelContext | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    num_labels: int | None = None,
+    pad_token_id: int | None = None,
+) -> "Model":  # noqa: F821
+    """Build this rank's part of a model that is on disk; each rank reads only what it owns,
+    straight into its parameters.
+
+    path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by
+    default. dtype: as it is stored, by default. seed: of the dropout. num_labels: make a classifier
+    of sequences of it; the head of a language model gives way to one that is drawn from the seed.
+    pad_token_id: of such a classifier, if the files don't say it. Raises UserError, with what is
+    wrong, if it can't be read or cut; a name is never downloaded.
+    """
+    source = open_directory(path)
+    dtype = dtype or source.dtype_of(next(iter(source.specs)))
+    config = source.config
+    if num_labels is not None and num_labels != config.num_labels:
+        if config.num_labels:
+            raise UserError(
+                f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}"
+            )
+        pad = source.pad_token_id if pad_token_id is None else pad_token_id
+        config = replace(config, num_labels=num_labels, pad_token_id=pad)
+    model = source.model.empty(config, ctx or current_context(), dtype=dtype, seed=seed)
+    load_weights(source, model)
+    return model
+
+
+def from_parallelized(
+    path: str | Path | None = None,
+    ctx: ParallelContext | None = None,
+    *,
+    load_directory: str | Path | None = None,
+    **options,
+) -> "Model":  # noqa: F821
+    """Build this rank's part of a model that is on disk: `from_pretrained`, which reads checkpoints
+    of any layout, too.
+
+    load_directory: OSLO's name for path. options: as in `from_pretrained`.
+    """
+    directory = one_of("from_parallelized", path, "load_directory", load_directory)
+    return from_pretrained(directory, ctx, **options)
+
+
+def open_directory(path: str | Path) -> ModelSource:
+    """Open a directory that a user has named for its weights; UserError says what to do if there is
+    none."""
+    if isinstance(path, torch.nn.Module):
+        raise UserError(GIVE_A_DIRECTORY)
+    if not isinstance(path, str | Path):
+        raise UserError(
+            f"weights are read from a directory, not from {type(path).__name__}: "
+            "for random ones, megazoo.from_config"
+        )
+    if not Path(path).exists():
+        is_preset = str(path) in presets()
+        random = f"; for random weights call megazoo.from_config({str(path)!r}, ctx)"
+        raise UserError(
+            f"{path} is not a directory: there is no {Path(path).absolute()}; "
+            "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
+            f"{random if is_preset else ''}"
+        )
+    return open_source(path)
+
+
+def one_of(function: str, directory, name: str, named):
+    """Return the directory that a function was given, by position or by OSLO's name for it;
+    UserError for both."""
+    if (directory is None) == (named is None):
+        problem = "gets its directory twice" if named is not None else "needs a directory"
+        raise UserError(
+            f"{function} {problem}: give {function}(DIRECTORY) or {function}({name}=DIRECTORY)"
+        )
+    return named if directory is None else directory
+
+
+def load_weights(source: ModelSource, model) -> None:
+    """Fill this rank's parameters from an open source; its sidecar files travel on.
+
+    A classifier takes a language model's weights, too; its head is then drawn from the model's
+    seed. UserError if the weights are another model's.
+    """
+    entries = list(model.entries())
+    if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
+        new = next((entry for entry in entries if entry.name == CLASSIFIER_HEAD), None)
+        if new:
+            initialize(new.parameter, new.spec, model.ctx, derive_seed(model.seed, new.name))
+            entries.remove(new)
+    specs = source.specs
+    other = [
+        entry.name
+        for entry in entries
+        if entry.name in specs and specs[entry.name].shape != entry.spec.shape
+    ]
+    other += [entry.name for entry in entries if entry.name not in specs]
+    if type(model) is not source.model or other:
+        reason = f"its {other[0]} is another" if other else f"it is a {source.model.__name__}"
+        raise UserError(f"{source.path} is not of this {type(model).__name__}: {reason}")
+    for entry in entries:
+        source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
+    model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
+    model.generation = source.generation
+
+
+def save_parallelized(
+    model,
+    directory: str | Path | None = None,
+    *,
+    save_directory: str | Path | None = None,
+    merge_checkpoints: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a model from all ranks together, in place of what megazoo wrote there before.
+
+    save_directory: OSLO's name for directory. The files: shards, one for each (tp, pp) rank; or
+    with merge_checkpoints a Hugging Face directory, in files of max_shard_size at most (bytes, or
+    as "5GB"). Raises UserError on every rank if one fails.
+    """
+    directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
+    ctx = model.ctx
+    ctx.require_ranks()
+    shards = directory.parent / f".{directory.name}.shards" if merge_checkpoints else directory
+    staging = shards.parent / f".{shards.name}.writing"
+
+    def begin() -> None:
+        if merge_checkpoints:
+            hugging_face_config(model.config)  # raises before anything is written
+            parse_size(max_shard_size)
+        _check_ours(directory)
+        remove(staging)
+        staging.mkdir(parents=True)
+
+    def complete() -> None:
+        write_manifest(staging, model.family, model.config, ctx, written, {}, model.sidecar_files)
+        with replace_directory(staging, shards):
+            pass
+        if merge_checkpoints:
+            write_hugging_face(
+                SavedModel(shards), directory, max_shard_size=max_shard_size, overwrite=True
+            )
+            remove(shards)
+
+    with saving_together(directory, staging, ctx) as run_together:
+        run_together(begin, only_rank_zero=True)
+        files = files_of_rank(model, lambda entry: entry.parameter, None)
+        written = run_together(lambda: write_rank(staging, files, ctx))
+        run_together(complete, only_rank_zero=True)
+
+
+def _check_ours(directory: Path) -> None:
+    """Raise UserError if a directory would be replaced that megazoo didn't write."""
+    if not directory.is_dir() or not any(directory.iterdir()) or (directory / MANIFEST).is_file():
+        return
+    weights = sorted(directory.glob("model*.safetensors"))
+    if not weights or b'"writer":"megazoo"' not in weights[0].read_bytes()[:1000]:
+        raise UserError(f"{directory} is not empty, and not of megazoo's writing: choose another")

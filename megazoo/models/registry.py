@@ -1,0 +1,176 @@
+"""The families of models by name, and the configs that names and files stand for."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import torch
+
+from megazoo.errors import UserError, nearest
+from megazoo.files import json_object, read_bytes
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.parallel.context import ParallelContext, current_context
+
+# What to do with a model object, which can't be cut.
+GIVE_A_DIRECTORY = (
+    "a model object can't be cut: save it with its save_pretrained(DIRECTORY), then give that "
+    "directory to megazoo.from_pretrained or megazoo.initialize"
+)
+FAMILIES: dict[str, type] = {}  # those of the zoo enter themselves, as others may: see `register`
+
+
+def register(name: str):
+    """Class decorator: make a model of your own known as `name`, to --model, presets and
+    checkpoints.
+
+    The class is a `Model` with a frozen dataclass Config and `presets`, of which one is called
+    `name-tiny`. Raises UserError if the name, a preset's name or the Config is another family's, or
+    a preset is of another Config: a config alone says which model is built of it.
+    """
+
+    def add(model: type) -> type:
+        others = {family: other for family, other in FAMILIES.items() if family != name}
+        _check_names(name, model, others)
+        _check_config(name, model, others)
+        FAMILIES[name] = model
+        model.family = name
+        return model
+
+    return add
+
+
+def _check_names(name: str, model: type, others: dict[str, type]) -> None:
+    """Refuse names that another family has, and presets of which none is the tiny one."""
+    taken = {known for family, other in others.items() for known in (family, *other.presets)}
+    clash = taken & {name, *model.presets}
+    if clash:
+        raise UserError(f"{min(clash)!r} is taken: choose another name for the model or its preset")
+    if f"{name}-tiny" not in model.presets:
+        raise UserError(f"the model {name} needs a preset {name}-tiny")
+
+
+def _check_config(name: str, model: type, others: dict[str, type]) -> None:
+    """Refuse a Config that another family has, and presets of another Config."""
+    for family, other in others.items():
+        if other.Config is model.Config:
+            raise UserError(
+                f"{model.Config.__name__} is the Config of {family}: give {name} a Config of its "
+                "own, a frozen dataclass that may inherit from it"
+            )
+    for preset, config in model.presets.items():
+        if type(config) is not model.Config:
+            raise UserError(
+                f"the preset {preset} is a {type(config).__name__}: make it a "
+                f"{model.Config.__name__}, the Config of {name}"
+            )
+
+
+def family_of(config) -> str:
+    """Return the name of the family that a config object belongs to."""
+    return next(name for name, model in FAMILIES.items() if type(config) is model.Config)
+
+
+def presets() -> dict:
+    """Return the config of every preset by its name, and under each family's name that of its tiny
+    preset."""
+    known = {}
+    for model in FAMILIES.values():
+        known |= model.presets
+    return known | {family: model.presets[f"{family}-tiny"] for family, model in FAMILIES.items()}
+
+
+def find_config(what):
+    """Return the config that a name, a file or an object says: see `from_config`. UserError names
+    the nearest name."""
+    if isinstance(what, torch.nn.Module):
+        raise UserError(GIVE_A_DIRECTORY)
+    if isinstance(what, str | Path):
+        name, known = str(what), presets()
+        if name.endswith((".json", ".toml")):
+            return config_from_file(Path(name))
+        if name not in known:
+            raise UserError(
+                f"unknown model or preset {name!r}{nearest(name, known)}; "
+                f"there are {', '.join(known)}"
+            )
+        return known[name]
+    if hasattr(what, "model_type") and hasattr(what, "to_dict") and not isinstance(what, type):
+        # a config object of transformers
+        return config_from_hugging_face(what.to_dict())
+    if not any(type(what) is model.Config for model in FAMILIES.values()):
+        raise UserError(
+            f"{type(what).__name__} is no config: give a preset's name, a config object, or a "
+            "config file"
+        )
+    return what
+
+
+def config_from_dict(family: str, values: dict):
+    """Return a family's config from the dictionary that `dataclasses.asdict` made of it."""
+    if family not in FAMILIES:
+        raise UserError(
+            f"unknown model family {family!r}{nearest(family, FAMILIES)}; "
+            f"there are {', '.join(FAMILIES)}"
+        )
+    cls = FAMILIES[family].Config
+    unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
+    if unknown:
+        raise UserError(f"unknown {family} setting {min(unknown)!r}")
+    return cls(**values)
+
+
+def config_from_file(path: Path):
+    """Read a config from Hugging Face's config.json, or from JSON or TOML with our names: model =
+    "llama", layers = 2 ..."""
+    data = read_bytes(path)
+    try:
+        values = tomllib.loads(data.decode()) if path.suffix == ".toml" else json_object(path, data)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path} can't be read: {error}") from error
+    if not {"model", "model_type"} & values.keys():
+        raise UserError(f"{path} says neither model_type (Hugging Face's name) nor model (ours)")
+    try:
+        if "model_type" in values:
+            return config_from_hugging_face(values)
+        return config_from_dict(values.pop("model"), values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def config_from_hugging_face(values: dict):
+    """Return a family's config from the dictionary that Hugging Face's config.json holds.
+
+    UserError names a field that changes the mathematics and is not supported, with its value.
+    """
+    family = values["model_type"]
+    known = {name for name, model in FAMILIES.items() if hasattr(model.Config, "from_hugging_face")}
+    if family not in known:
+        raise UserError(
+            f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}"
+        )
+    fields = ConfigReader(values)
+    config = FAMILIES[family].Config.from_hugging_face(fields)
+    fields.finish()
+    one_layer = dataclasses.replace(config, layers=min(config.layers, 1))
+    FAMILIES[family].on_meta(one_layer, ParallelContext())  # refuses what the layers don't know
+    return config
+
+
+def from_config(
+    config, ctx: ParallelContext | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> "Model":  # noqa: F821
+    """Build this rank's part of a model with initial weights that depend on the seed alone, not on
+    the layout.
+
+    config: a preset's name, a family's name (its tiny preset), a family's config object, one of
+        transformers, or the path of a config file: Hugging Face's config.json, or JSON or TOML with
+        our names.
+    ctx: the parallel context; the ambient one by default. Returns an nn.Module on ctx.device.
+    Errors: UserError for an unknown name, or a model that the layout can't cut.
+    """
+    config = find_config(config)
+    return FAMILIES[family_of(config)].build(
+        config, ctx or current_context(), dtype=dtype, seed=seed
+    )

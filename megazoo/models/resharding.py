@@ -1,0 +1,78 @@
+"""From any source of named tensors to shards of any layout, one tensor at a time."""
+
+from pathlib import Path
+
+import torch
+
+from megazoo.checkpoint.directories import check_replaceable, new_directory
+from megazoo.checkpoint.shards import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.writing import BytesWritten, LazyTensor
+from megazoo.files import in_threads
+from megazoo.models.source import ModelSource
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import Entry
+from megazoo.parallel.shard import ParameterSpec
+
+
+def write_shards(
+    source: ModelSource,
+    directory: Path,
+    tp: int,
+    pp: int,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    progress: BytesWritten = lambda _: None,
+) -> None:
+    """Write all that `source` holds, optimizer state too, as shards for tp x pp.
+
+    dtype: of the weights; as stored, by default.
+    """
+    config, family = source.config, source.model
+    family.check(config, tp, pp)
+    check_replaceable(directory, overwrite)
+
+    def write(rank: int) -> dict:
+        ctx = ParallelContext.virtual(tp, pp, rank=rank)
+
+        def weight_of(entry: Entry) -> LazyTensor:
+            stored = source.dtype_of(entry.name)
+            return _lazy_shard(source, entry.name, entry.spec, ctx, dtype or stored, progress)
+
+        def states_of(entry: Entry, _writer: int) -> dict[str, LazyTensor]:
+            states = {}
+            for state in source.states_of(entry.name):
+                name = f"{entry.name}.{state}"
+                stored = source.dtype_of(name)
+                states[state] = _lazy_shard(source, name, entry.spec, ctx, stored, progress)
+            return states
+
+        model = family.on_meta(config, ctx)
+        files = files_of_rank(model, weight_of, states_of if source.has_states else None)
+        return write_rank(staging, files, ctx)
+
+    with new_directory(directory) as staging:
+        written = in_threads(write, range(tp * pp))
+        layout = ParallelContext.virtual(tp, pp)
+        write_manifest(
+            staging, family.family, config, layout, written, source.trainer, source.sidecar_files
+        )
+
+
+def _lazy_shard(
+    source: ModelSource,
+    name: str,
+    spec: ParameterSpec,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+    progress: BytesWritten,
+) -> LazyTensor:
+    """Return a rank's part of a global tensor, to be read while it is written."""
+    owned = spec.pieces(ctx.tp_size, ctx.tp_rank)
+
+    def fill(rows: torch.Tensor, start: int) -> None:
+        pieces = [part for piece in owned if (part := piece.in_rows(start, start + len(rows)))]
+        source.read_pieces(name, rows, spec, pieces)
+        progress(rows.nbytes)
+
+    return LazyTensor(spec.local_shape(ctx.tp_size, ctx.tp_rank), dtype, fill)

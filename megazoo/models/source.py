@@ -1,0 +1,82 @@
+"""A model on disk: named global tensors, and the config that says what they are."""
+
+import math
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from megazoo.checkpoint.reader import Checkpoint
+from megazoo.checkpoint.source import TensorSource
+from megazoo.errors import UserError
+from megazoo.models.registry import FAMILIES, config_from_dict, family_of
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import ParameterSpec
+from megazoo.tokenizer import has_tokenizer
+
+
+class ModelSource(TensorSource):
+    """Tensors on disk of which a config says what they are.
+
+    config: the family's. What is opened is consistent: every tensor is there in the shape that the
+    config says, in files that are large enough for it.
+    """
+
+    config: object
+
+    @property
+    def model(self) -> type:
+        """The family's class."""
+        return FAMILIES[family_of(self.config)]
+
+    @cached_property
+    def specs(self) -> dict[str, ParameterSpec]:
+        """The shape and cut of every weight, by its global name."""
+        model = self.model.on_meta(self.config, ParallelContext())
+        return {entry.name: entry.spec for entry in model.entries()}
+
+    @property
+    def tokenizer(self) -> str | None:
+        """What opens its tokenizer: its own directory, if the files are there, or what it was
+        trained with."""
+        if has_tokenizer(self.path):
+            return str(self.path)
+        return self.trainer.get("settings", {}).get("tokenizer")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """What pads a row, if anything says so."""
+        ours = getattr(self.config, "pad_token_id", None)
+        return self.generation.get("pad_token_id") if ours is None else ours
+
+    def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of the weights, in dtype or as stored."""
+        return sum(
+            math.prod(spec.shape) * (dtype or self.dtype_of(name)).itemsize
+            for name, spec in self.specs.items()
+        )
+
+    def total_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of the weights, and of the optimizer state if there is one."""
+        return self.weight_bytes(dtype) + sum(
+            math.prod(spec.shape) * self.dtype_of(f"{name}.{state}").itemsize
+            for name, spec in self.specs.items()
+            for state in self.states_of(name)
+        )
+
+
+class SavedModel(ModelSource, Checkpoint):
+    """A checkpoint whose config is one of a known family. UserError if its tensors are not what the
+    config says."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.config = config_from_dict(self.family, self.values)
+        if self.config.layers > len(self.tensors):
+            raise UserError(
+                f"{self.path} has {len(self.tensors)} tensors for {self.config.layers} layers"
+            )
+        for name, spec in self.specs.items():
+            self.check_shape(name, spec)
+        if self.total_bytes() > sum(self.file_sizes().values()):
+            raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")

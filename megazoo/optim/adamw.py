@@ -1,0 +1,202 @@
+"""AdamW over this rank's part of a model, with clipping by the global gradient norm."""
+
+import torch
+
+from megazoo.errors import UserError
+from megazoo.optim.base import ModelOptimizer
+from megazoo.optim.clip import check_model, element_range, global_norm
+from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.buckets import GradientBuckets
+from megazoo.parallel.collectives import all_reduce_over, gather_ranges
+from megazoo.parallel.failure import together
+from megazoo.parallel.module import Entry
+from megazoo.torch_internals import fused_adamw
+
+MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"  # states, in checkpoints by these names
+
+
+class AdamW(ModelOptimizer):
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused, on the device of the
+    parameters.
+
+    Every rank makes it, together with the others.
+
+    Args:
+        model: its parameters are trained, but for those that are frozen (`requires_grad_(False)`)
+            by now.
+        lr: step size; assign to `opt.lr` to change it. betas, eps: as in Adam.
+        weight_decay: on parameters of two and more dimensions; biases and norms have none.
+        clip_grad: largest global gradient norm; 0 turns clipping off.
+        zero: 1 shares the state and the update among the replicas (ZeRO-1): each has 1 / dp of
+            every bucket of parameters. `train_batch` then leaves in .grad the sum over the replicas
+            for this one's share only.
+        offload: keep the state on the CPU, and make the update there.
+
+    For a float16 model it makes a loss scale, which `train_batch` applies and takes out again; a
+    step whose gradients overflowed on any rank is skipped on all: `skipped` says so, and step
+    returns inf. loss_scale: one to use instead.
+
+    The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]` of
+    this rank's part of it, flattened; for one of lower precision, or that is offloaded, also
+    `master`, the fp32 weights that are updated and then rounded into it: most steps are smaller
+    than its precision. A frozen parameter has none.
+
+    To torch's learning-rate schedulers it is an optimizer with two `param_groups`, with decay and
+    without; what a group says of lr, betas, eps and weight_decay holds.
+    """
+
+    def __init__(
+        self,
+        model,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        clip_grad: float = 1.0,
+        *,
+        zero: int = 0,
+        offload: bool = False,
+        loss_scale: LossScale | None = None,
+    ):
+        check_model(model, "AdamW(model, lr=...)")
+        if zero not in (0, 1):
+            raise UserError(f"zero {zero} is neither 0 nor 1")
+        self.model, self.ctx, self.clip_grad = model, model.ctx, clip_grad
+        if model.dtype == torch.float16:
+            model.loss_scale = loss_scale or LossScale()
+        self.loss_scale, self.skipped = model.loss_scale, False
+        self.device = torch.device("cpu") if offload else self.ctx.device
+        model.agree_on_frozen()
+        self.entries = model.trained_entries()
+        self.replicas = self.ctx.gradient_axis
+        self.sharded = bool(zero) and self.replicas.size > 1
+        self.buckets: GradientBuckets = model.fit_buckets()
+        self.buckets.sharded = self.sharded
+        self.ranges = {
+            entry.name: self.range_of(entry, self.replicas.rank) for entry in self.entries
+        }
+        self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        matrices = [entry for entry in self.entries if entry.parameter.dim() > 1]
+        vectors = [entry for entry in self.entries if entry.parameter.dim() <= 1]
+        self.param_groups = [self._group(matrices, weight_decay), self._group(vectors, 0.0)]
+        self.state = {entry.name: self._new_state(entry, offload) for entry in self.entries}
+        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
+
+    @together
+    @torch.no_grad()
+    def step(self, closure: None = None) -> torch.Tensor:
+        """Clip, then update every parameter from its .grad; returns the global norm before
+        clipping, fp32.
+
+        closure: None, as torch's callers give it. UserError if the gradients are not whole yet; or
+        if, since this optimizer was made, parameters were frozen or unfrozen, or another one was
+        made with another `zero`.
+        """
+        if closure is not None:
+            raise UserError("AdamW takes no closure: run backward before the step")
+        self._check_gradients()
+        if self.loss_scale:
+            self.skipped = self._overflowed()
+            self.loss_scale.update(self.skipped)
+            if self.skipped:
+                return torch.tensor(torch.inf)
+        norm = global_norm(self.entries, self.buckets)
+        self.steps += 1
+        # The fused kernel divides the gradients by grad_scale: clipping needs no pass of its own.
+        clips = self.clip_grad > 0 and norm > self.clip_grad
+        scale = ((norm + 1e-6) / self.clip_grad).to(self.device) if clips else None
+        by_name = {entry.name: entry for entry in self.entries}
+        for group in self.param_groups:
+            entries = [by_name[name] for name in group["names"]]
+            entries = [entry for entry in entries if entry.parameter.grad is not None]
+            if entries:
+                self._update(entries, group, scale)
+        if self.sharded:
+            self.buckets.gather()
+        return norm
+
+    def range_of(self, entry: Entry, replica: int) -> tuple[int, int]:
+        """Return which elements of a parameter, flattened, a replica has the state of: (first, last
+        + 1)."""
+        return element_range(entry, self.buckets, replica)
+
+    def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
+        """Return a parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others
+        must call it, too.
+
+        A frozen parameter has none: the dictionary is then empty.
+        """
+        states = {}
+        for name, tensor in self.state.get(entry.name, {}).items():
+            if name == MASTER and entry.parameter.dtype == torch.float32:
+                continue  # the parameter itself, on the CPU
+            if self.sharded:
+                ranges = [self.range_of(entry, rank) for rank in range(self.replicas.size)]
+                whole = tensor.new_empty(entry.parameter.numel())
+                whole[slice(*self.ranges[entry.name])] = tensor
+                gather_ranges(whole, ranges, writer, self.replicas.group)
+                tensor = whole
+            states[name] = tensor.view(entry.parameter.shape)
+        return states
+
+    def _group(self, entries: list[Entry], weight_decay: float) -> dict:
+        params, names = [e.parameter for e in entries], [e.name for e in entries]
+        return {"params": params, "names": names, **self.defaults, "weight_decay": weight_decay}
+
+    def _new_state(self, entry: Entry, offload: bool) -> dict[str, torch.Tensor]:
+        mine = self._mine(entry.parameter.detach(), entry)
+        pinned = offload and self.ctx.device.type == "cuda"
+        state = {
+            name: torch.zeros(
+                mine.shape, dtype=torch.float32, device=self.device, pin_memory=pinned
+            )
+            for name in MOMENTS
+        }
+        if offload or mine.dtype != torch.float32:
+            state[MASTER] = torch.empty_like(state[MOMENTS[0]]).copy_(mine)
+        return state
+
+    def _check_gradients(self) -> None:
+        """Raise UserError unless the gradients that are there are whole, and this optimizer's."""
+        self.buckets = self.model.fit_buckets()
+        if not self.buckets.are_of(entry.parameter for entry in self.entries):
+            raise UserError(
+                "parameters were frozen or unfrozen after AdamW was made: make a new one"
+            )
+        if self.buckets.sharded != self.sharded:
+            raise UserError(
+                "another AdamW was made for this model, with another zero: step that one"
+            )
+        self.buckets.check()
+
+    def _mine(self, tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """Return the elements of a tensor of the parameter's shape that this replica updates."""
+        return tensor.view(-1)[slice(*self.ranges[entry.name])]
+
+    def _overflowed(self) -> bool:
+        """Say whether a gradient on any rank is infinite or not a number."""
+        total = torch.zeros((), device=self.ctx.device)
+        for entry in self.entries:
+            if entry.parameter.grad is not None:
+                total += entry.parameter.grad.sum()
+        overflow = (~torch.isfinite(total)).float()
+        all_reduce_over(overflow, self.ctx.axes)
+        return bool(overflow)
+
+    def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:
+        """Update the elements that this replica has, by the settings of their group."""
+        mine = [self._mine(e.parameter, e) for e in entries]
+        fused_adamw(
+            [self.state[e.name].get(MASTER, part) for e, part in zip(entries, mine, strict=True)],
+            [self._mine(e.parameter.grad, e).to(self.device, torch.float32) for e in entries],
+            *([self.state[e.name][moment] for e in entries] for moment in MOMENTS),
+            [self.steps] * len(entries),
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=grad_scale,
+        )
+        for e, part in zip(entries, mine, strict=True):
+            if MASTER in self.state[e.name]:
+                part.copy_(self.state[e.name][MASTER])

@@ -1,0 +1,112 @@
+"""What an optimizer of a whole model has in common with torch's, and what it refuses of theirs."""
+
+import torch
+
+from megazoo.errors import UserError
+from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.buckets import GradientBuckets
+from megazoo.parallel.module import Entry
+
+
+class ModelOptimizer(torch.optim.Optimizer):
+    """An optimizer of this rank's part of a model, to torch's learning-rate schedulers like any
+    other.
+
+    A subclass sets: entries, the parameters that it trains; buckets, of their gradients;
+    param_groups, each with "names" beside its "params"; state, of each parameter by its name;
+    steps, how many were taken; loss_scale, if the model is of float16. torch's own constructor is
+    not called: it would import torch._dynamo (70 MB).
+    """
+
+    entries: list[Entry]
+    buckets: GradientBuckets
+    state: dict[str, dict[str, torch.Tensor]]
+    steps: torch.Tensor
+    loss_scale: LossScale | None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero every gradient in place; or, with set_to_none, which is torch's default, free it."""
+        for entry in self.entries:
+            if set_to_none:
+                entry.parameter.grad = None
+            elif entry.parameter.grad is not None:
+                entry.parameter.grad.zero_()
+        self.buckets.forget()
+
+    def state_dict(self) -> dict:
+        """Return this rank's state and settings, for a checkpoint of your own that is loaded in the
+        same layout.
+
+        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": names}],
+        "steps": ...}; tensors are not copied, as in torch. `megazoo.checkpoint.save` writes what
+        loads in any layout.
+        """
+        groups = [{**group, "params": group["names"]} for group in self.param_groups]
+        state = {"state": self.state, "param_groups": groups, "steps": int(self.steps.item())}
+        return {**state, "loss_scale": self.loss_scale.state()} if self.loss_scale else state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take what `state_dict` gave, of an optimizer of the same model and layout; UserError if
+        it is of another."""
+        if not {"state", "param_groups", "steps"} <= state_dict.keys():
+            kind = type(self).__name__
+            raise UserError(f"it is no state of {kind}: give what state_dict() returned")
+        state = state_dict["state"]
+        given, own = _shapes(state), _shapes(self.state)
+        if given != own:
+            different = (name for name in own if given[name] != own[name])
+            name = min((given.keys() ^ own.keys()) or different)
+            raise UserError(
+                f"the optimizer's state is of another model or layout: {name} differs; "
+                "a checkpoint of megazoo.checkpoint.save loads in any layout"
+            )
+        for name, tensors in state.items():
+            for key, tensor in tensors.items():
+                self.state[name][key].copy_(tensor)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            settings = {key: saved[key] for key in saved if key not in ("params", "names")}
+            group.update(settings)
+        self.steps.fill_(state_dict["steps"])
+        if self.loss_scale and "loss_scale" in state_dict:
+            self.loss_scale.load(state_dict["loss_scale"])
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Refuse: a model's parameters are all there."""
+        raise UserError(
+            f"{type(self).__name__} has all of a model's parameters from the start: "
+            "none can be added"
+        )
+
+    def __reduce_ex__(self, protocol):
+        raise UserError(
+            f"{type(self).__name__} can't be copied or pickled: it belongs to its model; "
+            "state_dict() gives its state"
+        )
+
+    def _refuse_hook(self, *_, **__) -> None:
+        """Refuse torch's hooks, which nothing here would call."""
+        raise UserError(
+            f"{type(self).__name__} calls no hooks: "
+            "do what is to be done before or after its step()"
+        )
+
+    register_step_pre_hook = register_step_post_hook = _refuse_hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
+
+def _shapes(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Size]]:
+    return {
+        name: {key: tensor.shape for key, tensor in tensors.items()}
+        for name, tensors in state.items()
+    }

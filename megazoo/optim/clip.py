@@ -1,0 +1,90 @@
+"""The global norm of the gradients, and clipping by it."""
+
+import torch
+from torch import nn
+
+from megazoo.errors import UserError
+from megazoo.parallel.buckets import GradientBuckets
+from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.failure import failing_together
+from megazoo.parallel.module import Entry
+
+
+@torch.no_grad()
+def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
+    """Scale the gradients so that the norm of the whole model's is at most max_norm; returns the
+    norm before, fp32.
+
+    For an optimizer of your own: `torch.nn.utils.clip_grad_norm_` would take the norm of this
+    rank's part alone. Every rank calls it, after `train_batch`, or after `sync_gradients` where the
+    backward was yours; megazoo's AdamW clips by itself. UserError if the gradients are not whole
+    yet.
+    """
+    check_model(model, "clip_grad_norm(model, max_norm)")
+    with failing_together(model.ctx):
+        buckets, entries = model.fit_buckets(), model.trained_entries()
+        buckets.check()
+        norm = global_norm(entries, buckets)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for entry in entries:
+        if entry.parameter.grad is not None:
+            entry.parameter.grad *= factor
+    return norm
+
+
+@torch.no_grad()
+def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
+    """Compute the 2-norm of the whole model's gradient, fp32: copies over tp or between tied stages
+    count once.
+
+    entries: those of this rank that are not frozen. Every rank calls it.
+    """
+    ctx = buckets.ctx
+    total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    for entry in entries:
+        if entry.parameter.grad is not None:
+            total += _counted_square_sum(entry, buckets)
+    shared_out = [ctx.gradient_axis] if buckets.sharded else []
+    all_reduce_over(total, [ctx.axis("tp"), ctx.axis("pp"), *shared_out])
+    return total.sqrt().float()
+
+
+def element_range(entry: Entry, buckets: GradientBuckets, replica: int) -> tuple[int, int]:
+    """Return of which elements of a parameter, flattened, a replica has the summed gradient:
+    (first, last + 1)."""
+    if not buckets.sharded:
+        return 0, entry.parameter.numel()
+    return buckets.range_of(entry.parameter, replica)
+
+
+def _counted_square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
+    """Sum the squares of the gradient's elements that this rank counts."""
+    gradient, pieces = entry.parameter.grad, entry.counted_pieces(buckets.ctx)
+    if not buckets.sharded:
+        return sum(square_sum(gradient[piece.index()]) for piece in pieces)
+    counted = torch.zeros(gradient.shape, dtype=torch.bool, device=gradient.device)
+    for piece in pieces:
+        counted[piece.index()] = True
+    mine = slice(*element_range(entry, buckets, buckets.ctx.gradient_axis.rank))
+    counted, gradient = counted.view(-1)[mine], gradient.view(-1)[mine]
+    return square_sum(gradient if counted.all() else gradient[counted])
+
+
+def square_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum the squares in float64: fp32 sums over 10 million elements are off by 4e-4.
+
+    On the CPU a piece at a time, each small enough for one thread: where the cores are busy, the
+    threads of a pool wait for one another longer than they compute.
+    """
+    pieces = (tensor,) if tensor.is_cuda else tensor.reshape(-1).split(1 << 15)
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    return torch.stack(norms).square().sum()
+
+
+def check_model(model, call: str) -> None:
+    """Raise UserError, with the right call, if what should be a model is not one: its parameters,
+    say."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"give a megazoo model, not its parameters: {call}")
+    if not hasattr(model, "trained_entries"):
+        raise UserError(f"give a megazoo model, not a {type(model).__name__}: {call}")

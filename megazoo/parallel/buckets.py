@@ -1,0 +1,310 @@
+"""Gradients in contiguous fp32 buckets, summed over the replicas while backward still runs.
+
+`GradientBuckets` sums them, shares the sums out under ZeRO-1, and knows whether a step may take
+them; the hook on torch's own optimizers, at the end, asks it.
+"""
+
+import weakref
+from collections.abc import Container, Iterable
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megazoo.errors import UserError
+from megazoo.parallel.collectives import all_gather_shards, all_reduce, reduce_scatter_shards
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.timing import spent
+
+BUCKET_ELEMENTS = 1 << 23  # 32 MB of fp32
+# elements: shards begin where a kernel's vectors do, so that it computes them as it would the whole
+ALIGNMENT = 64
+
+# Why a step must not take the gradients.
+UNSUMMED = (
+    "the gradients of your own backward are not summed over the ranks: call model.sync_gradients() "
+    "on every rank before the step (where you have summed them yourself, too: it then changes "
+    "nothing)"
+)
+UNFINISHED = (
+    "a batch is not finished: go through model.microbatches() to its end; or, if it was left, "
+    "train on another or call model.zero_grad()"
+)
+MIXED = (
+    "your own backward has added to what train_batch shared out among the replicas (ZeRO-1): call "
+    "model.zero_grad() before it"
+)
+
+
+def accumulate_in_fp32(parameter: nn.Parameter) -> None:
+    """Let autograd add up the parameter's gradient in fp32, the buckets' precision, whatever its
+    own."""
+    if parameter.dtype != torch.float32:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = torch.float32
+        parameter.grad = None if gradient is None else gradient.float()
+
+
+class GradientBuckets:
+    """Sums the gradients over the replicas, in buckets of which each parameter's becomes a view.
+
+    The replicas are the ranks along `ctx.gradient_axis`. Buckets are filled in the reverse of the
+    parameters' order, roughly the order of backward. After `start(n)` a bucket is made, and leaves,
+    as soon as each of its parameters has received the gradients of n backwards; `finish` waits for
+    all. No memory is taken before: gradients come while activations go. One replica alone needs no
+    buckets.
+    The sum needs no division: the loss is already a part of the global batch's mean.
+    late: parameters whose gradients are not whole after the last backward, because parts over tp or
+    tied copies are still to be summed: their buckets leave in `finish`.
+
+    The order of calls, in engine/step.py: `start`, the backwards, `complete`; the sums over tp and
+    between tied stages; `finish`; and `stop`, whatever happens.
+
+    With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1,
+    Rajbhandari et al. 2020): the elements `range_of(parameter)` of each parameter. It updates
+    these, and `gather` gives them to all.
+
+    A backward outside of start and finish is a user's own. Its gradients are this rank's alone
+    until `average`. `check` tells whether a step may take the gradients that are there.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        ctx: ParallelContext,
+        bucket_elements: int = BUCKET_ELEMENTS,
+        late: Container[nn.Parameter] = (),
+    ):
+        self.ctx, self.axis, self.sharded = ctx, ctx.gradient_axis, False
+        self.counting = False  # between start and finish
+        self.fault: str | None = None  # why a step must not take the gradients as they are
+        self.shared_out = False  # the last batch left each replica its own part of the sums
+        self._hooks: list = []
+        self.sizes: list[int] = []  # elements of each bucket
+        # of each bucket, with where they begin in it
+        self.members: list[list[tuple[nn.Parameter, int]]] = []
+        self.place: dict[nn.Parameter, tuple[int, int]] = {}  # the bucket, and where in it
+        # what a hook holds, no garbage collector sees: the model would live on
+        myself = weakref.ref(self)
+
+        def received(parameter: nn.Parameter) -> None:
+            buckets = myself()
+            if buckets and parameter not in buckets.deferred:
+                buckets.received(parameter)
+
+        backwards = parameters[::-1]
+        early = _grouped([p for p in backwards if p not in late], bucket_elements)
+        for bucket in early + _grouped([p for p in backwards if p in late], bucket_elements):
+            self._lay_out(bucket)
+        for parameter in self.place:
+            accumulate_in_fp32(parameter)
+            if self.axis.size > 1 or (ctx.pp_size > 1 and parameter in late):
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(received))
+        self.early = len(early)  # buckets that may leave before the end
+        # backwards that each of them still waits for; empty when not counting
+        self.missing: list[int] = []
+        self.deferred: Container[nn.Parameter] = ()
+        self.launched = 0  # buckets whose sums have started
+        self.works: list = []
+        _alive.add(self)
+
+    def _lay_out(self, bucket: list[nn.Parameter]) -> None:
+        """Add a bucket of these parameters, and give each its place in it."""
+        self.members.append([])
+        end = 0
+        for parameter in bucket:
+            self.members[-1].append((parameter, end))
+            self.place[parameter] = (len(self.sizes), end)
+            end += _aligned(parameter.numel(), ALIGNMENT)
+        self.sizes.append(_aligned(end, ALIGNMENT * self.axis.size))
+
+    def __deepcopy__(self, memo) -> None:
+        return None  # a copied model makes its own
+
+    def are_of(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether these are the parameters that it was made for."""
+        return {id(parameter) for parameter in self.place} == {
+            id(parameter) for parameter in parameters
+        }
+
+    def give_way_to(self, others: "GradientBuckets") -> None:
+        """End, as other parameters are trained now; hand over what is known of the gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.place.keys() - others.place.keys():
+            parameter.grad = None
+        others.sharded, others.fault, others.shared_out = self.sharded, self.fault, self.shared_out
+        _alive.discard(self)
+
+    def start(self, backwards: int, deferred: Container[nn.Parameter] = ()) -> None:
+        """Free the gradients and expect `backwards` contributions to each before it is summed over
+        the replicas.
+
+        deferred: parameters of which not autograd but a call of `received` tells that they have
+        had one.
+        """
+        for parameter in self.place:
+            parameter.grad = None
+        self.deferred, self.counting, self.fault = deferred, True, UNFINISHED
+        self.missing = [len(members) * backwards for members in self.members[: self.early]]
+        self.launched = 0
+
+    def stop(self) -> None:
+        """Stop expecting backwards of the batch."""
+        self.missing, self.counting = [], False
+
+    def forget(self) -> None:
+        """Note that all gradients were zeroed or freed."""
+        if not self.counting:
+            self.fault, self.shared_out = None, False
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of all gradients after a step."""
+        if self.axis.size > 1:
+            return sum(self.sizes) * torch.float32.itemsize
+        return sum(parameter.numel() for parameter in self.place) * torch.float32.itemsize
+
+    def complete(self) -> None:
+        """Give a gradient of zeros to parameters that have received none: after the last backward,
+        before `finish`."""
+        for parameter in self.place:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros(
+                    parameter.shape, dtype=torch.float32, device=parameter.device
+                )
+
+    def finish(self, loss_scale: float = 1.0) -> None:
+        """Sum what has not left yet (parameters without a gradient hold their bucket back), wait
+        for all sums, and divide by the loss scale."""
+        self._launch(len(self.members))
+        self.stop()
+        self.fault, self.shared_out = None, self.sharded
+        with spent("communication", "wait"):
+            for work in self.works:
+                work.wait()
+        self.works = []
+        if loss_scale != 1.0:
+            for parameter in self.place:
+                parameter.grad /= loss_scale
+
+    def received(self, parameter: nn.Parameter) -> None:
+        """Note that a backward has added to the parameter's gradient."""
+        if not self.counting:
+            self.fault = self.fault or (MIXED if self.shared_out else UNSUMMED)
+        index, _ = self.place[parameter]
+        if self.missing and index < self.early:
+            self.missing[index] -= 1
+            if not self.missing[index]:
+                self._launch(
+                    next((i for i, missing in enumerate(self.missing) if missing), self.early)
+                )
+
+    def average(self) -> None:
+        """Replace every gradient by its mean over the replicas; parameters that have none count as
+        zero."""
+        self.complete()
+        for index in range(len(self.members) if self.axis.size > 1 else 0):
+            bucket = self._filled(index)
+            all_reduce(bucket, self.axis.group)
+            bucket /= self.ctx.dp_size  # a mean over the replicas, whatever else is summed
+        self.fault = None
+
+    def check(self) -> None:
+        """Raise UserError if a step would take gradients that are not whole."""
+        if self.fault:
+            raise UserError(self.fault)
+
+    def range_of(self, parameter: nn.Parameter, rank: int) -> tuple[int, int]:
+        """Return the elements of a parameter, first and last + 1, that lie in a replica's part of
+        its bucket. rank: of the replica."""
+        index, start = self.place[parameter]
+        shard = self.sizes[index] // self.axis.size
+        edges = shard * rank - start, shard * (rank + 1) - start
+        first, last = (min(max(edge, 0), parameter.numel()) for edge in edges)
+        return first, last
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Give every replica the parameters' elements that the others have updated."""
+        for index, members in enumerate(self.members):
+            flat = torch.empty(self.sizes[index], dtype=members[0][0].dtype, device=self.ctx.device)
+            for parameter, start in members:
+                first, last = self.range_of(parameter, self.axis.rank)
+                flat[start + first : start + last] = parameter.view(-1)[first:last]
+            all_gather_shards(flat, self.axis.group)
+            for parameter, start in members:
+                parameter.view(-1).copy_(flat[start : start + parameter.numel()])
+
+    def _launch(self, stop: int) -> None:
+        """Start the sums of the buckets before `stop`: always in order, so that all replicas agree
+        on it."""
+        reduce = reduce_scatter_shards if self.sharded else all_reduce
+        for index in range(self.launched, stop if self.axis.size > 1 else 0):
+            work = reduce(self._filled(index), self.axis.group, async_op=True)
+            self.works += [work] if work else []
+        self.launched = max(self.launched, stop)
+
+    @torch.no_grad()
+    def _filled(self, index: int) -> torch.Tensor:
+        """Make a bucket of the gradients of its parameters, which are views of it from now on."""
+        bucket = torch.empty(self.sizes[index], dtype=torch.float32, device=self.ctx.device)
+        for parameter, start in self.members[index]:
+            view = bucket[start : start + parameter.numel()].view_as(parameter)
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        return bucket
+
+
+def _aligned(count: int, to: int) -> int:
+    """Round `count` up to a multiple of `to`."""
+    return -(-count // to) * to
+
+
+def _grouped(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Part the parameters, in their order, into groups of at most `limit` elements, or of one."""
+    groups, room = [], 0
+    for parameter in parameters:
+        if not groups or parameter.numel() > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(parameter)
+        room -= parameter.numel()
+    return groups
+
+
+_alive: "weakref.WeakSet[GradientBuckets]" = weakref.WeakSet()
+# Their steps mix parameters and gradients in a way that needs one dtype.
+_ADAMS = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Refuse a step of one of torch's optimizers that would do wrong by a model's parameters."""
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for buckets in _alive:
+        ours = parameters & buckets.place.keys()
+        if not ours:
+            continue
+        buckets.check()
+        if buckets.shared_out:
+            raise UserError(
+                "gradients are shared out among the replicas, as AdamW(zero=1) asked for: "
+                "step that optimizer, or make no such one"
+            )
+        lower = next((p for p in ours if p.grad is not None and p.grad.dtype != p.dtype), None)
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if lower is not None and (fused or isinstance(optimizer, _ADAMS)):
+            raise UserError(
+                f"torch's {'fused ' * fused}{type(optimizer).__name__} can't step {lower.dtype} "
+                "parameters by fp32 gradients: use megazoo.optim.AdamW(model), which also keeps "
+                "fp32 master weights"
+            )
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,1 @@
+"""What only CPU ranks of one host need."""

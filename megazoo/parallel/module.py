@@ -1,0 +1,189 @@
+"""Modules whose parameters know how they are cut, and what follows from the cuts.
+
+What follows: a parameter's values at the start, the sum of its gradient over the ranks that hold
+copies, and which of its elements count in sums over the whole model.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.compile import untraced
+from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.random import derive_seed
+from megazoo.parallel.shard import ParameterSpec, Piece
+
+TILE = 128  # rows and columns of the blocks in which initial values are drawn
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters know how they are cut: `specs` has the cut of each by its name.
+
+    ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward uses
+    `self.replicated(name)` for a parameter of which, in some layout, the backward of a tp rank
+    gives only a part of the gradient (`ParameterSpec.has_partial_gradient`). The cuts survive
+    deepcopy, to() and to_empty().
+
+    sums_later: whoever runs backward sums those parts, once for many backwards, as train_batch
+    does (`sum_over_copies`). weight_queue: where gradients of linear weights wait, if they do.
+    multiplied: names of the parameters that are matrices by which every token is multiplied, for
+    `flops_per_token` to count.
+    """
+
+    multiplied: ClassVar[tuple[str, ...]] = ()
+    sums_later = False
+    weight_queue: WeightQueue | None = None
+
+    def __init__(self, ctx: ParallelContext | None = None):
+        super().__init__()
+        self.ctx = ctx or current_context()
+        self.specs: dict[str, ParameterSpec] = {}
+        # parameters of which backward on this rank gives only a part of the gradient
+        self._partial: set[str] = set()
+
+    def replicated(self, name: str) -> torch.Tensor | None:
+        """Return the parameter as the forward should use it: where each tp rank's backward gives a
+        part of its gradient, the parts are summed, here or at the end of train_batch.
+
+        So it is with KV heads that several ranks hold, and under sequence parallelism with norms.
+        Where all ranks compute the same gradient, or each has a part of its own, this is the
+        parameter itself.
+        """
+        parameter = getattr(self, name)
+        if name not in self._partial or self.sums_later:
+            return parameter
+        return _summed_over_copies(parameter, self.specs[name], self.ctx)
+
+    whole = replicated  # its name in the first version
+
+    def add_parameter(self, name: str, spec: ParameterSpec) -> None:
+        """Register this rank's part of a parameter, with initial values unless it is on the meta
+        device.
+
+        The values come from a seed drawn from torch's default generator: equal on all ranks that
+        were seeded alike. A model built by `from_config` draws them anew, from the parameter's
+        global name.
+        """
+        self.specs[name] = spec
+        parameter = nn.Parameter(torch.empty(spec.local_shape(self.ctx.tp_size, self.ctx.tp_rank)))
+        self.register_parameter(name, parameter)
+        if spec.has_partial_gradient(self.ctx):
+            self._partial.add(name)
+        if not parameter.is_meta:
+            initialize(parameter, spec, self.ctx, derive_seed(torch.randint(1 << 62, ()).item()))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of this rank under its global name.
+
+    pp_ranks: the pipeline ranks that hold it, several if it is tied; the first is its owner.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    spec: ParameterSpec
+    pp_ranks: tuple[int, ...]
+
+    def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
+        """Return this rank's pieces that count in sums over the model, in which copies, over tp or
+        between stages, count once."""
+        if ctx.pp_rank != self.pp_ranks[0]:
+            return []
+        return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
+
+
+class _SumOverCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter, spec, parallel):
+        ctx.spec, ctx.parallel = spec, parallel
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        sum_over_copies([(grad, ctx.spec)], ctx.parallel)
+        return grad, None, None
+
+
+@untraced
+def _summed_over_copies(
+    parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext
+) -> torch.Tensor:
+    return _SumOverCopies.apply(parameter, spec, ctx)
+
+
+def sum_over_copies(
+    gradients: list[tuple[torch.Tensor, ParameterSpec]], ctx: ParallelContext, limit: int = 1 << 24
+) -> None:
+    """Complete, in place, gradients of which each tp rank has a part (`has_partial_gradient`).
+
+    They leave together, at most `limit` elements at a time. A unit that only some ranks hold is
+    summed within a tensor of its whole part, to which the other ranks add zeros.
+    """
+    # (this rank's share, shape of the tensor to sum, the dimension and place of the share in it)
+    shares = []
+    for gradient, spec in gradients:
+        if spec.shard is None:
+            shares.append((gradient, gradient.shape, 0, 0))
+            continue
+        dim, first = spec.shard.dim, 0
+        pieces = spec.pieces(ctx.tp_size, ctx.tp_rank)
+        for piece, part, shared in zip(
+            pieces, spec.shard.parts, spec.shard.replicated(ctx.tp_size), strict=True
+        ):
+            if shared:
+                shape = torch.Size([*spec.shape[:dim], part, *spec.shape[dim + 1 :]])
+                shares.append((gradient[piece.index()], shape, dim, piece.box[dim][0] - first))
+            first += part
+    while shares:
+        count = sum(
+            total <= limit for total in accumulate(shape.numel() for _, shape, _, _ in shares)
+        )
+        together, shares = shares[: max(1, count)], shares[max(1, count) :]
+        flat = together[0][0].new_zeros(sum(shape.numel() for _, shape, _, _ in together))
+        wholes = flat.split([shape.numel() for _, shape, _, _ in together])
+        mine = [
+            whole.view(shape).narrow(dim, start, share.shape[dim])
+            for whole, (share, shape, dim, start) in zip(wholes, together, strict=True)
+        ]
+        for place, (share, *_) in zip(mine, together, strict=True):
+            place.copy_(share)
+        all_reduce(flat, ctx.tp_group)
+        for place, (share, *_) in zip(mine, together, strict=True):
+            share.copy_(place)
+
+
+@torch.no_grad()
+def initialize(
+    parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext, seed: int
+) -> None:
+    """Fill this rank's part of a parameter with its initial values.
+
+    They are parts of one global tensor, the same in every layout. That is drawn in tiles of
+    TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the tiles that its boxes
+    touch, one tile of scratch at a time, on the CPU whatever the device.
+    """
+    generator = torch.Generator("cpu")
+    for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
+        view = parameter[piece.index()]
+        if spec.std == 0:
+            view.fill_(spec.mean)
+            continue
+        (y0, y1), (x0, x1) = piece.box if len(piece.box) == 2 else (piece.box[0], (0, 1))
+        view = view.view(y1 - y0, x1 - x0) if view.dim() == 1 else view
+        height, width = spec.shape if len(spec.shape) == 2 else (spec.shape[0], 1)
+        for top in range(y0 // TILE * TILE, y1, TILE):
+            for left in range(x0 // TILE * TILE, x1, TILE):
+                tile = torch.empty(min(TILE, height - top), min(TILE, width - left), device="cpu")
+                generator.manual_seed(derive_seed(seed, top, left))
+                tile.normal_(spec.mean, spec.std, generator=generator)
+                north, south = max(top, y0), min(top + TILE, y1)
+                west, east = max(left, x0), min(left + TILE, x1)
+                ours = tile[north - top : south - top, west - left : east - left]
+                view[north - y0 : south - y0, west - x0 : east - x0] = ours

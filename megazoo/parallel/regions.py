@@ -1,0 +1,136 @@
+"""Entering and leaving a tensor-parallel region: pairs of collectives that autograd uses.
+
+What is a sum forward is a copy backward, and the reverse (Megatron-LM: Shoeybi et al. 2019, section
+3).
+"""
+
+import torch
+
+from megazoo.parallel.collectives import (
+    all_gather_last_dim,
+    all_gather_sequence,
+    reduce_scatter_sequence,
+    summed,
+)
+from megazoo.parallel.compile import untraced
+from megazoo.parallel.context import ParallelContext
+
+
+class _CopyToTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return summed(grad, ctx.group), None
+
+
+class _ReduceFromTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_sequence(grad, ctx.group), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return reduce_scatter_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather_sequence(grad, ctx.group), None
+
+
+class _GatherFromTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, sizes):
+        ctx.group, ctx.sizes = group, sizes
+        return all_gather_last_dim(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # what follows a gather is the same on every rank, so each keeps its own part
+        return grad.split(ctx.sizes, dim=-1)[ctx.group.rank()].contiguous(), None, None
+
+
+class _ScatterToTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, sizes):
+        ctx.group, ctx.sizes = group, sizes
+        return x.split(sizes, dim=-1)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather_last_dim(grad, ctx.group, ctx.sizes), None, None
+
+
+@untraced
+def _apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
+    return function.apply(*args)
+
+
+def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Enter a tensor-parallel region with x on every rank; its gradient is summed over them.
+
+    Under sequence parallelism each rank comes with its part of the sequence (dimension -2) and gets
+    all of it.
+    """
+    if ctx.sequence_parallel:
+        return _apply(_GatherSequence, x, ctx.tp_group)
+    return copy_to_tensor_parallel(x, ctx)
+
+
+def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as
+    it is.
+
+    Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
+    """
+    if ctx.sequence_parallel:
+        return _apply(_ReduceScatterSequence, x, ctx.tp_group)
+    return reduce_from_tensor_parallel(x, ctx)
+
+
+def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Return x, which is the same on every rank and goes on differently on each; its gradient is
+    summed over them."""
+    return _apply(_CopyToTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
+
+
+def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Return the sum of all ranks' x, which goes on alike on each; its gradient passes as it is."""
+    return _apply(_ReduceFromTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
+
+
+def gather_from_tensor_parallel(
+    x: torch.Tensor, ctx: ParallelContext, sizes: list[int]
+) -> torch.Tensor:
+    """Concatenate the last dimension over the ranks, which have `sizes` of it; each rank's gradient
+    is its own part."""
+    return _apply(_GatherFromTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
+
+
+def scatter_to_tensor_parallel(
+    x: torch.Tensor, ctx: ParallelContext, sizes: list[int]
+) -> torch.Tensor:
+    """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all
+    parts."""
+    return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x

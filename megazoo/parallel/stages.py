@@ -1,0 +1,78 @@
+"""Stages of the pipeline: which rank has which, and how layers are cut into them."""
+
+from dataclasses import dataclass
+
+from megazoo.errors import UserError
+
+
+def rank_of(stage: int, pp: int) -> int:
+    """Return the pipeline rank that has a stage: the stages are dealt out to the ranks in turn."""
+    return stage % pp
+
+
+def stages_of(rank: int, pp: int, virtual: int) -> range:
+    """Return the stages of a pipeline rank, which has `virtual` of them, in the order of the
+    forward."""
+    return range(rank, pp * virtual, pp)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the pipeline: its place among `count` stages and the global indices of its
+    layers."""
+
+    index: int
+    count: int
+    layers: range
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def cut_into_stages(
+    layers: int,
+    count: int,
+    how: str | tuple[int, ...],
+    costs: tuple[float, float, float] = (1.0, 0.0, 0.0),
+) -> list[Stage]:
+    """Cut so many layers into `count` contiguous stages.
+
+    how: "uniform", "balanced", or the layers of each stage; UserError for another, or too few
+    layers. costs: of a layer, and of what comes before and after the layers. balanced: the slowest
+    stage is as fast as can be: each layer goes to the stage that is cheapest with it, earlier
+    stages first; with equal layers this is optimal.
+    """
+    if layers < count:
+        raise UserError(
+            f"layers {layers} don't fill {count} stages: use pp x virtual-pp of at most {layers}"
+        )
+    if isinstance(how, tuple):
+        if len(how) != count or sum(how) != layers or min(how) < 1:
+            raise UserError(
+                f"stage-layers {','.join(map(str, how))} must be {count} numbers above 0 "
+                f"that add up to {layers}"
+            )
+        counts = list(how)
+    elif how in ("uniform", "balanced"):
+        layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)
+        load, counts = [0.0] * count, [0] * count
+        load[0] += first
+        load[-1] += last
+        for _ in range(layers):
+            cheapest = min(range(count), key=lambda stage: load[stage])
+            load[cheapest] += layer
+            counts[cheapest] += 1
+    else:
+        raise UserError(
+            f"stage-layers {how!r} is neither balanced nor uniform nor numbers such as 5,6,6,5"
+        )
+    ends = [sum(counts[: stage + 1]) for stage in range(count)]
+    return [
+        Stage(stage, count, range(end - n, end))
+        for stage, (end, n) in enumerate(zip(ends, counts, strict=True))
+    ]

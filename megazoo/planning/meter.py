@@ -1,0 +1,243 @@
+"""Measure what each action of a schedule takes of a rank: FLOPs, bytes sent and live bytes. The
+action runs on the meta device, under a meter.
+
+Attention and dropout are metered as GPU kernels run them: attention keeps no scores, and dropout
+keeps a mask of one byte an element.
+"""
+
+import weakref
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from megazoo.cli.options import TrainingOptions
+from megazoo.engine.microbatch import MicroBatch
+from megazoo.models.base import Model
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.schedule import Action, backward_follows
+from megazoo.parallel.stages import Stage
+from megazoo.torch_internals import (
+    TorchDispatchMode,
+    flash_attention_operators,
+    flop_formulas,
+    results_are_new,
+    run_backward,
+    storage_key,
+)
+
+META = torch.device("meta")
+
+_flash, _flash_backward = flash_attention_operators()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an action takes for one micro-batch on one rank.
+
+    sent: bytes sent over tp. peak: the most bytes of this micro-batch that are live during the
+    action. held: the bytes that are still live after it.
+    """
+
+    flops: float
+    sent: float
+    peak: float
+    held: float
+
+
+class Meter(TorchDispatchMode):
+    """Counts the FLOPs and the live bytes of what runs on the meta device within `with meter:`.
+
+    FLOPs are those of matrix products, two for a multiply-add. live: bytes of the tensors that were
+    made within the block and still exist, each storage once. peak: the most of them since `take`.
+    group: the tp group, whose sent bytes are read; None without one.
+    """
+
+    def __init__(self, group):
+        super().__init__()
+        self.flops = self.live = self.peak = 0
+        self._group, self._sent = group, group.sent if group else 0.0
+        self._storages: dict[int, weakref.ref] = {}
+        self._formulas = flop_formulas()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        packet = function.overloadpacket
+        if packet is _flash:
+            self.flops += _attention_flops(*arguments[:3])
+        elif packet is _flash_backward:  # the scores, which the kernel computes again, not counted
+            self.flops += 2 * _attention_flops(*arguments[1:4])
+        elif packet in self._formulas:
+            self.flops += self._formulas[packet](*arguments, **(options or {}), out_val=result)
+        results = result if isinstance(result, tuple | list) else (result,)
+        for tensor, is_new in zip(results, results_are_new(function), strict=False):
+            if isinstance(tensor, torch.Tensor) and is_new:
+                self._made(tensor.untyped_storage())
+        return result
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage_key(storage), storage.nbytes()
+        if key in self._storages:
+            return
+
+        def freed(_) -> None:
+            del self._storages[key]
+            self.live -= size
+
+        self._storages[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def take(self) -> Cost:
+        """Return the cost of what ran since the last call."""
+        sent = self._group.sent if self._group else 0.0
+        cost = Cost(self.flops, sent - self._sent, self.peak, self.live)
+        self.flops, self._sent, self.peak = 0, sent, self.live
+        return cost
+
+
+def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Count the FLOPs of both products of attention.
+
+    All scores count, as is usual, though a causal mask leaves half of them out. Shapes: [rows,
+    heads, tokens, features].
+    """
+    return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+class _DeviceKernels(TorchFunctionMode):
+    """Runs attention and dropout by the kernels of GPUs.
+
+    On the meta device torch would choose an attention that keeps its scores, and dropout masks as
+    wide as the input.
+    """
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function is F.scaled_dot_product_attention:
+            q, k, v, *more = arguments
+            names = ("attn_mask", "dropout_p", "is_causal")
+            options = dict(zip(names, more, strict=False)) | options
+            options.pop("enable_gqa", None)
+            return _flash(q, k, v, **options)[0]
+        if function is F.dropout:
+            return torch.native_dropout(*arguments, options["p"], train=True)[0]
+        return function(*arguments, **options)
+
+
+def costs_of(
+    model: Model,
+    stage: Stage,
+    training: TrainingOptions,
+    queue: WeightQueue | None,
+    table: list[Action],
+) -> dict[str, Cost]:
+    """Return the cost of each kind of action of a stage.
+
+    It does on meta what `run_pipeline` does with one micro-batch of `table`. If that is the only
+    micro-batch of a step, gradients come while activations go, and count as live.
+    """
+    _set_gradients(model, exist=not has_one_microbatch(table))
+    tokens = (training.micro_batch_size, _padded(training.seq_length, model.ctx))
+    ids = torch.empty(tokens, dtype=torch.int64, device=META)
+    batch = MicroBatch(tokens, ids, ids, length=training.seq_length, longest=training.seq_length)
+    shape, dtype = boundary_shape(training, model), model.dtype
+    meter, costs, received = Meter(model.ctx.tp_group), {}, None
+    with _DeviceKernels(), meter:
+        if not stage.first:
+            received = torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
+        output = model.forward_stage(batch.input_ids if stage.first else received, batch, stage)
+        if stage.last:
+            labelled = torch.ones((), device=META)
+            at_once = backward_follows(table, stage.index)
+            output = model.loss_of(output, batch, 1.0 / labelled if at_once else None) / labelled
+    if not stage.last:  # the output has been sent; only its graph remains
+        output.data = torch.empty(1, dtype=output.dtype, device=META)
+    costs["F"] = meter.take()
+    with _DeviceKernels(), meter:
+        if stage.last:
+            gradient = torch.full_like(output, 1.0)
+        else:
+            gradient = torch.empty(shape, dtype=dtype, device=META)
+        run_backward(output, gradient)
+        weights = queue.take() if queue else None
+    del received, output, gradient
+    costs["I" if queue else "B"] = meter.take()
+    if weights:
+        with meter:
+            weights()
+        del weights
+        costs["W"] = meter.take()
+    return costs
+
+
+def _set_gradients(model: Model, exist: bool) -> None:
+    """Give each parameter a gradient, in fp32, as earlier micro-batches leave it; or none."""
+    for parameter in model.parameters():
+        parameter.grad = None
+        if exist:
+            parameter.grad = torch.empty(parameter.shape, dtype=torch.float32, device=META)
+
+
+def forward_flops(model: Model, rows: int, sequence: int) -> int:
+    """Count the FLOPs of one forward, with the loss, of a whole model on the meta device."""
+    ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
+    batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
+    meter = Meter(None)
+    with torch.no_grad(), _DeviceKernels(), meter:
+        for stage in model.stages:
+            output = model.forward_stage(ids, batch, stage)
+        model.loss_of(output, batch)
+    return meter.take().flops
+
+
+def estimate_costs(
+    model: Model,
+    stage: Stage,
+    training: TrainingOptions,
+    queue: WeightQueue | None,
+    table: list[Action],
+) -> dict[str, Cost]:
+    """Return what `costs_of` would, from a run of a few layers: the others are taken to be alike.
+
+    The peak is then exact, or too high where something after the layers' backward needs more than
+    the layers do.
+    """
+    unit = training.recompute_interval if training.recompute == "full" else 1
+    rest = len(stage.layers) % unit
+    if len(stage.layers) <= 2 * unit + rest:
+        return costs_of(model, stage, training, queue, table)
+    few, more = (replace(stage, layers=stage.layers[: n * unit + rest]) for n in (1, 2))
+    one = costs_of(model, few, training, queue, table)
+    two = costs_of(model, more, training, queue, table)
+    repeats = len(stage.layers) // unit - 2
+    costs, before = {}, "F"  # before: the action after which this one comes
+    for kind in two:
+        a, b = one[kind], two[kind]
+        costs[kind] = Cost(
+            flops=b.flops + repeats * (b.flops - a.flops),
+            sent=b.sent + repeats * (b.sent - a.sent),
+            peak=b.peak + repeats * max(two[k].held - one[k].held for k in (before, kind)),
+            held=b.held + repeats * (b.held - a.held),
+        )
+        before = kind
+    return costs
+
+
+def has_one_microbatch(table: list[Action]) -> bool:
+    """Tell whether a table has a single micro-batch."""
+    return all(action.microbatch == 0 for action in table)
+
+
+def boundary_shape(training: TrainingOptions, model: Model) -> tuple[int, int, int]:
+    """Return the shape of what a stage sends to another: [rows, tokens of this rank, hidden]."""
+    ctx = model.ctx
+    sequence = _padded(training.seq_length, ctx) // (ctx.tp_size if ctx.sequence_parallel else 1)
+    return training.micro_batch_size, sequence, model.hidden_size
+
+
+def _padded(sequence: int, ctx: ParallelContext) -> int:
+    """Return the sequence length that tp ranks can share evenly under sequence parallelism."""
+    return sequence + (-sequence % ctx.tp_size if ctx.sequence_parallel else 0)

@@ -1,0 +1,383 @@
+"""Tell what a run needs, rank by rank, before it runs: memory, FLOPs, traffic, and the pipeline's
+bubble.
+
+The numbers come from the program's own code, not from formulas: each kind of rank is built in a
+virtual context and runs one micro-batch, forward and backward, on the meta device, under a meter
+(see meter.py); the schedule's table says how often and in what order. What no tensor shows is not
+counted: the CUDA context, communication buffers and the allocator's waste, some GB a rank.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+
+import torch
+
+from megazoo.cli.options import Options, ParallelOptions, TrainingOptions
+from megazoo.cli.rules import check_run, check_values, parse_stage_layers
+from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
+from megazoo.errors import UserError
+from megazoo.models.base import Model
+from megazoo.models.counts import flops_per_token
+from megazoo.models.registry import FAMILIES, family_of
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.schedule import (
+    Action,
+    backward_follows,
+    in_flight,
+    schedule_named,
+    splits_backward,
+    tables_of,
+    timeline,
+)
+from megazoo.parallel.stages import rank_of, stages_of
+from megazoo.planning.meter import (
+    META,
+    Cost,
+    boundary_shape,
+    costs_of,
+    estimate_costs,
+    forward_flops,
+    has_one_microbatch,
+)
+from megazoo.planning.static import Static, measure_static
+
+# What a plan repeats of the options it was made for.
+LAYOUT_OPTIONS = (
+    "tp",
+    "pp",
+    "virtual_pp",
+    "stage_layers",
+    "sequence_parallel",
+    "schedule",
+    "zero",
+    "offload_optimizer",
+)
+BATCH_OPTIONS = (
+    "micro_batch_size",
+    "global_batch_size",
+    "seq_length",
+    "dtype",
+    "recompute",
+    "recompute_interval",
+)
+
+
+@dataclass
+class RankPlan:
+    """What a rank takes, and all that are like it: the ranks `tp` of pipeline rank `pp`, in each
+    replica.
+
+    Bytes on the device: weights, gradients, optimizer (its state), activations, and total, the peak
+    of a step. activations are what the others leave of the total: in a step of one micro-batch
+    gradients come while activations go. optimizer_host: bytes of optimizer state on the CPU.
+    in_flight: the most micro-batches whose activations are held at once. Of a step: flops, with
+    what is recomputed, and the bytes that the rank sends over tp, pp and dp.
+    """
+
+    pp: int
+    tp: list[int]
+    layers: int
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_host: int
+    activations: int
+    total: int
+    in_flight: int
+    flops: float
+    sent_tp: float
+    sent_pp: float
+    sent_dp: float
+
+
+@dataclass
+class Plan:
+    """What a run takes.
+
+    parameters: of the whole model, copies once. microbatches: of a replica, in a step. bubble: idle
+    time over work, of all ranks, if all stages are alike. bubble_of_stages: the same if each action
+    takes as long as its FLOPs. step_flops: the FLOPs that a rank could do in the time of such a
+    step. model_flops_per_token: of forward and backward, nothing twice: what MFU counts.
+    """
+
+    model: str
+    parameters: int
+    layout: dict
+    batch: dict
+    microbatches: int
+    bubble: float
+    bubble_of_stages: float
+    step_flops: float
+    model_flops_per_token: float
+    ranks: list[RankPlan]
+
+    def as_dict(self) -> dict:
+        """Return the plan as values for JSON."""
+        return asdict(self)
+
+
+class Planner:
+    """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts,
+    too.
+
+    quick: meter a few layers of each stage only (see estimate_costs).
+    """
+
+    def __init__(self, config, quick: bool = False):
+        self.config, self.family, self.quick = config, FAMILIES[family_of(config)], quick
+        self._costs: dict[tuple, dict[str, Cost]] = {}  # of a kind of stage
+        self._static: dict[tuple, Static] = {}  # of a kind of rank
+
+    def check(self, parallel: ParallelOptions, training: TrainingOptions, dp: int) -> None:
+        """Raise UserError if pretrain_gpt.py would refuse the run, or dp can't be."""
+        options = Options(parallel=parallel, training=training)
+        options.data.data, options.optimizer.min_lr = ("mock",), 0.0  # data play no part
+        check_values(options)
+        if dp < 1:
+            raise UserError(f"dp {dp} must be at least 1")
+        check_run(options, self.family, self.config, SimpleNamespace(vocab_size=0), dp)
+
+    def plan(self, parallel: ParallelOptions, training: TrainingOptions, dp: int = 1) -> Plan:
+        """Return the plan of a run that `check` allows."""
+        tables = schedule_tables(parallel, training, dp)
+        without_recompute = replace(training, recompute="none")
+        ranks: list[RankPlan] = []
+        slowest: dict[tuple[str, int], float] = {}  # the most FLOPs of an action of a stage
+        parameters, model_flops = 0, 0.0
+        for pp_rank, table in enumerate(tables):
+            alike: dict[tuple, RankPlan] = {}
+            for tp_rank in range(parallel.tp):
+                model = self.build(parallel, dp, pp_rank, tp_rank)
+                parameters += _counted_parameters(model)
+                costs = self.costs(model, parallel, training, table)
+                useful = self.costs(model, parallel, without_recompute, table)
+                model_flops += sum(cost.flops for stage in useful for cost in stage.values())
+                for stage, of_stage in zip(model.stages, costs, strict=True):
+                    for kind, cost in of_stage.items():
+                        key = kind, stage.index
+                        slowest[key] = max(cost.flops, slowest.get(key, 0))
+                key = tuple(_stage_keys(model))
+                if key not in alike:
+                    alike[key] = self.rank_plan(model, parallel, training, table, costs)
+                alike[key].tp.append(tp_rank)
+            ranks += alike.values()
+        bubble, _ = bubble_and_time(tables, None)
+        bubble_of_stages, step_flops = bubble_and_time(tables, slowest)
+        return Plan(
+            model=family_of(self.config),
+            parameters=parameters,
+            layout={name: getattr(parallel, name) for name in LAYOUT_OPTIONS} | {"dp": dp},
+            batch={name: getattr(training, name) for name in BATCH_OPTIONS},
+            microbatches=microbatches_of(training, dp),
+            bubble=bubble,
+            bubble_of_stages=bubble_of_stages,
+            step_flops=step_flops,
+            model_flops_per_token=model_flops / (training.micro_batch_size * training.seq_length),
+            ranks=ranks,
+        )
+
+    def context(
+        self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int
+    ) -> ParallelContext:
+        """Return the virtual context, on meta, of a rank of the first replica."""
+        world = ParallelContext.virtual(
+            parallel.tp,
+            parallel.pp,
+            dp,
+            sequence_parallel=parallel.sequence_parallel,
+            virtual=parallel.virtual_pp,
+            stage_layers=parse_stage_layers(parallel.stage_layers),
+        )
+        return replace(world, rank=world.rank_at(pp=pp_rank, tp=tp_rank), device=META)
+
+    def build(self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int) -> Model:
+        """Return a rank's stages, without memory."""
+        return self.family.on_meta(self.config, self.context(parallel, dp, pp_rank, tp_rank))
+
+    def costs(
+        self,
+        model: Model,
+        parallel: ParallelOptions,
+        training: TrainingOptions,
+        table: list[Action],
+    ) -> list[dict[str, Cost]]:
+        """Return what the actions of each stage of a rank take, by their kind, in `table`."""
+        split = splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)
+        setting = (
+            parallel.tp,
+            model.ctx.sequence_parallel,
+            split,
+            training.micro_batch_size,
+            training.seq_length,
+            training.dtype,
+            has_one_microbatch(table),
+            backward_follows(table, model.ctx.stage_count - 1),
+            training.recompute,
+            training.recompute == "full" and training.recompute_interval,
+        )
+        keys = [(*setting, key) for key in _stage_keys(model)]
+        new = {key: number for number, key in enumerate(keys) if key not in self._costs}
+        if new:
+            # Replicas change nothing here, and without them the buckets sum nothing.
+            ctx = self.context(parallel, 1, model.ctx.pp_rank, model.ctx.tp_rank)
+            metered = self.family.empty(self.config, ctx, dtype=getattr(torch, training.dtype))
+            metered.recompute(training.recompute, training.recompute_interval)
+            buckets = metered.gradient_buckets  # they say of what precision gradients are
+            queue = WeightQueue(buckets.received) if split else None
+            measure = estimate_costs if self.quick else costs_of
+            with metered.gradients_later(queue):
+                for key, number in new.items():
+                    stage = metered.stages[number]
+                    self._costs[key] = measure(metered, stage, training, queue, table)
+        return [self._costs[key] for key in keys]
+
+    def rank_plan(
+        self,
+        model: Model,
+        parallel: ParallelOptions,
+        training: TrainingOptions,
+        table: list[Action],
+        costs: list[dict[str, Cost]],
+    ) -> RankPlan:
+        """Return what a rank takes that runs `table`; `tp` is left empty.
+
+        model: the rank's, or that of a pipeline rank that is like it. costs: of the actions of its
+        stages, by their kind.
+        """
+        ctx, static = model.ctx, self.static(model, parallel, training)
+        pp_rank = rank_of(table[0].stage, ctx.pp_size)
+        by_stage = dict(zip(stages_of(pp_rank, ctx.pp_size, ctx.virtual_size), costs, strict=True))
+        taken = [by_stage[action.stage][action.kind] for action in table]
+        boundary = 0  # bytes that a stage sends to another, of a micro-batch
+        if ctx.pp_size > 1:
+            itemsize = getattr(torch, training.dtype).itemsize
+            boundary = math.prod(boundary_shape(training, model)) * itemsize
+        on_their_way = (MAX_OPEN_EXCHANGES + 1) * boundary
+        activations = round(_peak(table, by_stage)) + on_their_way
+        if has_one_microbatch(table):
+            activations -= static.gradients  # which the actions have counted
+        last = ctx.stage_count - 1
+        sends = sum(
+            a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W"
+        )
+        return RankPlan(
+            pp=pp_rank,
+            tp=[],
+            layers=sum(len(stage.layers) for stage in model.stages),
+            parameters=static.parameters,
+            weights=static.weights,
+            gradients=static.gradients,
+            optimizer=static.optimizer,
+            optimizer_host=static.optimizer_host,
+            activations=activations,
+            total=activations + static.device_bytes,
+            in_flight=in_flight(table),
+            flops=sum(cost.flops for cost in taken),
+            sent_tp=sum(cost.sent for cost in taken) + static.sent_tp,
+            sent_pp=sends * boundary + static.sent_tied,
+            sent_dp=static.sent_dp,
+        )
+
+    def static(self, model: Model, parallel: ParallelOptions, training: TrainingOptions) -> Static:
+        """Return what a rank has all the time, and sends after the last backward."""
+        key = (
+            parallel.tp,
+            model.ctx.sequence_parallel,
+            model.ctx.dp_size,
+            parallel.zero,
+            parallel.offload_optimizer,
+            training.dtype,
+            tuple(model.tied.values()),
+            *_stage_keys(model),
+        )
+        if key not in self._static:
+            dtype = getattr(torch, training.dtype)
+            metered = self.family.empty(self.config, model.ctx, dtype=dtype)
+            self._static[key] = measure_static(metered, parallel)
+        return self._static[key]
+
+
+def microbatches_of(training: TrainingOptions, dp: int) -> int:
+    """Return the number of micro-batches of a replica, in a step."""
+    return training.global_batch_size // (dp * training.micro_batch_size)
+
+
+def schedule_tables(
+    parallel: ParallelOptions, training: TrainingOptions, dp: int
+) -> list[list[Action]]:
+    """Return what each pipeline rank does in a step, in order."""
+    schedule, count = schedule_named(parallel.schedule), microbatches_of(training, dp)
+    return tables_of(schedule, parallel.pp, parallel.virtual_pp, count)
+
+
+def _counted_parameters(model: Model) -> int:
+    """Count the parameters of a rank, without those that are counted on another."""
+    pieces = (piece for entry in model.entries() for piece in entry.counted_pieces(model.ctx))
+    return sum(math.prod(stop - start for start, stop in piece.box) for piece in pieces)
+
+
+def _stage_keys(model: Model) -> list[tuple]:
+    """Return a key for each stage, equal for those that do alike: as many layers, of the same
+    shapes, though of other numbers.
+
+    What is in no layer belongs to the first stage or the last.
+    """
+    layers: dict[int | None, list] = {}
+    for name, parameter in model.named_parameters():
+        match = re.match(r"layers\.(\d+)\.(.*)", name)
+        number, rest = (int(match[1]), match[2]) if match else (None, name)
+        layers.setdefault(number, []).append((rest, tuple(parameter.shape)))
+    keys = []
+    for stage in model.stages:
+        outside = tuple(layers.get(None, ())) if stage.first or stage.last else ()
+        inside = tuple(tuple(layers[number]) for number in stage.layers)
+        keys.append((stage.first, stage.last, outside, inside))
+    return keys
+
+
+def _peak(table: list[Action], costs: dict[int, dict[str, Cost]]) -> float:
+    """Return the most bytes that live on a rank at once, of all its micro-batches.
+
+    costs: of each stage, by the kind of action.
+    """
+    held: dict[tuple[int, int], float] = {}  # by stage and micro-batch
+    total = peak = 0.0
+    for action in table:
+        key = action[1:]
+        cost, own = costs[action.stage][action.kind], held.get(key, 0.0)
+        peak = max(peak, total - own + cost.peak)
+        held[key] = cost.held
+        total += cost.held - own
+    return peak
+
+
+def bubble_and_time(tables: Sequence[list[Action]], cost: dict | None) -> tuple[float, float]:
+    """Return the idle time of all ranks over their work, and the time of a step.
+
+    cost: the time of an action, by its kind and stage; of None, all stages are alike.
+    """
+    spans = timeline(tables, cost).values()
+    work, end = sum(span.end - span.start for span in spans), max(span.end for span in spans)
+    return len(tables) * end / work - 1, end
+
+
+def note_on_mfu(config, seq_length: int) -> str | None:
+    """Say, of a model of a user's own, that MFU counts other FLOPs than run; None if it doesn't.
+
+    A backward takes twice the FLOPs of its forward, which is run on the meta device.
+    """
+    ctx = ParallelContext(device=META)
+    model = FAMILIES[family_of(config)].empty(config, ctx)
+    runs = 3 * forward_flops(model, 1, seq_length) / seq_length
+    counted = flops_per_token(config, seq_length)
+    if abs(counted / runs - 1) < 0.01:
+        return None
+    return (
+        f"note: MFU counts {counted:.4g} FLOPs a token where {runs:.4g} run: "
+        "docs/new_model.md says how a module tells its score_features and multiplied"
+    )

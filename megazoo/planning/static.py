@@ -1,0 +1,59 @@
+"""Measure what a rank has all the time: weights, gradients and optimizer state, in bytes."""
+
+from dataclasses import dataclass
+
+from megazoo.cli.options import ParallelOptions
+from megazoo.models.base import Model
+from megazoo.optim.adamw import MOMENTS, AdamW
+from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.module import sum_over_copies
+
+
+@dataclass(frozen=True)
+class Static:
+    """What a rank has all the time, in bytes as in RankPlan, and the bytes that it sends after the
+    last backward of a step."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_host: int
+    sent_tp: float
+    sent_tied: float
+    sent_dp: float
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def measure_static(model: Model, parallel: ParallelOptions) -> Static:
+    """Measure what a rank of a model on meta has all the time.
+
+    It sums the gradients as after the last backward of a step, to see what that sends.
+    """
+    ctx, entries = model.ctx, list(model.entries())
+    optimizer = AdamW(model, zero=parallel.zero, loss_scale=LossScale())
+    states = list(optimizer.state.values())
+    here = sum(tensor.nbytes for state in states for tensor in state.values())
+    # Offloaded, it has fp32 masters whatever the dtype: as much again as one of the two moments.
+    there = sum(state[name].nbytes for state in states for name in (*MOMENTS, MOMENTS[0]))
+    before, buckets = ctx.tp_group.sent if ctx.tp_group else 0.0, model.gradient_buckets
+    buckets.complete()
+    sum_over_copies(
+        [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(ctx)], ctx
+    )
+    buckets.finish()
+    if buckets.sharded:
+        buckets.gather()
+    return Static(
+        parameters=sum(e.parameter.numel() for e in entries),
+        weights=sum(e.parameter.nbytes for e in entries),
+        gradients=buckets.nbytes,
+        optimizer=0 if parallel.offload_optimizer else here,
+        optimizer_host=there if parallel.offload_optimizer else 0,
+        sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
+        sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in entries),
+        sent_dp=ctx.dp_group.sent if ctx.dp_group else 0.0,
+    )

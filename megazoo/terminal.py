@@ -1,0 +1,27 @@
+"""What is shown on a terminal while work goes on."""
+
+import sys
+
+from megazoo.environment import is_rank_zero
+
+
+def print_rank_0(*words, end: str = "\n") -> None:
+    """Print on rank 0 alone, without delay."""
+    if is_rank_zero():
+        print(*words, end=end, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as 1:05 or 2:03:04."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def byte_bar(total: int):
+    """Return a progress bar for rank 0's terminal, with rate and time left: `with byte_bar(n) as
+    bar: bar.update(bytes)`."""
+    from tqdm import tqdm
+
+    shown = sys.stderr.isatty() and is_rank_zero()
+    return tqdm(total=total, unit="B", unit_scale=True, disable=not shown, leave=False)

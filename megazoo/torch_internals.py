@@ -1,0 +1,172 @@
+"""What megazoo uses of torch that is not its public interface: all of it, each behind a function.
+
+A new version of torch may change any of it; what then breaks is mended here. Each docstring says
+what the function does, and why nothing public will do. All of it works with torch 2.11 to 2.13.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "TorchDispatchMode",  # the only way to see every operator that runs, as FLOP counters do
+    "allow_recompilations",
+    "default_store",
+    "flash_attention_operators",
+    "flop_formulas",
+    "fused_adamw",
+    "has_amx",
+    "profiler_runs",
+    "renamed_collective",
+    "results_are_new",
+    "run_backward",
+    "shares_storage",
+    "storage_key",
+    "timeout_of",
+]
+
+
+def renamed_collective(new: str, old: str) -> Callable:
+    """Return the collective of torch.distributed that is called `new` since torch 2.13.
+
+    The older name is looked up only where the new one is missing: it warns, and will go.
+    """
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+def default_store() -> dist.Store:
+    """Return the store through which the ranks of this job met.
+
+    init_process_group makes it from the launcher's environment, and nothing public gives it back.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a rank waits for the others in a group's operations on CPU tensors.
+
+    torch takes a timeout with a new group, and has no function that gives it back.
+    """
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def run_backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add the gradients of `output` to the leaves of its graph, as output.backward(gradient) does.
+
+    torch.autograd.backward refuses an output whose memory was freed; a pipeline frees what it has
+    sent, and keeps the graph.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def fused_adamw(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    first_moments: Sequence[torch.Tensor],
+    second_moments: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: torch.Tensor | None,
+) -> None:
+    """Update parameters and moments in place by the kernel behind torch.optim.AdamW(fused=True).
+
+    The constructor of that class imports torch._dynamo (70 MB), and the class updates whole
+    parameters only, not a replica's part of them.
+    """
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        first_moments,
+        second_moments,
+        [],
+        steps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=grad_scale,
+    )
+
+
+def allow_recompilations(count: int) -> None:
+    """Let torch.compile compile one function anew so many times, if it would stop before.
+
+    The setting has a public name, torch.compiler.config.recompile_limit, only in newer versions.
+    Imports torch._dynamo (0.7 s, 70 MB).
+    """
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
+def profiler_runs() -> bool:
+    """Say whether a profiler records this thread.
+
+    Naming a block for it, which the public record_function does, costs time even where none does.
+    """
+    return torch.autograd._profiler_enabled()
+
+
+def has_amx() -> bool:
+    """Say whether this CPU multiplies matrices in bfloat16 by units of their own (AMX, on x86).
+
+    torch.cpu.get_capabilities says it too, but only in newer versions.
+    """
+    return torch.cpu._is_amx_tile_supported()
+
+
+def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors are views of the same memory."""
+    return storage_key(one.untyped_storage()) == storage_key(other.untyped_storage())
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that tells a living storage from all others.
+
+    Each call of untyped_storage() makes a new Python object, and the address of the memory is 0 for
+    every tensor on meta.
+    """
+    return storage._cdata
+
+
+def flop_formulas() -> dict:
+    """Return torch's formulas for the FLOPs of an operator, by its overload packet.
+
+    The public FlopCounterMode counts with them, but nothing else that runs beside it.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def flash_attention_operators() -> tuple[Callable, Callable]:
+    """Return the operators of the attention that keeps no scores, and of its backward.
+
+    The public scaled_dot_product_attention chooses another one on meta, where nothing is fast.
+    """
+    aten = torch.ops.aten
+    return (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+
+
+def results_are_new(operator: Callable) -> list[bool]:
+    """Say of each result of an operator, as __torch_dispatch__ gets it, whether it is new memory.
+
+    Else it is an argument, or a view of one. Only the operator's schema tells it.
+    """
+    return [returned.alias_info is None for returned in operator._schema.returns]

@@ -1,0 +1,139 @@
+"""Train in one process, against transformers on the same weights and batch, and against bare matrix
+products."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+
+import torch
+from benchmarks.results import Result, Setup
+from benchmarks.turns import CORES, Job, alone, jobs_in_turn, seconds_in_turn
+
+ROWS, SEQUENCE, VOCABULARY = 8, 256, 8192
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def cases(setup: Setup) -> Iterator[Result]:
+    for model in ("gpt2", "llama"):
+        with tempfile.TemporaryDirectory() as directory:
+            alone(make, model, directory)
+            for our_dtype, their_dtype in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
+                jobs = [
+                    Job(1, ours, (directory, our_dtype)),
+                    Job(1, theirs, (directory, their_dtype)),
+                ]
+                name = f"train {model} in {our_dtype}, against transformers in {their_dtype}"
+                yield rates(name, jobs_in_turn(jobs, setup.pairs), ROWS)
+            steps, products = alone(rates_of_products, directory, setup.pairs)
+            name = f"train {model} in fp32, against bare products of its sizes"
+            yield Result(name, steps, products, unit="GFLOP/s")
+
+
+def rates(name: str, found: list[tuple[list[float], int]], rows: int) -> Result:
+    """Compare the tokens/s of two jobs that train so many rows a step.
+
+    found: the seconds of each one's steps, and its peak of memory.
+    """
+    ours, reference = ([rows * SEQUENCE / each for each in seconds] for seconds, _ in found)
+    return Result(name, ours, reference, tuple(peak for _, peak in found), "tokens/s")
+
+
+def make(model: str, directory: str) -> None:
+    """Write a Hugging Face directory with random weights."""
+    import transformers
+
+    if model == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=SEQUENCE,
+            n_embd=512,
+            n_layer=8,
+            n_head=8,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        transformers.GPT2LMHeadModel(config).save_pretrained(directory)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=SEQUENCE,
+            hidden_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            intermediate_size=1408,
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def batch(rows: int = ROWS) -> torch.Tensor:
+    """Return the same random tokens each time, [rows, SEQUENCE]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, VOCABULARY, (rows, SEQUENCE), generator=generator)
+
+
+def ours(
+    directory: str,
+    dtype: str,
+    layout: tuple[int, int, int] = (1, 1, 1),
+    rows: int = ROWS,
+    micro_batches: int = 1,
+    schedule: str = "1f1b",
+) -> Callable[[], object]:
+    """Return a function that trains a step of `rows` rows, on all cores together."""
+    import megazoo
+
+    ctx = megazoo.ParallelContext.from_torch(*layout, device="cpu")
+    torch.set_num_threads(max(1, CORES // ctx.world_size))
+    model = megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype])
+    optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
+    mine = batch(rows).chunk(ctx.dp_size)[ctx.dp_rank]
+
+    def step():
+        model.train_batch(mine, labels=mine, num_microbatches=micro_batches, schedule=schedule)
+        optimizer.step()
+
+    return step
+
+
+def theirs(directory: str, dtype: str) -> Callable[[], object]:
+    """Return the same of transformers, with torch's fused AdamW, the fastest there is."""
+    import transformers
+
+    torch.set_num_threads(CORES)
+    load, ids = transformers.AutoModelForCausalLM.from_pretrained, batch()
+    model = load(directory, dtype=DTYPES[dtype]).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step():
+        model(ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
+    """Return the GFLOP/s of a step, by the FLOPs of its products, and of forward and backward of
+    its layers' products alone."""
+    import megazoo
+    from megazoo.models.counts import flops_per_token
+
+    tokens, step = ROWS * SEQUENCE, ours(directory, "fp32")
+    model = megazoo.from_pretrained(directory)
+    weights = [p.detach() for p in model.layers["0"].parameters() if p.dim() == 2]
+    inputs = [torch.randn(tokens, weight.shape[1]) for weight in weights]
+
+    def products():
+        for x, weight in zip(inputs, weights, strict=True):
+            y = x @ weight.t()
+            y @ weight
+            y.t() @ x
+
+    of_step = flops_per_token(model.config, SEQUENCE) * tokens
+    of_products = 6 * tokens * sum(weight.numel() for weight in weights)
+    seconds = seconds_in_turn([step, products], pairs)
+    return [
+        [1e-9 * flops / each for each in side]
+        for side, flops in zip(seconds, (of_step, of_products), strict=True)
+    ]

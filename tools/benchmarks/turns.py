@@ -1,0 +1,133 @@
+"""Run functions and commands in turn, A B A B ..., and measure each run."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from benchmarks.memory import resident
+from benchmarks.results import Result
+
+from megazoo.errors import UserError
+from megazoo.testing import RankPool
+
+TOOLS = Path(__file__).parent.parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def on_ranks(function: Callable, ranks: int, *arguments, **options) -> list:
+    """Return what a function returns on fresh processes, ranks of one world (see RankPool)."""
+    pool = RankPool()
+    try:
+        return pool.run(function, ranks, *arguments, timeout=3600, **options)
+    finally:
+        pool.close()
+
+
+def alone(function: Callable, *arguments, **options):
+    """Return what a function returns in a fresh process."""
+    return on_ranks(function, 1, *arguments, **options)[0]
+
+
+def seconds_in_turn(sides: list[Callable[[], object]], pairs: int) -> list[list[float]]:
+    """Return the seconds of each run of each side, after one run of each that does not count."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for _ in range(pairs + 1):
+        for times, run in zip(seconds, sides, strict=True):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    return [times[1:] for times in seconds]
+
+
+class Job(NamedTuple):
+    """What is timed: steps of processes that are ranks of one world. make(*arguments), called on
+    each, returns a function that does one."""
+
+    ranks: int
+    make: Callable[..., Callable[[], object]]
+    arguments: tuple
+
+
+def jobs_in_turn(jobs: list[Job], pairs: int) -> list[tuple[list[float], int]]:
+    """Return the seconds of each job's steps, after one that does not count, and its memory.
+
+    Each job has processes of its own, as it would be used. Its memory, in bytes, is the most
+    resident memory of rank 0 above that before `make`, or the most on its CUDA device.
+    """
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(jobs)) as threads:
+        turns = (os.path.join(directory, "turns"), len(jobs), pairs + 1)
+        running = [
+            threads.submit(on_ranks, _steps, job.ranks, job, side, *turns)
+            for side, job in enumerate(jobs)
+        ]
+        return [each.result()[0] for each in running]
+
+
+def _steps(job: Job, side: int, turns: str, sides: int, runs: int) -> tuple[list[float], int]:
+    """Do the steps of a job on one of its ranks, whenever it is its turn.
+
+    turns: the file through which the jobs tell each other that a turn is done. Returns seconds and
+    memory as jobs_in_turn does.
+    """
+    import transformers  # noqa: F401, part of the level before
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, seconds = resident("VmRSS"), []
+    step, store = job.make(*job.arguments), dist.FileStore(turns, -1)
+    store.set_timeout(timedelta(hours=1))
+    for turn in range(side, runs * sides, sides):
+        if turn:
+            store.wait([str(turn - 1)])
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+        if dist.get_rank() == 0:
+            store.set(str(turn), "done")
+    on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+    return seconds[1:], on_device or resident("VmHWM") - before
+
+
+class Side(NamedTuple):
+    """What is timed: commands, one after the other. output: what they write, removed before."""
+
+    commands: list[list]
+    output: Path
+
+    def run(self) -> tuple[float, int]:
+        """Return seconds, and the largest peak of resident memory, in bytes."""
+        shutil.rmtree(self.output, ignore_errors=True)
+        subprocess.run(["sync"], check=True)
+        began = time.perf_counter()
+        peak = max(map(_peak_of, self.commands))
+        return time.perf_counter() - began, peak
+
+
+def in_turn(name: str, pairs: int, ours: Side, reference: Side) -> Result:
+    """Run two sides in turn, after one run of each that doesn't count."""
+    runs = [[side.run() for side in (ours, reference)] for _ in range(pairs + 1)]
+    seconds = [[run[side][0] for run in runs[1:]] for side in range(2)]
+    return Result(name, *seconds, tuple(max(run[side][1] for run in runs) for side in range(2)))
+
+
+def _peak_of(command: list) -> int:
+    """Run a command to its end, and return its peak resident memory, in bytes."""
+    words = [str(word) for word in command]
+    with tempfile.TemporaryFile("w+") as told:
+        child = subprocess.Popen(words, stdout=told, stderr=told)
+        _, status, usage = os.wait4(child.pid, 0)
+        if status:
+            told.seek(0)
+            raise UserError(f"{' '.join(words)} failed: {told.read()[-500:]}", exit_code=1)
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
