@@ -62,11 +62,11 @@ def test_the_loss_is_on_the_completion_alone():
     assert ids == [301, *name.encode() * 2, 256]
 
 
-def test_a_token_that_prompt_and_completion_share_is_learnt():
+def test_a_token_that_prompt_and_completion_share_carries_a_loss():
     assert encoded({"prompt": "a\n", "completion": "\nb"}) == ["[bos]a", "\n\nb[eod]"]
 
 
-def test_the_assistants_words_are_learnt_with_what_ends_them():
+def test_the_assistants_words_carry_a_loss_with_what_ends_them():
     talk = [message("system", "Be kind."), message("user", "Hi"), message("assistant", "Hello")]
     talk += [message("user", "Bye"), message("assistant", "So long")]
     assert encoded({"messages": talk}) == [

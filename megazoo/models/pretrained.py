@@ -42,7 +42,7 @@ def from_pretrained(
     seed: int = 0,
     num_labels: int | None = None,
     pad_token_id: int | None = None,
-) -> "Model":  # noqa: F821
+) -> torch.nn.Module:
     """Build this rank's part of a model that is on disk; each rank reads only what it owns,
     straight into its parameters.
 
@@ -73,7 +73,7 @@ def from_parallelized(
     *,
     load_directory: str | Path | None = None,
     **options,
-) -> "Model":  # noqa: F821
+) -> torch.nn.Module:
     """Build this rank's part of a model that is on disk: `from_pretrained`, which reads checkpoints
     of any layout, too.
 

@@ -160,7 +160,7 @@ def config_from_hugging_face(values: dict):
 
 def from_config(
     config, ctx: ParallelContext | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> "Model":  # noqa: F821
+) -> torch.nn.Module:
     """Build this rank's part of a model with initial weights that depend on the seed alone, not on
     the layout.
 
