@@ -217,3 +217,12 @@ def _elements_held(name: str, tensor: TensorInfo, tp: int) -> int:
         else:
             held += unit * tp
     return math.prod(shape) // shape[shard.dim] * held
+
+
+def checked_state(trainer: dict, kind: type, file: Path):
+    """Return megazoo's own part of a trainer.json as `kind`, OptimizerState or TrainingState; what
+    else a user keeps there is not looked at. UserError names `file`."""
+    try:
+        return convert(trainer, kind, "")
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
