@@ -263,7 +263,7 @@ TRAINER = {
     "range": (settings(seq_length=0), "seq_length 0 must be at least 1"),
     "nan": (settings(lr=math.nan), "lr nan must be 0 or more"),
     "beta": (settings(beta1=1.0), "beta1 1.0 must be below 1"),
-    "huge": (settings(warmup_steps=10**30), "warmup_steps 1000.* must be at most"),
+    "huge": (settings(warmup_steps=10**30), "warmup_steps is 1000.*: it must be below"),
     "NUL": (settings(data=["a\0"]), r"data is 'a\\x00': it must be text"),
     "half a character": (settings(data=["\udc80"]), "data is '.udc80': it must be text"),
     "empty": (settings(data=[""]), "data is empty"),
@@ -412,7 +412,10 @@ def test_a_wrong_value_of_any_field_of_a_config_is_one_line(family, tmp_path):
         ({"model": ["gpt2"]}, "unknown model family"),
         ({"model_type": ["gpt2"]}, "model_type is a list: it must be a string"),
         ({"model_type": "mpt", "expansion_ratio": math.inf}, "expansion_ratio is inf"),
-        ({"model_type": "llama", "rope_theta": 0.0}, "must be above 1, not 0.0"),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_theta": 0.0}},
+            "must be above 1, not 0.0",
+        ),
         (
             {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": -2.0}},
             "factor of rotary positions must be a number above 0, not -2.0",

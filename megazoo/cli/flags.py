@@ -123,6 +123,7 @@ def _typed(name: str, value, kind):
         if isinstance(word, str):
             check_text(name, word)
             _check_empty(name, word, kind)
+        _check_integer(name, word)
     return convert(value, kind, name, dec_hook=_as_path)
 
 
@@ -174,8 +175,13 @@ def _check_integers(options) -> None:
         value = getattr(options, f.name)
         if is_dataclass(value):
             _check_integers(value)
-        elif isinstance(value, int) and abs(value) >= 2**63:
-            raise UserError(f"{flag_of(f.name)} is {brief(value)}: it must be below 2**63")
+        else:
+            _check_integer(flag_of(f.name), value)
+
+
+def _check_integer(name: str, value) -> None:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{name} is {brief(value)}: it must be below 2**63")
 
 
 def _give_help(kind: type) -> None:

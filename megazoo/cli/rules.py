@@ -22,8 +22,12 @@ AT_LEAST_1 = (
 MOST = 10**12
 AT_MOST = {
     "timeout": 31_536_000,  # a year
-    "global_batch_size": 10**9,
-    "micro_batch_size": 10**9,
+    "tp": 2**16,
+    "pp": 1024,
+    "virtual_pp": 1024,
+    "global_batch_size": 2**30,
+    "micro_batch_size": 2**20,
+    "seq_length": 2**27,
     "data_workers": 1000,
     "seed": 2**63 - 1,
     "vocab_size": 2**63 - 1,  # the model's sizes have limits of their own: see `check_sizes`
