@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 import megazoo
 from megazoo.checkpoint import load
-from megazoo.checkpoint.places import LATEST
+from megazoo.checkpoint.places import LATEST, TRAINER
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.launch import after_rank_zero, data_parallel_size, run_program, start_missing_ranks
 from megazoo.cli.parsing import parse_options, run_file
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.rules import check_run, model_config, parse_stage_layers
-from megazoo.cli.run import Run, resumed_state
+from megazoo.cli.run import Run, note_on_data, resumed_state
 from megazoo.cli.summary import summary
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import (
@@ -86,7 +86,8 @@ def prepare(arguments: list[str]) -> Run:
     resuming = isinstance(source, SavedModel) and not options.checkpoint.load_weights_only
     state = resumed_state(source if resuming else None)
     if resuming:
-        options = parse_options(arguments, __doc__, resumed=state["settings"])
+        origin = str(source.path / TRAINER)
+        options = parse_options(arguments, __doc__, resumed=state["settings"], origin=origin)
     config = model_config(options.model, source)
     named = options.data.tokenizer or (source and source.tokenizer) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
@@ -108,6 +109,8 @@ def start_ranks(run: Run) -> ParallelContext:
     if run.options.training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp)
+    if note := note_on_data(run):  # before a file that a checkpoint names is read
+        print_rank_0(note)
     if json_files(run.sources):  # before any rank waits in a collective, for --timeout at most
         template = run.options.data.chat_template
         _store = after_rank_zero(lambda: prepare_datasets(run.sources, run.tokenizer, template))

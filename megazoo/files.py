@@ -1,12 +1,25 @@
-"""Small files that are read whole, and work on many files at once."""
+"""Small files that are read whole, the types of what they say, and work on many files at once."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megazoo.errors import UserError
+
+# How messages call the types of msgspec.
+KINDS = {
+    "int": "an int",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 
 
 def json_object(path: Path, data: bytes) -> dict:
@@ -31,6 +44,54 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+
+
+def convert(value: Any, kind: Any, name: str, **options) -> Any:
+    """Return a value from a file as `kind`, a type or dataclass. UserError says which part of the
+    value, known as `name`, is not of its type or out of its range. options: of msgspec.convert."""
+    try:
+        return msgspec.convert(value, kind, **options)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        place = place.rstrip("`")
+        for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+            value = value[key] if key else value[int(index)]
+        where = f"{name}{place}".removeprefix(".")
+        if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
+            raise UserError(f"{where} has no {missing[1]}".strip()) from None
+        raise UserError(f"{where} is {brief(value)}: {_rule(reason, kind)}") from None
+
+
+def brief(value: Any) -> str:
+    """Write a value from a file in a few words, however long it is."""
+    if isinstance(value, dict | list | tuple):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return "a huge number"
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _rule(reason: str, kind: Any) -> str:
+    """Say in words what msgspec expected: "it must be an int of 1 or more"."""
+    if reason.startswith("Invalid enum value"):
+        choices = [choice for choice in _choices(kind) if choice is not None]
+        return f"there are {', '.join(map(str, choices))}" if choices else "there is no such value"
+    expected = re.match(r"Expected `([^`]*)`(.*?)(, got .*)?$", reason)
+    if not expected:
+        return reason.lower() if reason[:1].isupper() else reason
+    names = [name for name in expected[1].split(" | ") if name != "null"]
+    kinds = " or ".join(KINDS.get(name, name) for name in names)
+    limit = expected[2].replace(" >= ", " of at least ").replace(" <= ", " of at most ")
+    return f"it must be {kinds}{limit}"
+
+
+def _choices(kind: Any) -> list:
+    """The values of a Literal, alone or in a union, with or without annotations."""
+    parts = getattr(kind, "__args__", ())
+    if not any(hasattr(part, "__args__") for part in parts):
+        return [part for part in parts if not isinstance(part, type)]
+    return [choice for part in parts for choice in _choices(part)]
 
 
 def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:

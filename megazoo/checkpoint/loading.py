@@ -2,7 +2,9 @@
 
 import torch
 
+from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.reader import Checkpoint
+from megazoo.checkpoint.schema import OptimizerState, checked_state
 from megazoo.errors import UserError
 from megazoo.optim.adamw import MASTER, AdamW
 from megazoo.parallel.failure import failing_together
@@ -14,6 +16,7 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
     if optimizer:
         with failing_together(model.ctx):
             _check_states(checkpoint, optimizer)
+            checked_state(checkpoint.trainer, OptimizerState, checkpoint.path / TRAINER)
     for entry in model.entries():
         name = _best_weights(checkpoint, entry.name, entry.parameter.dtype)
         checkpoint.read_into(name, entry.parameter, entry.spec, model.ctx)

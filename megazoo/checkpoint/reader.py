@@ -13,16 +13,53 @@ from megazoo.checkpoint.format import (
     FORMAT_VERSION,
     GENERATION,
     SIDECAR_FILES,
+    file_of_rank,
     manifest_checksum,
     spec_from_manifest,
 )
 from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
+from megazoo.checkpoint.schema import check_manifest, check_tensors
 from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import brief, json_object
 from megazoo.optim.adamw import MASTER, MOMENTS
-from megazoo.parallel.shard import ParameterSpec, Piece, overlap
+from megazoo.parallel.shard import ParameterSpec, Piece, overlap, volume
+
+# Bytes of the largest manifest that is read; a tensor takes about 200 of them.
+LARGEST_MANIFEST = 1 << 26
+
+
+def read_manifest(file: Path) -> dict:
+    """Read a manifest, and check that its checksum is its own; UserError names the file."""
+    try:
+        if file.stat().st_size > LARGEST_MANIFEST:
+            raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
+        manifest = json.loads(file.read_bytes().decode(), object_pairs_hook=_without_repeats)
+        version = manifest["format"]
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"{file.parent} has format {brief(version)}; this megazoo reads {FORMAT_VERSION}: "
+                "upgrade megazoo"
+            )
+        if manifest["crc32"] != manifest_checksum(manifest):
+            raise UserError(f"{file} has changed: its checksum is not its own")
+        json.dumps(manifest, ensure_ascii=False).encode()  # refuses halves of characters
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} is not a manifest: {type(error).__name__}: {error}") from error
+    return manifest
+
+
+def _without_repeats(pairs: list[tuple]) -> dict:
+    """Make the dictionary of a JSON object, of which each key is to stand there once."""
+    values = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"{brief(key)} stands there twice")
+        values[key] = value
+    return values
 
 
 class Checkpoint(TensorSource):
@@ -37,26 +74,18 @@ class Checkpoint(TensorSource):
     def __init__(self, path: str | Path):
         super().__init__(find_checkpoint(path))
         file = self.path / MANIFEST
-        try:
-            self.manifest = json.loads(file.read_text())
-            version = self.manifest["format"]
-            if version != FORMAT_VERSION:
-                raise UserError(
-                    f"{self.path} has format {version}; this megazoo reads {FORMAT_VERSION}: "
-                    "upgrade megazoo"
-                )
-            if self.manifest["crc32"] != manifest_checksum(self.manifest):
-                raise UserError(f"{file} has changed: its checksum is not its own")
-            self.layout, self.tensors = self.manifest["layout"], self.manifest["tensors"]
-            self._file_infos: dict[str, dict] = self.manifest["files"]
-            self.family, self.values = self.manifest["family"], self.manifest["config"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{file} is not a manifest: {error!r}") from error
+        self.manifest = read_manifest(file)
+        manifest = check_manifest(self.manifest, file)
+        self.layout, self.tensors = self.manifest["layout"], self.manifest["tensors"]
+        self._file_infos: dict[str, dict] = self.manifest["files"]
+        self.family, self.values = self.manifest["family"], self.manifest["config"]
         self._check_files()
+        check_tensors(manifest, file)
 
     @cached_property
     def trainer(self) -> dict:
-        return json.loads(self._read_checked(TRAINER)) if TRAINER in self._file_infos else {}
+        there = TRAINER in self._file_infos
+        return json_object(self.path / TRAINER, self._read_checked(TRAINER)) if there else {}
 
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
@@ -87,14 +116,21 @@ class Checkpoint(TensorSource):
         stored_spec = spec_from_manifest(stored)
         self.check_shape(name, spec)
         writers = self.layout["tp"] if stored_spec.shard else 1
+        missing = sum(volume(wanted.box) for wanted in pieces)
         for tp in range(writers):
-            file, shape = stored["file"].format(tp=tp), stored_spec.local_shape(writers, tp)
+            file = file_of_rank(stored["file"], tp)
+            shape = stored_spec.local_shape(writers, tp)
             for piece in stored_spec.pieces(writers, tp):
                 for wanted in pieces:
                     shared = piece.owned and overlap(wanted.box, piece.box)
                     if shared:
                         box = tuple((s.start, s.stop) for s in piece.index(shared))
                         destination[wanted.index(shared)] = self.files.box(file, name, shape, box)
+                        missing -= volume(shared)
+        if missing:
+            raise UserError(
+                f"{self.path}: the files do not hold each element of {name} once", exit_code=1
+            )
 
     def check_shape(self, name: str, spec: ParameterSpec) -> None:
         """Raise UserError if a tensor is not there, or has another shape than the model's."""
@@ -130,10 +166,6 @@ class Checkpoint(TensorSource):
         """Raise UserError if a file of the manifest is missing, or not of the size that it says."""
         for name, info in self._file_infos.items():
             path = self.path / name
-            if Path(name).name != name:
-                raise UserError(
-                    f"{self.path / MANIFEST} names a file outside its directory: {name}"
-                )
             if not path.is_file():
                 raise UserError(f"{path} is missing", exit_code=1)
             if path.stat().st_size != info["size"]:

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import FORMAT_VERSION, manifest_checksum, tensor_to_manifest
+from megazoo.checkpoint.format import (
+    FORMAT_VERSION,
+    file_of_rank,
+    manifest_checksum,
+    tensor_to_manifest,
+)
 from megazoo.checkpoint.places import MANIFEST, TRAINER
 from megazoo.checkpoint.writing import (
     LazyTensor,
@@ -68,7 +73,7 @@ def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
     """Write one rank's files; returns what the manifest says of them and of their tensors."""
     infos, stored = {}, {}
     for pattern, tensors in files.items():
-        name = pattern.format(tp=ctx.tp_rank)
+        name = file_of_rank(pattern, ctx.tp_rank)
         values = {tensor_name: tensor for tensor_name, (_, tensor) in tensors.items()}
         infos[name] = write_safetensors(directory / name, values)
         for tensor_name, (spec, tensor) in tensors.items():

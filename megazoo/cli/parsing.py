@@ -5,24 +5,34 @@ import sys
 import tomllib
 from pathlib import Path
 
-from megazoo.cli.flags import flag_of, parse_flags, settings_of
+from megazoo.cli.flags import flag_of, parse_flags, settings_of, typed_settings
 from megazoo.cli.options import ImportOption, Options
-from megazoo.cli.rules import check_values, settle_steps
+from megazoo.cli.rules import check_value, check_values, settle_steps
 from megazoo.errors import UserError, nearest
 
 # Settings that take each other's place: the one that has a default, and the other.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
+LARGEST_FILE = 1 << 20  # bytes of settings
 
 
-def parse_options(arguments: list[str], description: str, resumed: dict | None = None) -> Options:
+def parse_options(
+    arguments: list[str],
+    description: str,
+    resumed: dict | None = None,
+    origin: str = "the checkpoint",
+) -> Options:
     """Return the options of a command line, over those of the TOML file that its --config names.
     See `parse_flags`.
 
-    resumed: `settings_to_resume` of the run that is resumed, below both.
+    resumed: `settings_to_resume` of the run that is resumed, below both. origin: the file that has
+    them, for errors.
     """
     file = _value_of("--config", arguments)
-    settings = _toml_settings(file) if file else {}
-    lower = {**(resumed or {}), **settings}
+    settings = typed_settings(Options, _toml_settings(file), file) if file else {}
+    resumed = typed_settings(Options, resumed or {}, origin)
+    for name, value in resumed.items():
+        check_value(name, value, origin)
+    lower = {**resumed, **settings}
     flags = {flag_of(argument) for argument in arguments if argument.startswith("--")}
     for pair in EITHER_OR:
         usual, other = pair
@@ -32,7 +42,7 @@ def parse_options(arguments: list[str], description: str, resumed: dict | None =
             raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
         if given or lower.get(other):  # what is given further below doesn't count
             lower.pop(other if given == [usual] else usual, None)
-    options = parse_flags(Options, _as_flags(lower) + arguments, description)
+    options = parse_flags(Options, arguments, description, lower)
     if options.data.mock_data:
         options.data.data = ("mock",)
     if options.optimizer.min_lr is None:
@@ -96,10 +106,14 @@ def _toml_settings(file: str) -> dict:
     known = settings_of(Options)
     known.pop("config")
     try:
-        settings = tomllib.loads(Path(file).read_text())
+        with open(file, "rb") as opened:
+            data = opened.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+        settings = tomllib.loads(data.decode())
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of what is no TOML, and of TOML too deep
         raise UserError(f"--config {file} is not TOML: {error}") from error
     for key, value in settings.items():
         if key not in known:
@@ -108,15 +122,3 @@ def _toml_settings(file: str) -> dict:
         if isinstance(value, dict) or several:
             raise UserError(f"{file}: {key} must be a single value")
     return settings
-
-
-def _as_flags(settings: dict) -> list[str]:
-    """Settings as flags, so that one parser checks all."""
-    flags, defaults = [], settings_of(Options)
-    for key, value in settings.items():
-        flag = flag_of(key)
-        if isinstance(value, bool) and isinstance(defaults.get(key), bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            flags += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-    return flags

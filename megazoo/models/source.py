@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from megazoo.checkpoint.places import MANIFEST
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
-from megazoo.models.registry import FAMILIES, config_from_dict, family_of
+from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.tokenizer import has_tokenizer
@@ -41,7 +42,9 @@ class ModelSource(TensorSource):
         trained with."""
         if has_tokenizer(self.path):
             return str(self.path)
-        return self.trainer.get("settings", {}).get("tokenizer")
+        settings = self.trainer.get("settings")
+        named = settings.get("tokenizer") if isinstance(settings, dict) else None
+        return "byte" if named == "byte" else None  # a path is never taken from a checkpoint
 
     @property
     def pad_token_id(self) -> int | None:
@@ -71,12 +74,16 @@ class SavedModel(ModelSource, Checkpoint):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        self.config = config_from_dict(self.family, self.values)
-        if self.config.layers > len(self.tensors):
-            raise UserError(
-                f"{self.path} has {len(self.tensors)} tensors for {self.config.layers} layers"
-            )
-        for name, spec in self.specs.items():
+        family_named(self.family)
+        try:
+            self.config = config_from_dict(self.family, self.values)
+            layers, count = self.config.layers, len(self.tensors)
+            if layers > count:
+                raise UserError(f"it has {count} tensors for {layers} layers")
+            specs = self.specs  # refuses sizes that no model has
+        except UserError as error:
+            raise UserError(f"{self.path / MANIFEST}: {error}") from None
+        for name, spec in specs.items():
             self.check_shape(name, spec)
         if self.total_bytes() > sum(self.file_sizes().values()):
             raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")

@@ -46,6 +46,7 @@ from megazoo.planning.meter import (
 from megazoo.planning.static import Static, measure_static
 
 # What a plan repeats of the options it was made for.
+MOST_MICROBATCHES = 100_000  # of a step; each is scheduled one by one
 LAYOUT_OPTIONS = (
     "tp",
     "pp",
@@ -140,6 +141,9 @@ class Planner:
         check_values(options)
         if dp < 1:
             raise UserError(f"dp {dp} must be at least 1")
+        microbatches = training.global_batch_size // (training.micro_batch_size * dp)
+        if microbatches > MOST_MICROBATCHES:
+            raise UserError(f"{microbatches} micro-batches a step are more than can be planned")
         check_run(options, self.family, self.config, SimpleNamespace(vocab_size=0), dp)
 
     def plan(self, parallel: ParallelOptions, training: TrainingOptions, dp: int = 1) -> Plan:
