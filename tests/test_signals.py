@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 from helpers_pretrain import ROOT, SMALL, TORCHRUN
+from programs import python
 
 from megazoo.checkpoint import Checkpoint
+from megazoo.cli import deaths
 
 JOB = ["pretrain_gpt.py", *SMALL, "--eval-steps", "0", "--steps", "100000"]
-SOON = 20.0  # seconds, on a machine that does much else
+SOON = 60.0  # seconds, on a machine that does much else
 slow = pytest.mark.slow
 
 
@@ -205,7 +207,7 @@ def test_ranks_that_are_not_training_die_with_their_launcher(start):
     ("launcher", "layout", "number"),
     [
         ([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGKILL),
-        ([], ["--tp", 2], signal.SIGSEGV),
+        pytest.param([], ["--tp", 2], signal.SIGSEGV, marks=slow),
         pytest.param([], ["--tp", 2], signal.SIGKILL, marks=slow),
         pytest.param([*TORCHRUN, "--nproc-per-node=4"], ["--pp", 2], signal.SIGSEGV, marks=slow),
     ],
@@ -238,7 +240,63 @@ def test_two_deaths_are_both_told(start):
     assert sorted(told) == ["2", "3"]
 
 
+@slow
 def test_a_run_that_ends_well_says_nothing_of_its_ranks(start):
     program = start(*TORCHRUN, "--nproc-per-node=2", *JOB[:-1], 2, "--tp", 2)
     assert program.end(90) == 0
     assert not [line for line in program.err if line.startswith("rank")]
+
+
+# Ranks that do what their rank's word says.
+RANKS = """
+import os, signal, sys, time
+from megazoo.cli.local_ranks import LocalRanks
+
+word = sys.argv[1:][int(os.environ.get("RANK", 0))]
+if "RANK" not in os.environ:
+    sys.exit(LocalRanks(2, 1, [sys.executable, *sys.argv]).run())
+if word == "sleep":
+    time.sleep(60)
+if word == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(0 if word == "end" else int(word))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ("end end", 0, ""),
+        ("sleep die", 137, "rank 1 (tp 1, pp 0, dp 0) on HOST was killed by SIGKILL"),
+        ("3 sleep", 3, "rank 0 (tp 0, pp 0, dp 0) on HOST ended with exit code 3"),
+    ],
+)
+def test_the_launcher_ends_as_the_first_rank_that_failed(tmp_path, words, code, line):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    began = time.monotonic()
+    done = subprocess.run(
+        [python(), tmp_path / "ranks.py", *words.split()],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert done.stderr.startswith(line.replace("HOST", os.uname().nodename))
+    assert len(done.stderr.splitlines()) == bool(line)
+    assert time.monotonic() - began < SOON
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="processes can't be watched here")
+def test_how_a_process_died_is_read_before_its_parent_is_told_and_after():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        handle = os.pidfd_open(process.pid)
+        assert deaths._wait_status(handle, process.pid) is None
+        process.kill()
+        while lives(process.pid):
+            time.sleep(0.01)
+        assert deaths._wait_status(handle, process.pid) == signal.SIGKILL
+        process.wait()
+        # None where the kernel does not keep it
+        assert deaths._wait_status(handle, process.pid) in (signal.SIGKILL, None)
+        os.close(handle)

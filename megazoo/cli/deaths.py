@@ -1,8 +1,10 @@
 """Telling at once which rank has died, and of what, before the launcher's own report."""
 
+import fcntl
 import os
 import select
 import signal
+import struct
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,9 @@ from megazoo.torch_internals import default_store
 
 # Signals by which launchers and users end a job: a rank that dies of one is nobody's surprise.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Of <linux/pidfd.h>: a request, the bit that asks it for the wait status, and what it fills, whose
+# first field are such bits, and whose last is the status.
+PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO = 0xC040FF0B, 8, struct.Struct("2Q12i")
 
 
 def name_of(rank: int, ctx: ParallelContext) -> str:
@@ -84,15 +89,15 @@ class _Watch:
             poll.register(self._closing, select.POLLHUP)
             if any(ready == self._closing for ready, _ in poll.poll()):
                 return
-            if text := _death(pid, rank):
+            if text := _death(handle, pid, rank):
                 print(f"{name} on {os.uname().nodename} {text}", file=sys.stderr, flush=True)
 
 
-def _death(pid: int, rank: int) -> str | None:
+def _death(handle: int, pid: int, rank: int) -> str | None:
     """Return what to say of a process that has ended; None if it ended in order, said something
     itself, or was told to end."""
-    status = _wait_status(pid)
-    if status is None:  # its launcher was faster
+    status = _wait_status(handle, pid)
+    if status is None:
         with suppress(RuntimeError):
             if default_store().check([_left(rank)]):
                 return None
@@ -102,14 +107,20 @@ def _death(pid: int, rank: int) -> str | None:
     return None
 
 
-def _wait_status(pid: int) -> int | None:
-    """Return what waitpid would tell the parent of a process that has ended; None if it has told it
-    already."""
-    try:
+def _wait_status(handle: int, pid: int) -> int | None:
+    """Return what waitpid tells the parent of a process that has ended; None if it has told it
+    already, and the kernel has forgotten it since (before Linux 6.15)."""
+    with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[-1]) if fields[0] in "ZX" else None
+        if fields[0] in "ZX":
+            return int(fields[-1])
+    info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+    with suppress(OSError):
+        fcntl.ioctl(handle, PIDFD_GET_INFO, info)
+        told, *_, status = PIDFD_INFO.unpack(info)
+        if told & PIDFD_INFO_EXIT:
+            return status
+    return None
 
 
 def _left(rank: int) -> str:
