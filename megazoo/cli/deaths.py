@@ -89,8 +89,10 @@ class _Watch:
             poll.register(self._closing, select.POLLHUP)
             if any(ready == self._closing for ready, _ in poll.poll()):
                 return
-            if text := _death(handle, pid, rank):
-                print(f"{name} on {os.uname().nodename} {text}", file=sys.stderr, flush=True)
+            text = _death(handle, pid, rank)
+            if text is None:  # what came after it, it has told itself
+                return
+            print(f"{name} on {os.uname().nodename} {text}", file=sys.stderr, flush=True)
 
 
 def _death(handle: int, pid: int, rank: int) -> str | None:
