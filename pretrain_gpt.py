@@ -16,6 +16,7 @@ import torch.distributed as dist
 import megazoo
 from megazoo.checkpoint import load
 from megazoo.checkpoint.places import LATEST, TRAINER
+from megazoo.cli.deaths import naming_dead_ranks
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.launch import after_rank_zero, data_parallel_size, run_program, start_missing_ranks
 from megazoo.cli.parsing import parse_options, run_file
@@ -63,12 +64,13 @@ def main(arguments: list[str]) -> None:
     if run.finished:
         return
     ctx = start_ranks(run)
-    model, optimizer = build(run, ctx)
-    data = open_data(run, model)
-    if not run.finished:
-        with Recorder(run, model, optimizer) as recorder:
-            train(run, model, optimizer, data, recorder)
-        print_rank_0(summary(run, recorder))
+    with naming_dead_ranks(ctx):
+        model, optimizer = build(run, ctx)
+        data = open_data(run, model)
+        if not run.finished:
+            with Recorder(run, model, optimizer) as recorder:
+                train(run, model, optimizer, data, recorder)
+            print_rank_0(summary(run, recorder))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ LAUNCHER_NAMES = {
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "MEGAZOO_LAUNCHER",
 }
 
 
@@ -22,6 +23,32 @@ def world_size() -> int:
 def is_rank_zero() -> bool:
     """Say whether this is the rank that speaks for all; so it is without a launcher."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+def of_local_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return what megazoo's own launcher, this process, tells a rank that it starts; torchrun tells
+    it so, too. port: of the store that it holds."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MEGAZOO_LAUNCHER": str(os.getpid()),
+    }
+
+
+def megazoos_launcher() -> int | None:
+    """Return the process number of megazoo's own launcher, if it has started this rank."""
+    number = os.environ.get("MEGAZOO_LAUNCHER")
+    return int(number) if number else None
+
+
+def is_child_of_launcher() -> bool:
+    """Say whether a launcher that stays has started this process: torchrun, or megazoo's own."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or megazoos_launcher() is not None
 
 
 def adopt_launcher(arguments: list[str], environment: dict[str, str]) -> list[str]:

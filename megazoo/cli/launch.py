@@ -1,20 +1,23 @@
 """How a program starts and ends: it starts the ranks that are missing, and tells a user's mistake
 in one line."""
 
+import ctypes
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megazoo.environment import (
-    LAUNCHER_NAMES,
-    LAUNCHER_PREFIXES,
     adopt_launcher,
+    is_child_of_launcher,
     is_rank_zero,
+    megazoos_launcher,
     world_size,
 )
 from megazoo.errors import Advice, UserError
@@ -65,26 +68,36 @@ def after_rank_zero(work: Callable[[], None]):
 
 def start_missing_ranks(tp: int, pp: int) -> None:
     """In a world of one, become the launcher of tp x pp local ranks of this program, if more than
-    one is needed."""
+    one is needed: start them, wait for their end, and exit."""
     ranks = tp * pp
     if world_size() > 1 or ranks == 1:
         return
     print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
-    }
-    environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores itself
-    # --standalone lets the launcher find a free port.
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-    ]
-    os.execve(sys.executable, [*launcher, *sys.argv], environment)
+    # This loads torch, which --help does not need.
+    from megazoo.cli.local_ranks import LocalRanks
+
+    sys.exit(LocalRanks(tp, pp, [sys.executable, "-u", *sys.argv]).run())
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send this process SIGTERM when its launcher dies, be it of SIGKILL, so that
+    no rank goes on alone. It does nothing where the kernel can't (Linux can)."""
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+    ctypes.CDLL(None).prctl(set_parent_death_signal, ctypes.c_ulong(signal.SIGTERM))
+    launcher = megazoos_launcher()
+    if launcher and not _lives(launcher):  # it died before the kernel was asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _lives(pid: int) -> bool:
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def run_program(main: Callable[[list[str]], None]) -> None:
@@ -93,6 +106,8 @@ def run_program(main: Callable[[list[str]], None]) -> None:
     A mistake that all ranks find is printed by rank 0; the launcher ends the others, which wait.
     """
     sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
+    if is_child_of_launcher():
+        end_with_launcher()
     usual = warnings.formatwarning
 
     def formatted(message, category, *where) -> str:

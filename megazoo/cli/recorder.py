@@ -28,8 +28,8 @@ class Recorder:
     """Records the steps and the evaluations of a run, and saves it. All ranks enter it together.
 
     Within, a rank that fails ends all with its message; ranks that no longer answer are named; and
-    SIGTERM and SIGUSR1 are noted. The saver is entered first and left last: whatever fails, the
-    last checkpoint is then on disk.
+    Ctrl-C, SIGTERM and SIGUSR1 are noted. Only what notes them is entered before the saver, which
+    is left after all else: whatever fails, the last checkpoint is then on disk.
 
     step: the last that was recorded. losses: the last of training, validation and test. stopped_by:
     the name of the signal that ends the run.
@@ -60,9 +60,10 @@ class Recorder:
             after=lambda step, path: callbacks.after_save(step, path, self.model),
         )
         with ExitStack() as stack:
-            self.saver = stack.enter_context(saver)
-            # A launcher that ends the job must not cut short the ranks that tell why.
+            # A launcher that ends the job must cut short neither the saver nor the ranks that tell
+            # why.
             self.signals = stack.enter_context(StopSignal(ctx))
+            self.saver = stack.enter_context(saver)
             stack.enter_context(naming_absent_ranks(ctx))
             stack.enter_context(failing_together(ctx))
             self.metrics = stack.enter_context(closing(_open_metrics(self.run, ctx)))
