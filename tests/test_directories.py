@@ -8,12 +8,18 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import context, tiny_config
+from helpers import context, in_fresh_processes, tiny_config
+from helpers_pretrain import ROOT
 from safetensors.torch import load_file, save_file
 
 import megazoo
@@ -25,6 +31,7 @@ from megazoo.errors import UserError
 from megazoo.models.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
+from megazoo.parallel.collectives import all_gather_objects
 
 FORK = multiprocessing.get_context("fork")
 PROGRAM = (
@@ -411,7 +418,7 @@ def killed_at_rename(moment, work):
 
 
 def hidden(directory) -> list[str]:
-    return [name for name in names(directory) if name.startswith(".") and name != ".lock"]
+    return [name for name in names(directory) if name.startswith(".") and name[-5:] != ".lock"]
 
 
 @pytest.mark.parametrize("moment", [1, 2])
@@ -585,9 +592,89 @@ def test_whatever_fails_on_one_rank_is_told_by_all(ranks, tmp_path, background, 
     assert names(tmp_path) == []
 
 
+def stopped_while_saving(directory):
+    """Rank 1 is stopped while it writes a step in the background, and goes on when rank 0 has given
+    it up; returns the seconds that took, and the error."""
+    ctx = megazoo.ParallelContext.from_torch(2, device="cpu", timeout=timedelta(seconds=2))
+    model = megazoo.from_config(tiny_config(), ctx, seed=3)
+    processes = all_gather_objects(os.getpid(), ctx)
+    original = saving.write_rank
+
+    def stop(*arguments):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*arguments)
+
+    if ctx.rank == 1:
+        saving.write_rank = stop
+    begin = time.monotonic()
+    try:
+        with Saver(directory, model, megazoo.optim.AdamW(model), background=True) as saver:
+            saver.save(1, {})
+    except UserError as error:
+        return time.monotonic() - begin, str(error)
+    finally:
+        saving.write_rank = original
+        os.kill(processes[1], signal.SIGCONT)
+    return None
+
+
+def test_a_rank_that_is_stopped_while_saving_is_given_up_after_the_timeout(tmp_path):
+    (seconds, told), _ = in_fresh_processes(stopped_while_saving, tmp_path, processes=2)
+    assert 1.5 < seconds < 20
+    assert "step 1 was not saved: " in told
+    assert names(tmp_path) == []
+
+
+STOP = """
+import os, signal
+from megazoo.checkpoint import saving
+
+original = saving.write_rank
+
+def stop(*arguments):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return original(*arguments)
+
+saving.write_rank = stop
+"""
+
+
+@pytest.mark.slow
+def test_the_program_gives_up_a_stopped_rank_after_its_timeout(tmp_path):
+    (tmp_path / "stop.py").write_text(STOP)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, ROOT / "pretrain_gpt.py", *PROGRAM, "--tp", "2", "--timeout", "5"]
+    command += ["--steps", "100000", "--save-interval", "1", "--save", tmp_path / "run"]
+    command += ["--async-save", "--import", tmp_path / "stop.py"]
+    ranks = []
+    for rank in range(2):
+        here = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with open(tmp_path / f"rank_{rank}", "wb") as output:
+            ranks.append(subprocess.Popen(command, env=here, stdout=output, stderr=output))
+    try:
+        until = time.monotonic() + 60
+        while Path(f"/proc/{ranks[1].pid}/stat").read_text().split()[2] != "T":
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        begin = time.monotonic()
+        assert ranks[0].wait(60) not in (0, None)
+        assert time.monotonic() - begin < 40
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(30)
+    assert "no word from rank 1" in (tmp_path / "rank_0").read_text()
+    assert names(tmp_path / "run") == []
+
+
 def test_the_program_refuses_weights_that_are_not_finite(tmp_path):
     run = [*PROGRAM, "--save", str(tmp_path), "--steps", "1", "--dtype", "float32"]
     with pytest.raises(UserError, match=r"is not finite \(NaN or infinite\) as float32") as refused:
-        pretrain_gpt.main([*run, "--lr", "1e38", "--weight-decay", "1e38"])
+        pretrain_gpt.main([*run, "--lr", "1e39"])
     assert refused.value.exit_code == 1
     assert names(tmp_path) == []

@@ -72,11 +72,13 @@ def new_directory(directory: Path, overwrite: bool = False, source: Path | None 
 def output_directory(directory: Path, check: Callable[[], None]):
     """Give a new directory, as `new_directory` does.
 
-    check: is called under the lock, and raises UserError if the directory may not be replaced.
+    check: raises UserError if the directory may not be replaced; it is called before anything is
+    made, and again under the lock.
     """
     if directory.name in ("", ".."):
         directory = directory.resolve()
     check_place(directory)
+    check()
     directory.parent.mkdir(parents=True, exist_ok=True)
     with output_lock(directory):
         left = _tidied(asides(directory), lambda _: directory)
