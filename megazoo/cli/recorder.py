@@ -2,6 +2,7 @@
 user's own functions; and what ends it early."""
 
 import math
+import uuid
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
@@ -40,6 +41,8 @@ class Recorder:
         self.step, self.losses, self.stopped_by = run.first_step, {}, None
         self.consumed_samples = run.state["consumed_samples"]
         self.consumed_tokens = run.state["consumed_tokens"]
+        # A checkpoint of an older version has none: then its steps count as another run's.
+        self.run_id = run.state.get("run") or uuid.uuid4().hex
         self.loss_scale = optimizer.loss_scale and optimizer.loss_scale.value
         training, log = run.options.training, run.options.logging
         # FLOPs that a token takes of each rank, and FLOP/s that its device has at most
@@ -118,6 +121,7 @@ class Recorder:
         if not keep.save:
             return
         trainer = {
+            "run": self.run_id,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
         }

@@ -6,6 +6,7 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
+from megazoo.checkpoint.locks import run_lock
 from megazoo.cli.options import ModelOptions, Options, TrainingOptions
 from megazoo.errors import UserError
 from megazoo.files import brief
@@ -164,6 +165,8 @@ def _check_outputs(options: Options) -> None:
     for flag, directory in directories.items():
         if directory:
             _check_writable(flag, directory)
+    if options.checkpoint.save:
+        run_lock(options.checkpoint.save).check()
     for package, wanted in {"tensorboard": log.tensorboard, "wandb": log.wandb}.items():
         found = importlib.util.find_spec(package) if wanted else None
         # A directory of that name, which runs leave behind, is found without an origin.

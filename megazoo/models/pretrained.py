@@ -1,17 +1,27 @@
 """Models from checkpoints and Hugging Face directories, and back: what users call."""
 
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.directories import remove, replace_directory
-from megazoo.checkpoint.places import MANIFEST, NoCheckpoint, find_checkpoint
-from megazoo.checkpoint.saving import saving_together
-from megazoo.checkpoint.shards import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.directories import output_directory
+from megazoo.checkpoint.ownership import foreign_entry
+from megazoo.checkpoint.places import (
+    CONFIG,
+    MANIFEST,
+    TRAINER,
+    NoCheckpoint,
+    find_checkpoint,
+    present,
+)
+from megazoo.checkpoint.saving import run_together
+from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.directory import CONFIG, HuggingFaceDirectory
-from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_hugging_face
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
 from megazoo.models.source import ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
@@ -24,7 +34,7 @@ CLASSIFIER_HEAD = "score.weight"
 def open_source(path: str | Path) -> ModelSource:
     """Open a checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError
     if it is neither."""
-    path = Path(path)
+    path = present(Path(path))
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         return HuggingFaceDirectory(path)
     try:
@@ -93,7 +103,7 @@ def open_directory(path: str | Path) -> ModelSource:
             f"weights are read from a directory, not from {type(path).__name__}: "
             "for random ones, megazoo.from_config"
         )
-    if not Path(path).exists():
+    if not present(Path(path)).exists():
         is_preset = str(path) in presets()
         random = f"; for random weights call megazoo.from_config({str(path)!r}, ctx)"
         raise UserError(
@@ -160,38 +170,35 @@ def save_parallelized(
     directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
     ctx = model.ctx
     ctx.require_ranks()
-    shards = directory.parent / f".{directory.name}.shards" if merge_checkpoints else directory
-    staging = shards.parent / f".{shards.name}.writing"
+    together = partial(run_together, directory=directory, ctx=ctx)
 
-    def begin() -> None:
+    def begin() -> Path:
         if merge_checkpoints:
             hugging_face_config(model.config)  # raises before anything is written
             parse_size(max_shard_size)
-        _check_ours(directory)
-        remove(staging)
-        staging.mkdir(parents=True)
+        return stack.enter_context(output_directory(directory, lambda: _check_ours(directory)))
 
     def complete() -> None:
         write_manifest(staging, model.family, model.config, ctx, written, {}, model.sidecar_files)
-        with replace_directory(staging, shards):
-            pass
         if merge_checkpoints:
-            write_hugging_face(
-                SavedModel(shards), directory, max_shard_size=max_shard_size, overwrite=True
-            )
-            remove(shards)
+            write_model(SavedModel(staging), staging, max_shard_size=max_shard_size)
+            shards = (name for part in written for name in part["files"])
+            for name in (MANIFEST, TRAINER, *shards):
+                (staging / name).unlink()
+        stack.close()
 
-    with saving_together(directory, staging, ctx) as run_together:
-        run_together(begin, only_rank_zero=True)
+    with ExitStack() as stack:  # of rank 0: it removes what was begun, if one fails
+        staging, *_ = together(begin, only_rank_zero=True)
         files = files_of_rank(model, lambda entry: entry.parameter, None)
-        written = run_together(lambda: write_rank(staging, files, ctx))
-        run_together(complete, only_rank_zero=True)
+        written = together(lambda: write_rank(staging, files, ctx))
+        together(lambda: check_rank(staging, written[ctx.rank]))
+        together(complete, only_rank_zero=True)
 
 
 def _check_ours(directory: Path) -> None:
     """Raise UserError if a directory would be replaced that megazoo didn't write."""
-    if not directory.is_dir() or not any(directory.iterdir()) or (directory / MANIFEST).is_file():
-        return
-    weights = sorted(directory.glob("model*.safetensors"))
-    if not weights or b'"writer":"megazoo"' not in weights[0].read_bytes()[:1000]:
-        raise UserError(f"{directory} is not empty, and not of megazoo's writing: choose another")
+    if name := foreign_entry(directory):
+        raise UserError(
+            f"{directory} is not empty, and not of megazoo's writing: choose another; "
+            f"it holds {name}"
+        )

@@ -74,6 +74,7 @@ class ParallelContext:
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
     name: str = field(default="", repr=False)  # the same on all ranks, and of no other context
     calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT, repr=False)  # of every wait on every group
 
     def __post_init__(self):
         place = self.place_of(self.rank)
@@ -148,7 +149,7 @@ class ParallelContext:
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
-        return replace(here, device=device, mesh=mesh, name=name[0])
+        return replace(here, device=device, mesh=mesh, name=name[0], timeout=timeout)
 
     @classmethod
     def virtual(
@@ -208,10 +209,12 @@ class ParallelContext:
         """
         return self.axis("dp")
 
-    def new_cpu_group(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup | None:
+    def new_cpu_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         """Make a group of all ranks for CPU tensors, for a thread of its own; every rank calls it.
-        None for one rank."""
-        return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+        None for one rank. timeout: the context's by default."""
+        if self.world_size == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=timeout or self.timeout)
 
     def require_ranks(self) -> None:
         """Raise UserError in a virtual context: without its other ranks a model would give wrong

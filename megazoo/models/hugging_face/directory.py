@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megazoo.checkpoint.format import GENERATION, SIDECAR_FILES
+from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError
@@ -19,7 +20,6 @@ from megazoo.models.registry import config_from_file
 from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
 
-CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 LM_HEAD = "lm_head.weight"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -1,0 +1,170 @@
+"""Locks of directories: one program at a time writes there, and who comes second is told who does.
+
+A lock is held through a file that lies beside what is written. The system gives it back when its
+holder dies, however that happens; what remains of the file is taken over by the next one.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shlex
+import stat
+import sys
+import time
+from pathlib import Path
+
+from megazoo.errors import UserError
+
+# How a file system says that it has no such locks: it goes without.
+UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS}
+MOMENT = 0.5  # seconds in which one that only looks whether the lock is free lets go of it
+MARK = '{"megazoo": "lock"'  # how the text of a lock's file begins
+LONGEST = 4096  # bytes of that text
+
+_held: set["Lock"] = set()  # by this process
+
+
+class Lock:
+    """A lock, held within its block. UserError if another holds it.
+
+    file: which is there while it is held. busy, advice: what a second one is told, before and after
+    the words for who the first one is.
+    """
+
+    def __init__(self, file: Path, busy: str, advice: str):
+        self.file, self.busy, self.advice = file, busy, advice
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> "Lock":
+        until = time.monotonic() + MOMENT
+        while True:
+            descriptor = self._open(os.O_CREAT)
+            try:
+                self._lock(descriptor, fcntl.LOCK_EX, until)
+                if self._is_named(descriptor):  # else its last holder has just removed it
+                    self._sign(descriptor)
+                    break
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+        self._descriptor = descriptor
+        _held.add(self)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._descriptor is None:  # in a process that was forked meanwhile
+            return
+        try:
+            if self._is_named(self._descriptor):
+                os.unlink(self.file)
+        finally:
+            self.let_go()
+            _held.discard(self)
+
+    def check(self) -> None:
+        """Raise UserError if another holds it now."""
+        try:
+            descriptor = self._open()
+        except OSError:  # there is none, or it can't be held: who takes it hears of that
+            return
+        try:
+            self._lock(descriptor, fcntl.LOCK_SH, time.monotonic())
+        finally:
+            os.close(descriptor)
+
+    def let_go(self) -> None:
+        """Close the file. A forked process does no more: its parent holds the lock still."""
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _open(self, flags: int = 0) -> int:
+        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for its other end
+        try:
+            return os.open(self.file, flags, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise self._is_not_ours() from error
+            raise
+
+    def _lock(self, descriptor: int, kind: int, until: float) -> None:
+        while True:
+            try:
+                return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    holder = _holder(descriptor)
+                    raise UserError(f"{self.busy}: {holder}: {self.advice}") from None
+                time.sleep(0.02)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                return None
+
+    def _is_named(self, descriptor: int) -> bool:
+        """Whether the lock's name still leads to the file that is open."""
+        try:
+            named, opened = os.lstat(self.file), os.fstat(descriptor)
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+    def _sign(self, descriptor: int) -> None:
+        """Write who holds the lock."""
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        before = os.pread(descriptor, LONGEST, 0).decode(errors="replace") if is_file else None
+        if before is None or not before.startswith(MARK[: len(before)]):
+            raise self._is_not_ours()
+        holder = {
+            "megazoo": "lock",
+            "process": os.getpid(),
+            "host": os.uname().nodename,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": shlex.join(sys.argv)[:200],
+        }
+        os.ftruncate(descriptor, 0)
+        try:
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        except OSError:  # of a full disk: the lock is as good
+            os.ftruncate(descriptor, 0)
+
+    def _is_not_ours(self) -> UserError:
+        return UserError(f"{self.file} is not a lock of megazoo's: move it")
+
+
+def run_lock(directory: Path) -> Lock:
+    """Return the lock of a directory in which a run saves its steps."""
+    return Lock(
+        directory / ".lock",
+        f"{directory}: another run is saving there",
+        "give another --save, or wait",
+    )
+
+
+def output_lock(directory: Path) -> Lock:
+    """Return the lock of a directory that is written as a whole. It lies beside it."""
+    return Lock(
+        directory.parent / f".{directory.name}.lock",
+        f"{directory}: another program is writing it",
+        "choose another, or wait",
+    )
+
+
+def _holder(descriptor: int) -> str:
+    """Return the words for who holds a lock."""
+    try:
+        holder = json.loads(os.pread(descriptor, LONGEST, 0))
+        words = "process {process} on {host} since {since}, {command}".format(**holder)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "it has not said who it is"
+    return "".join(letter if letter.isprintable() else "?" for letter in words)
+
+
+def _forget() -> None:
+    for lock in _held:
+        lock.let_go()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
