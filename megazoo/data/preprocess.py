@@ -180,27 +180,29 @@ class _Output:
 
     def save_progress(self) -> None:
         """Put what was written on the disk, and then how much it is."""
-        for file in self._all_files():
-            file.flush()
-            os.fsync(file.fileno())
+        self._sync()
         partial = self.state.with_suffix(".partial")
         partial.write_text(json.dumps({"recipe": self.identity, "done": asdict(self.progress)}))
         os.replace(partial, self.state)
 
     def finish(self) -> None:
         """Give the files their names, and write their indices."""
-        for file in self._all_files():
-            file.flush()
+        self._sync()
         self.state.unlink(missing_ok=True)  # from here on there is nothing to go on from
         for key, (tokens, lengths) in self.partial.items():
             final = Path(f"{self.prefix}_{key}_document")
             Path(f"{final}.idx").unlink(missing_ok=True)  # of tokens that are now replaced
             os.replace(tokens, f"{final}.bin")
-            write_index(f"{final}.idx", np.fromfile(lengths, "<i4"), self.dtype)
-            lengths.unlink()
+            counts = np.fromfile(lengths, "<i4")
+            lengths.unlink()  # before the index, which says that there is nothing left to do
+            write_index(f"{final}.idx", counts, self.dtype)
 
-    def _all_files(self) -> list:
-        return [file for pair in self.files.values() for file in pair]
+    def _sync(self) -> None:
+        """Put what was written on the disk."""
+        for pair in self.files.values():
+            for file in pair:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _open_alone(path: Path):
