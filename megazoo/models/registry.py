@@ -16,6 +16,7 @@ GIVE_A_DIRECTORY = (
     "a model object can't be cut: save it with its save_pretrained(DIRECTORY), then give that "
     "directory to megazoo.from_pretrained or megazoo.initialize"
 )
+LARGEST_MATRIX = 1 << 56  # elements: torch can count the bytes of several such
 FAMILIES: dict[str, type] = {}  # those of the zoo enter themselves, as others may: see `register`
 
 
@@ -127,7 +128,7 @@ def config_from_file(path: Path):
         values = tomllib.loads(data.decode()) if path.suffix == ".toml" else json_object(path, data)
     except UserError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
     if not {"model", "model_type"} & values.keys():
         raise UserError(f"{path} says neither model_type (Hugging Face's name) nor model (ours)")
@@ -146,13 +147,17 @@ def config_from_hugging_face(values: dict):
     """
     family = values["model_type"]
     known = {name for name, model in FAMILIES.items() if hasattr(model.Config, "from_hugging_face")}
-    if family not in known:
+    if not isinstance(family, str) or family not in known:
         raise UserError(
             f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}"
         )
     fields = ConfigReader(values)
     config = FAMILIES[family].Config.from_hugging_face(fields)
     fields.finish()
+    sizes = [value for value in dataclasses.asdict(config).values() if isinstance(value, int)]
+    second, largest = sorted([1, 1, *sizes])[-2:]
+    if second * largest > LARGEST_MATRIX:
+        raise UserError(f"sizes of {second} and {largest} are more than any model has")
     one_layer = dataclasses.replace(config, layers=min(config.layers, 1))
     FAMILIES[family].on_meta(one_layer, ParallelContext())  # refuses what the layers don't know
     return config
