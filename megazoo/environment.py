@@ -56,10 +56,11 @@ def whole_number(
     default: int,
     least: int = 0,
     most: int = MOST_RANKS,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Return the number that a variable of the environment holds, or the default if there is no
     such variable. UserError, naming it, for anything else."""
+    environment = os.environ if environment is None else environment
     if name not in environment:
         return default
     text = environment[name].strip()

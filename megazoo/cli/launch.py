@@ -111,10 +111,15 @@ def run_program(main: Callable[[list[str]], None]) -> None:
         return f"warning: {message}\n" if category is Advice else usual(message, category, *where)
 
     warnings.formatwarning = formatted
-    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
         sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        except SystemExit:  # after --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except UserError as error:
         _end(str(error), error.exit_code)
@@ -139,7 +144,8 @@ def run_program(main: Callable[[list[str]], None]) -> None:
 
 def _end(line: str, exit_code: int = 1) -> NoReturn:
     """Print why the program ends, on ranks above 0 after a moment, and exit."""
-    if os.environ.get("RANK", "0").strip("0"):  # as it stands: it may be what is wrong
+    rank = os.environ.get("RANK", "")  # as it stands: it may be what is wrong
+    if rank.isdecimal() and rank.strip("0"):
         time.sleep(REPORT_DELAY)
     line = " ".join(line.split())
     print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)

@@ -15,6 +15,8 @@ WHOLE_NUMBERS = (
     "top_k",
     "seed",
 )
+COLDEST = 1e-30  # temperature: scores divided by less may be more than float32 holds
+MOST_ROWS = 1 << 20  # of a prompt
 NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
 
 
@@ -121,13 +123,13 @@ class GenerationSettings:
         wrong = {
             "max_new_tokens": self.max_new_tokens < 1,
             "min_new_tokens": not 0 <= self.min_new_tokens <= self.max_new_tokens,
-            "temperature": not self.temperature > 0,
+            "temperature": not self.temperature > COLDEST,
             "top_k": self.top_k < 0,
             "top_p": not 0 < self.top_p <= 1,
             "repetition_penalty": not self.repetition_penalty > 0,
             "no_repeat_ngram_size": self.no_repeat_ngram_size < 0,
             "num_beams": not 1 <= self.num_beams <= vocab_size // self.candidates,
-            "num_return_sequences": self.num_return_sequences < 1,
+            "num_return_sequences": not 1 <= self.num_return_sequences <= MOST_ROWS,
             "early_stopping": self.early_stopping not in (True, False, "never"),
         }
         for name, is_wrong in wrong.items():
