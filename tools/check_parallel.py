@@ -28,6 +28,8 @@ from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, shrink
 
 SWITCHES = ", ".join(f"+{name}" for name in ("sp", "zero", *SCHEDULES))
 
+MOST_STEPS, MOST_RANKS = 10_000, 256
+
 
 @dataclass
 class Options(ImportOption):
@@ -67,6 +69,11 @@ def main(arguments: list[str]) -> None:
     if options.steps < 1 or options.ranks < 2:
         raise UserError(
             f"steps {options.steps} must be at least 1, and ranks {options.ranks} at least 2"
+        )
+    if options.steps > MOST_STEPS or options.ranks > MOST_RANKS:
+        raise UserError(
+            f"steps {options.steps} must be at most {MOST_STEPS}, "
+            f"and ranks {options.ranks} at most {MOST_RANKS}"
         )
     if options.load:
         config = open_source(options.load).config

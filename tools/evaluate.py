@@ -24,6 +24,7 @@ from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import evaluate_texts, score_choices
+from megazoo.files import regular_file, write_text
 from megazoo.terminal import byte_bar, print_rank_0
 
 
@@ -56,6 +57,8 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
     if options.output and not options.output.absolute().parent.is_dir():
         raise UserError(f"--output: {options.output.parent} is not a directory")
+    if options.output and options.output.is_dir():
+        raise UserError(f"--output: {options.output} is a directory: name a file")
     requests = read_choices(options.choices) if options.choices else None
     documents = read_texts(options.text, options.json_key) if options.text else None
     model, tokenizer = load_for_inference(options)
@@ -64,7 +67,7 @@ def main(arguments: list[str]) -> None:
     else:
         lines = scored_choices(model, tokenizer, requests, options.batch_size)
     if options.output and is_rank_zero():
-        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_text("--output", options.output, "".join(json.dumps(line) + "\n" for line in lines))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -156,7 +159,7 @@ def _json_lines(file: Path) -> Iterator[tuple[int, dict]]:
     for number, line in lines:
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number} is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise UserError(f"{file}, line {number} is not a JSON object")
@@ -167,7 +170,7 @@ def _json_lines(file: Path) -> Iterator[tuple[int, dict]]:
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return regular_file(file).read_bytes()
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}") from error
 

@@ -22,6 +22,7 @@ from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
+from megazoo.files import regular_file
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.terminal import print_rank_0
 
@@ -197,7 +198,7 @@ def converse(session: Session) -> None:
 def read_lines(file) -> list[str]:
     """Read the lines of a file that are not empty."""
     try:
-        lines = [line for line in file.read_text().splitlines() if line]
+        lines = [line for line in regular_file(file).read_text().splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{file} can't be read: {reason}") from error

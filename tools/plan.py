@@ -22,6 +22,7 @@ from megazoo.cli.options import ModelOptions, ParallelOptions, TrainingOptions
 from megazoo.cli.parsing import run_file
 from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
+from megazoo.files import write_text
 from megazoo.models.hugging_face.export import parse_size
 from megazoo.planning import FoundLayout, Plan, Planner, find_layouts, note_on_mfu
 
@@ -122,10 +123,7 @@ def main(arguments: list[str]) -> None:
         return
     print("\n".join(lines))
     if options.json:
-        try:
-            options.json.write_text(text + "\n")
-        except OSError as error:
-            raise UserError(f"--json {options.json}: {error.strerror}") from error
+        write_text("--json", options.json, text + "\n")
 
 
 def training_of(options: Options, config) -> TrainingOptions:

@@ -17,6 +17,7 @@ from megazoo.checkpoint.format import (
     manifest_checksum,
     spec_from_manifest,
 )
+from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
 from megazoo.checkpoint.schema import check_manifest, check_tensors
 from megazoo.checkpoint.source import TensorSource
@@ -95,8 +96,9 @@ class Checkpoint(TensorSource):
 
     @cached_property
     def generation(self) -> dict:
-        there = GENERATION in self._file_infos
-        return json_object(self.path / GENERATION, self._read_checked(GENERATION)) if there else {}
+        if GENERATION not in self._file_infos:
+            return {}
+        return generation_config(self.path / GENERATION, self._read_checked(GENERATION))
 
     @property
     def has_states(self) -> bool:

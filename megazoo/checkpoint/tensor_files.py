@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
+from megazoo.files import regular_file
 from megazoo.parallel.shard import Box
 
 
@@ -74,7 +75,10 @@ def _opened(directory: Path, file: str):
     try:
         if Path(file).name != file:
             raise ValueError("it is outside of its directory")
+        regular_file(path)
         return safe_open(path, framework="pt") if path.suffix == ".safetensors" else _Pickled(path)
+    except UserError:
+        raise
     except Exception as error:  # safetensors and pickle have types of their own for a broken file
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{path} can't be read: {lines[0]}", exit_code=1) from error
@@ -87,6 +91,9 @@ class _Pickled:
         self.tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(self.tensors, dict) or not all(map(_is_plain, self.tensors.values())):
             raise ValueError("it does not hold named tensors")
+        for name in self.tensors:
+            if not isinstance(name, str):
+                raise ValueError(f"it has a tensor whose name is no text: {name!r}")
 
     def keys(self):
         return self.tensors.keys()
@@ -119,7 +126,7 @@ class _PickledSlice:
 def pieces_of_file(path: Path, size: int = 1 << 24) -> Iterator[bytes]:
     """Yield the bytes of a file; UserError, naming it, if it can't be read."""
     try:
-        with open(path, "rb") as file:
+        with open(regular_file(path), "rb") as file:
             while piece := file.read(size):
                 yield piece
     except OSError as error:

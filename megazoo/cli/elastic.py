@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megazoo.cli.deaths import name_of
-from megazoo.environment import is_child_of_launcher, is_rank_zero
+from megazoo.environment import is_child_of_launcher, is_rank_zero, restarts
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
@@ -29,7 +29,7 @@ OUT_OF_REACH = 5.0  # seconds more, after which the job's store is taken to be o
 
 def is_restart() -> bool:
     """Return whether torchrun has started this program again after a rank died (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return restarts() > 0
 
 
 class StopSignal:

@@ -12,15 +12,19 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
+from megazoo.cli.mistakes import is_of_network, line_of, tell_bug
 from megazoo.environment import (
     adopt_launcher,
+    check_meeting_point,
     is_child_of_launcher,
     is_rank_zero,
     megazoos_launcher,
     world_size,
 )
 from megazoo.errors import Advice, UserError
+from megazoo.files import reason_of
 
 # Seconds that other ranks wait before they print a mistake: one that all have found is printed by
 # rank 0, and the launcher ends the others meanwhile.
@@ -30,12 +34,16 @@ REPORT_DELAY = 10.0
 def data_parallel_size(tp: int, pp: int) -> int:
     """Return the dp that follows from the world, 1 if the ranks are still to be started. UserError
     with the right command if the world does not fit."""
-    # This loads torch, which --help does not need.
+    # These load torch, which --help does not need.
+    import torch.distributed as dist
+
     from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
 
     world = world_size()
     if world == 1:
         return 1
+    if not dist.is_initialized():
+        check_meeting_point()
     try:
         return data_parallel_size_for(world, tp, pp)
     except UserError as error:
@@ -53,11 +61,14 @@ def after_rank_zero(work: Callable[[], None]):
     """
     import torch.distributed as dist
 
+    from megazoo.parallel.context import meeting
+
     if world_size() == 1 or dist.is_initialized():
         if is_rank_zero():
             work()
         return None
-    store, rank, _ = next(dist.rendezvous("env://"))
+    with meeting():
+        store, rank, _ = next(dist.rendezvous("env://"))
     if rank == 0:
         work()
         store.set("megazoo/done", "")
@@ -80,9 +91,9 @@ def start_missing_ranks(tp: int, pp: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel send this process SIGTERM when its launcher dies, be it of SIGKILL, so that
-    no rank goes on alone. It does nothing where the kernel can't (Linux can)."""
-    if sys.platform != "linux":
+    """Have the kernel send this process SIGTERM when its launcher, if it has one, dies, be it of
+    SIGKILL, so that no rank goes on alone. It does nothing where the kernel can't (Linux can)."""
+    if not is_child_of_launcher() or sys.platform != "linux":
         return
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
     ctypes.CDLL(None).prctl(set_parent_death_signal, ctypes.c_ulong(signal.SIGTERM))
@@ -101,33 +112,68 @@ def _lives(pid: int) -> bool:
 
 
 def run_program(main: Callable[[list[str]], None]) -> None:
-    """Run main(arguments) and exit: 0, or a UserError's exit code after its one line on stderr.
+    """Run main(arguments) and exit: 0, or after one line on stderr for a mistake, with a
+    UserError's exit code, else 1. Of a bug, the traceback is printed, too.
 
     A mistake that all ranks find is printed by rank 0; the launcher ends the others, which wait.
     """
-    sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
-    if is_child_of_launcher():
-        end_with_launcher()
     usual = warnings.formatwarning
 
     def formatted(message, category, *where) -> str:
         return f"warning: {message}\n" if category is Advice else usual(message, category, *where)
 
     warnings.formatwarning = formatted
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
-        main(sys.argv[1:])
+        sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
+        end_with_launcher()
+        try:
+            main(sys.argv[1:])
+        except SystemExit:  # after --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except UserError as error:
-        if not is_rank_zero():
-            time.sleep(REPORT_DELAY)
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    except RuntimeError as error:
-        # gloo says so of a peer that ended; what that one prints comes first.
-        if "Connection" in str(error):
-            time.sleep(REPORT_DELAY)
-        raise
+        _end(str(error), error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        lost = _lost_output()
+        if isinstance(lost, BrokenPipeError):  # of `| head`, say, which has read enough
+            sys.exit(128 + signal.SIGPIPE)
+        if lost:
+            _end(f"standard output: {reason_of(lost)}")
+        if is_of_network(error):
+            # gloo says so of a peer that ended; what that one prints comes first.
+            if "Connection" in str(error):
+                time.sleep(REPORT_DELAY)
+            raise
+        if line := line_of(error):
+            _end(line)
+        tell_bug(error)
+        sys.exit(1)
+
+
+def _end(line: str, exit_code: int = 1) -> NoReturn:
+    """Print why the program ends, on ranks above 0 after a moment, and exit."""
+    rank = os.environ.get("RANK", "")  # as it stands: it may be what is wrong
+    if rank.isdecimal() and rank.strip("0"):
+        time.sleep(REPORT_DELAY)
+    line = " ".join(line.split())
+    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(exit_code)
+
+
+def _lost_output() -> OSError | None:
+    """Return why what was printed can't be written, if it can't. Python's end does not try again
+    then."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:

@@ -3,12 +3,15 @@
 import importlib.util
 import sys
 import tomllib
+import traceback
 from pathlib import Path
 
 from megazoo.cli.flags import flag_of, parse_flags, settings_of, typed_settings
+from megazoo.cli.mistakes import user_files
 from megazoo.cli.options import ImportOption, Options
 from megazoo.cli.rules import check_value, check_values, settle_steps
 from megazoo.errors import UserError, nearest
+from megazoo.files import regular_file
 
 # Settings that take each other's place: the one that has a default, and the other.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
@@ -82,12 +85,38 @@ def required(options: ImportOption, *names: str) -> list:
 
 
 def run_file(file: Path) -> None:
-    """Run a user's Python file, which registers a model, a schedule or callbacks."""
-    if not file.is_file():
-        raise UserError(f"--import {file}: no such file")
+    """Run a user's Python file, which registers a model, a schedule or callbacks. UserError, naming
+    the file and its line, for what it raises."""
+    if not regular_file(file).is_file():
+        raise UserError(
+            f"--import {file}: {'it is a directory' if file.is_dir() else 'no such file'}"
+        )
     spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None:
+        raise UserError(f"--import {file}: the name of a Python file ends in .py")
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    user_files.append(spec.origin)
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except SyntaxError as error:  # in it, or in what it imports
+        where = error.filename or file
+        raise UserError(
+            f"--import {file} is not Python: {error.msg}"
+            + (f" ({where}, line {error.lineno})" if error.lineno else "")
+        ) from error
+    except SystemExit as error:
+        raise UserError(
+            f"--import {file} ends the program: it calls sys.exit({error.code!r})"
+        ) from error
+    except Exception as error:
+        steps = traceback.extract_tb(error.__traceback__)
+        line = next(step.lineno for step in reversed(steps) if step.filename == spec.origin)
+        raise UserError(
+            f"--import {file}, line {line}: {type(error).__name__}: {error} "
+            f"(`python {file}` shows more)"
+        ) from error
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:
@@ -106,13 +135,15 @@ def _toml_settings(file: str) -> dict:
     known = settings_of(Options)
     known.pop("config")
     try:
-        with open(file, "rb") as opened:
+        with open(regular_file(file), "rb") as opened:
             data = opened.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
         settings = tomllib.loads(data.decode())
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror}") from error
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:  # of what is no TOML, and of TOML too deep
         raise UserError(f"--config {file} is not TOML: {error}") from error
     for key, value in settings.items():
@@ -121,4 +152,6 @@ def _toml_settings(file: str) -> dict:
         several = isinstance(value, list) and not isinstance(known[key], tuple)
         if isinstance(value, dict) or several:
             raise UserError(f"{file}: {key} must be a single value")
+        if "\0" in str(value):
+            raise UserError(f"{file}: {key} has a NUL character in it")
     return settings

@@ -71,7 +71,7 @@ class Recorder:
             stack.enter_context(failing_together(ctx))
             self.metrics = stack.enter_context(closing(_open_metrics(self.run, ctx)))
             self.traced = stack.enter_context(
-                traced_steps(log.profile, log.profile_steps, ctx.rank)
+                traced_steps(log.profile, log.profile_steps, ctx.rank, self.metrics.lost)
             )
             self._stack = stack.pop_all()
         return self

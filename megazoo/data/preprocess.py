@@ -17,7 +17,7 @@ from megazoo.data.encoding import Encoded, Recipe, encoding_workers
 from megazoo.data.indexed import dtype_for, write_index
 from megazoo.data.text_files import Chunk, read_chunks
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import json_object, regular_file
 from megazoo.tokenizer import open_tokenizer
 
 CHUNK = 1 << 20  # bytes of lines that a worker gets at a time
@@ -77,7 +77,7 @@ def input_files(paths: list[Path]) -> tuple[str, ...]:
             found = sorted(
                 p for p in path.rglob("*") if p.is_file() and not p.name.endswith(WRITTEN)
             )
-        if not found or not found[0].is_file():
+        if not found or not regular_file(found[0]).is_file():
             raise UserError(
                 f"{path}: no such file" if not path.is_dir() else f"{path} has no files"
             )

@@ -4,6 +4,7 @@ import math
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megazoo import environment
 from megazoo.errors import UserError
 from megazoo.parallel.device import choose_device, share_cores
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
 AXES = ("pp", "dp", "tp")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+LONGEST_TIMEOUT = timedelta(days=365)
 NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not run it"
 
 
@@ -117,6 +120,11 @@ class ParallelContext:
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
         UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
+        if not isinstance(timeout, timedelta) or not timedelta(0) < timeout <= LONGEST_TIMEOUT:
+            raise UserError(
+                f"timeout must be a timedelta above 0 and of at most {LONGEST_TIMEOUT.days} days, "
+                f"not {timeout!r}"
+            )
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
@@ -143,7 +151,8 @@ class ParallelContext:
             if "WORLD_SIZE" not in os.environ:
                 return replace(here, device=device)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timeout)
+            with meeting():
+                dist.init_process_group(backend, timeout=timeout)
         ranks = torch.arange(world).view(here.sizes)
         groups = [_new_group_along(dim, ranks, timeout) for dim in range(len(AXES))]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
@@ -274,11 +283,27 @@ def current_context() -> ParallelContext:
     return _ambient.get()[-1]
 
 
+@contextmanager
+def meeting():
+    """Raise UserError if the ranks do not find each other within this block."""
+    try:
+        yield
+    except dist.DistError as error:
+        where = " ".join(
+            f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")
+        )
+        raise UserError(
+            f"rank {environment.rank()} of {environment.world_size()} did not meet the others at "
+            f"{where}: {str(error).splitlines()[0]}",
+            exit_code=1,
+        ) from error
+
+
 def _world_and_rank() -> tuple[int, int]:
     """Return the size of the world, and this rank, as torch.distributed or the launcher says."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
-    return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    return environment.world_size(), environment.rank()
 
 
 def _check_size(name: str, size) -> None:
