@@ -82,8 +82,9 @@ def prepare(arguments: list[str]) -> Run:
         options = parse_options(arguments, __doc__)
     if options.model.import_:
         run_file(options.model.import_)
-    source = open_source(options.checkpoint.load) if options.checkpoint.load else None
-    resuming = isinstance(source, SavedModel) and not options.checkpoint.load_weights_only
+    keep = options.checkpoint
+    source = open_source(keep.load, verify=keep.verify) if keep.load else None
+    resuming = isinstance(source, SavedModel) and not keep.load_weights_only
     state = resumed_state(source if resuming else None)
     if resuming:
         options = parse_options(arguments, __doc__, resumed=state["settings"])

@@ -18,6 +18,7 @@ setup(
         "tyro>=0.9",
     ],
     extras_require={
+        "fast": ["zlib-ng"],
         "zst": ["zstandard"],
         "plots": ["matplotlib"],
         "tensorboard": ["tensorboard"],

@@ -8,6 +8,13 @@ from typing import Any
 
 from megazoo.errors import UserError
 
+try:
+    from zlib_ng.zlib_ng import crc32  # several times as fast, where it is installed
+except ImportError:
+    from zlib import crc32
+
+__all__ = ["crc32", "in_threads", "json_object", "read_bytes"]
+
 
 def json_object(path: Path, data: bytes) -> dict:
     """Read the object that a JSON file, of these bytes, holds; UserError, naming the file, if there

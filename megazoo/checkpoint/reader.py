@@ -1,8 +1,7 @@
 """Reads boxes of global tensors from a checkpoint of any layout."""
 
 import json
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -18,11 +17,12 @@ from megazoo.checkpoint.format import (
 )
 from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
 from megazoo.checkpoint.source import TensorSource
-from megazoo.checkpoint.tensor_files import pieces_of_file
+from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import crc32, json_object
 from megazoo.optim.adamw import MASTER, MOMENTS
-from megazoo.parallel.shard import ParameterSpec, Piece, overlap
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
 
 
 class Checkpoint(TensorSource):
@@ -30,12 +30,14 @@ class Checkpoint(TensorSource):
 
     path: the step's directory, or the one above for the latest. family, values: the model's family
     and the fields of its config, as the manifest has them. layout: that of the run that wrote it.
-    tensors: what the manifest says of each. Raises UserError if there is no checkpoint, or none
-    that this version reads.
+    tensors: what the manifest says of each. verify: whether what is read from it is compared with
+    the manifest's checksums. Raises UserError if there is no checkpoint, or none that this version
+    reads.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, verify: bool = True):
         super().__init__(find_checkpoint(path))
+        self.verifies = verify
         file = self.path / MANIFEST
         try:
             self.manifest = json.loads(file.read_text())
@@ -83,6 +85,23 @@ class Checkpoint(TensorSource):
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
         """Fill pieces of `destination` from the files of the tp ranks that wrote parts of them."""
+        for file, shape, box, place in self._boxes(name, spec, pieces):
+            destination[place] = self.files.box(file, name, shape, box)
+
+    def files_of(
+        self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext
+    ) -> set[str]:
+        return {
+            file
+            for name, spec in tensors
+            for file, *_ in self._boxes(name, spec, spec.pieces(ctx.tp_size, ctx.tp_rank))
+        }
+
+    def _boxes(
+        self, name: str, spec: ParameterSpec, pieces: list[Piece]
+    ) -> Iterator[tuple[str, tuple[int, ...], Box, tuple[slice, ...]]]:
+        """Yield what lies in which file of some pieces of a tensor: the file, the shape of its part
+        of the tensor, the box in that, and the box's place in what the pieces are of."""
         stored = self._stored(name)
         stored_spec = spec_from_manifest(stored)
         self.check_shape(name, spec)
@@ -94,7 +113,7 @@ class Checkpoint(TensorSource):
                     shared = piece.owned and overlap(wanted.box, piece.box)
                     if shared:
                         box = tuple((s.start, s.stop) for s in piece.index(shared))
-                        destination[wanted.index(shared)] = self.files.box(file, name, shape, box)
+                        yield file, shape, box, wanted.index(shared)
 
     def check_shape(self, name: str, spec: ParameterSpec) -> None:
         """Raise UserError if a tensor is not there, or has another shape than the model's."""
@@ -113,12 +132,15 @@ class Checkpoint(TensorSource):
 
         progress: is called with the number of bytes that were just read.
         """
-        for name in self._file_infos:
-            crc = 0
-            for piece in pieces_of_file(self.path / name):
-                crc = zlib.crc32(piece, crc)
-                progress(len(piece))
-            self._check_crc32(name, crc)
+        for name, size in self.file_sizes().items():
+            crc = crc32_of(self.path / name, 0, size, progress) if size else 0
+            self.check_crc32(name, crc)
+
+    def check_crc32(self, name: str, crc: int) -> None:
+        if crc != self._file_infos[name]["crc32"]:
+            raise UserError(
+                f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1
+            )
 
     def _stored(self, name: str) -> dict:
         """Return what the manifest says of a tensor."""
@@ -145,11 +167,6 @@ class Checkpoint(TensorSource):
     def _read_checked(self, name: str) -> bytes:
         """Read a small file, whole; UserError if its checksum is not the manifest's."""
         data = b"".join(pieces_of_file(self.path / name))
-        self._check_crc32(name, zlib.crc32(data))
+        if self.verifies:
+            self.check_crc32(name, crc32(data))
         return data
-
-    def _check_crc32(self, name: str, crc: int) -> None:
-        if crc != self._file_infos[name]["crc32"]:
-            raise UserError(
-                f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1
-            )

@@ -285,14 +285,17 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """Write the model: see `megazoo.models.pretrained.save_parallelized`."""
         save_parallelized(self, directory, **options)
 
-    def from_parallelized(self, directory=None, *, load_directory=None) -> "Model":
+    def from_parallelized(
+        self, directory=None, *, load_directory=None, verify: bool = True
+    ) -> "Model":
         """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns
         self.
 
-        load_directory: OSLO's name for directory. UserError if they are of another model.
+        load_directory: OSLO's name for directory. verify: as in `from_pretrained`. UserError if
+        they are of another model.
         """
         directory = one_of("from_parallelized", directory, "load_directory", load_directory)
-        load_weights(open_directory(directory), self)
+        load_weights(open_directory(directory, verify=verify), self)
         return self
 
     @together

@@ -6,6 +6,7 @@ import torch
 
 from megazoo.checkpoint.directories import check_replaceable, new_directory
 from megazoo.checkpoint.shards import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import BytesWritten, LazyTensor
 from megazoo.files import in_threads
 from megazoo.models.source import ModelSource
@@ -52,7 +53,8 @@ def write_shards(
         return write_rank(staging, files, ctx)
 
     with new_directory(directory) as staging:
-        written = in_threads(write, range(tp * pp))
+        with verifying(source, source.all_files(states=True), ParallelContext()):
+            written = in_threads(write, range(tp * pp))
         layout = ParallelContext.virtual(tp, pp)
         write_manifest(
             staging, family.family, config, layout, written, source.trainer, source.sidecar_files

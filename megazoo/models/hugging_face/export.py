@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from megazoo.checkpoint.directories import check_replaceable, new_directory
+from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import (
     BytesWritten,
     LazyTensor,
@@ -18,6 +19,7 @@ from megazoo.files import in_threads
 from megazoo.models.hugging_face.directory import CONFIG, TOKEN_IDS
 from megazoo.models.hugging_face.names import hf_names
 from megazoo.models.source import ModelSource
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Piece
 
 
@@ -45,7 +47,8 @@ def write_hugging_face(
         write_json(staging / CONFIG, config)
         for name, data in source.sidecar_files.items():
             write_atomically(staging / name, data)
-        _write_weights(staging, _cut_into_files(tensors, limit))
+        with verifying(source, source.all_files(states=False), ParallelContext()):
+            _write_weights(staging, _cut_into_files(tensors, limit))
 
 
 def hugging_face_config(config) -> dict:
