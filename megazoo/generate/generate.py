@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megazoo.engine.batch import ids_of, is_tensor
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.shares import share_of
 from megazoo.errors import UserError
@@ -32,6 +33,8 @@ def generate(
     ctx.require_ranks()
     if model.num_labels:
         raise UserError("a classifier does not generate")
+    input_ids = ids_of("input_ids", input_ids)
+    is_tensor("attention_mask", attention_mask)
     if input_ids.dim() != 2 or not input_ids.numel():
         raise UserError(
             f"input_ids are of shape {list(input_ids.shape)}, not [batch, at least one token]"

@@ -11,7 +11,7 @@ from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.step import TrainingStep
-from megazoo.errors import UserError, advise
+from megazoo.errors import UserError, advise, check_number
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import ClassificationHead, VocabParallelEmbedding, VocabParallelHead
@@ -229,6 +229,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """
         if mode not in MODES:
             raise UserError(f"unknown recompute {mode!r}: there are {', '.join(MODES)}")
+        check_number("interval", interval, 1, whole=True)
         self._recompute, self._interval = mode, interval
         for module in self.modules():
             if isinstance(getattr(module, "recompute", None), bool):
