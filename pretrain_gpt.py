@@ -6,6 +6,7 @@ $ torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2   the same with 2 re
 $ python pretrain_gpt.py --load runs/a --tp 4 --steps 2000    go on, in another layout
 """
 
+import sys
 from contextlib import closing
 from datetime import timedelta
 from typing import NamedTuple
@@ -27,8 +28,10 @@ from megazoo.cli.summary import summary
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import (
     Batches,
+    changes,
     check_data,
     check_template,
+    fingerprints,
     json_files,
     open_datasets,
     prepare_datasets,
@@ -84,8 +87,9 @@ def prepare(arguments: list[str]) -> Run:
         options = parse_options(arguments, __doc__)
     if options.model.import_:
         run_file(options.model.import_)
-    source = open_source(options.checkpoint.load) if options.checkpoint.load else None
-    resuming = isinstance(source, SavedModel) and not options.checkpoint.load_weights_only
+    keep = options.checkpoint
+    source = open_source(keep.load, verify=keep.verify) if keep.load else None
+    resuming = isinstance(source, SavedModel) and not keep.load_weights_only
     state = resumed_state(source if resuming else None)
     if resuming:
         origin = str(source.path / TRAINER)
@@ -206,10 +210,21 @@ def open_data(run: Run, model: Model) -> Data:
             packing=options.data.packing,
             report=print_rank_0,
         )
+    if is_rank_zero():
+        take_fingerprints(run)
     if options.training.epochs:
         samples = torch.tensor(len(blends[0]) if blends[0] else 0, device=ctx.device)
         run.settle_epochs(broadcast_from_stage(samples, 0, ctx).item())
     return Data(*(Batches(blend, options.training.global_batch_size, ctx) for blend in blends))
+
+
+def take_fingerprints(run: Run) -> None:
+    """Note what the data is like, for checkpoints, and warn of what is not as it was in the one
+    that the run goes on from."""
+    template = run.options.data.chat_template
+    run.fingerprints = fingerprints(run.sources.names, run.tokenizer.source, template)
+    for change in changes(run.state.get("data", []), run.fingerprints):
+        print(f"warning: {change}", file=sys.stderr, flush=True)
 
 
 def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Recorder) -> None:

@@ -136,6 +136,27 @@ def _choices(kind: Any) -> list:
     return [choice for part in parts for choice in _choices(part)]
 
 
+def open_own(path: Path, *, truncate: bool = False):
+    """Open a file of megazoo's own to read and write, and make it if it isn't there; UserError if a
+    link lies there, which could lead to any other file, or a pipe.
+
+    truncate: whether what is in it goes.
+    """
+    flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if truncate else 0)
+    try:
+        descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # as Linux and as BSD say it
+            raise UserError(
+                f"{path} is a link, and would be written through: remove it", exit_code=1
+            ) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is not a file: remove it", exit_code=1)
+    return os.fdopen(descriptor, "r+b")
+
+
 def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:
     """Return what `work` gives for each item, four at a time: some files are filled while others go
     to the disk."""

@@ -19,7 +19,7 @@ from megazoo.cli.flags import File, Name, parse_flags
 from megazoo.cli.launch import run_program
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config
@@ -75,6 +75,7 @@ def main(arguments: list[str]) -> None:
             f"steps {options.steps} must be at most {MOST_STEPS}, "
             f"and ranks {options.ranks} at most {MOST_RANKS}"
         )
+    check_number("tolerance", options.tolerance, 0)
     if options.load:
         config = open_source(options.load).config
     else:

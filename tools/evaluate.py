@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> None:
 def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
     """Score documents, say how, and return it as a line of the output."""
     longest = model.longest_sequence(model.config)
-    length = options.seq_length or min(longest, 2048)
+    length = min(longest, 2048) if options.seq_length is None else options.seq_length
     if not 1 <= length <= longest:
         raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
     with byte_bar(sum(map(len, documents))) as bar:

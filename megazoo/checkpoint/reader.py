@@ -1,10 +1,10 @@
 """Reads boxes of global tensors from a checkpoint of any layout."""
 
 import json
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
+from zlib import crc32
 
 import torch
 
@@ -21,11 +21,12 @@ from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
 from megazoo.checkpoint.schema import check_manifest, check_tensors
 from megazoo.checkpoint.source import TensorSource
-from megazoo.checkpoint.tensor_files import pieces_of_file
+from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
 from megazoo.files import brief, json_object
 from megazoo.optim.adamw import MASTER, MOMENTS
-from megazoo.parallel.shard import ParameterSpec, Piece, overlap, volume
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 
 # Bytes of the largest manifest that is read; a tensor takes about 200 of them.
 LARGEST_MANIFEST = 1 << 26
@@ -68,12 +69,14 @@ class Checkpoint(TensorSource):
 
     path: the step's directory, or the one above for the latest. family, values: the model's family
     and the fields of its config, as the manifest has them. layout: that of the run that wrote it.
-    tensors: what the manifest says of each. Raises UserError if there is no checkpoint, or none
-    that this version reads.
+    tensors: what the manifest says of each. verify: whether what is read from it is compared with
+    the manifest's checksums. Raises UserError if there is no checkpoint, or none that this version
+    reads.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, verify: bool = True):
         super().__init__(find_checkpoint(path))
+        self.verifies = verify
         file = self.path / MANIFEST
         self.manifest = read_manifest(file)
         manifest = check_manifest(self.manifest, file)
@@ -114,6 +117,24 @@ class Checkpoint(TensorSource):
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
         """Fill pieces of `destination` from the files of the tp ranks that wrote parts of them."""
+        for file, shape, box, place in self._boxes(name, spec, pieces):
+            destination[place] = self.files.box(file, name, shape, box)
+
+    def files_of(
+        self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext
+    ) -> set[str]:
+        return {
+            file
+            for name, spec in tensors
+            for file, *_ in self._boxes(name, spec, spec.pieces(ctx.tp_size, ctx.tp_rank))
+        }
+
+    def _boxes(
+        self, name: str, spec: ParameterSpec, pieces: list[Piece]
+    ) -> Iterator[tuple[str, tuple[int, ...], Box, tuple[slice, ...]]]:
+        """Yield what lies in which file of some pieces of a tensor: the file, the shape of its part
+        of the tensor, the box in that, and the box's place in what the pieces are of. UserError if
+        the files don't have all of it."""
         stored = self._stored(name)
         stored_spec = spec_from_manifest(stored)
         self.check_shape(name, spec)
@@ -127,7 +148,7 @@ class Checkpoint(TensorSource):
                     shared = piece.owned and overlap(wanted.box, piece.box)
                     if shared:
                         box = tuple((s.start, s.stop) for s in piece.index(shared))
-                        destination[wanted.index(shared)] = self.files.box(file, name, shape, box)
+                        yield file, shape, box, wanted.index(shared)
                         missing -= volume(shared)
         if missing:
             raise UserError(
@@ -151,12 +172,15 @@ class Checkpoint(TensorSource):
 
         progress: is called with the number of bytes that were just read.
         """
-        for name in self._file_infos:
-            crc = 0
-            for piece in pieces_of_file(self.path / name):
-                crc = zlib.crc32(piece, crc)
-                progress(len(piece))
-            self._check_crc32(name, crc)
+        for name, size in self.file_sizes().items():
+            crc = crc32_of(self.path / name, 0, size, progress) if size else 0
+            self.check_crc32(name, crc)
+
+    def check_crc32(self, name: str, crc: int) -> None:
+        if crc != self._file_infos[name]["crc32"]:
+            raise UserError(
+                f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1
+            )
 
     def _stored(self, name: str) -> dict:
         """Return what the manifest says of a tensor."""
@@ -179,11 +203,6 @@ class Checkpoint(TensorSource):
     def _read_checked(self, name: str) -> bytes:
         """Read a small file, whole; UserError if its checksum is not the manifest's."""
         data = b"".join(pieces_of_file(self.path / name))
-        self._check_crc32(name, zlib.crc32(data))
+        if self.verifies:
+            self.check_crc32(name, crc32(data))
         return data
-
-    def _check_crc32(self, name: str, crc: int) -> None:
-        if crc != self._file_infos[name]["crc32"]:
-            raise UserError(
-                f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1
-            )

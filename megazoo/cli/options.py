@@ -187,7 +187,15 @@ class DataOptions:
 
 
 @dataclass
-class CheckpointOptions:
+class VerifyOption:
+    """What every program takes that reads a model."""
+
+    verify: bool = True
+    """Compare the files of a checkpoint with its checksums while they are read."""
+
+
+@dataclass
+class CheckpointOptions(VerifyOption):
     """What is kept. Checkpoints load in any layout."""
 
     save: File = None
@@ -243,7 +251,7 @@ class ImportOption:
 
 
 @dataclass
-class ConversionOptions(ImportOption):
+class ConversionOptions(ImportOption, VerifyOption):
     """What the tools that write a model take."""
 
     source: Argument = None

@@ -124,6 +124,7 @@ class Recorder:
             "run": self.run_id,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
+            "data": self.run.fingerprints,
         }
         if wandb_run := self.metrics.run or self.run.state.get("wandb_run"):
             trainer["wandb_run"] = wandb_run

@@ -1,6 +1,6 @@
 """What is known of a run before its ranks start: its settings, checked, and where it goes on."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megazoo.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ class Run:
     arguments: the command line, with what a restart adds to it. config: the model's. sources: of
     the data. source: the model that --load names. resuming: whether the run goes on from there; it
     may take the weights alone. state: see `resumed_state`. finished: whether torchrun has started
-    the program again after the last step.
+    the program again after the last step. fingerprints: of the data, on rank 0.
     """
 
     arguments: list[str]
@@ -41,6 +41,7 @@ class Run:
     resuming: bool
     state: dict
     finished: bool = False
+    fingerprints: list[dict] = field(default_factory=list)
 
     @property
     def first_step(self) -> int:

@@ -17,7 +17,7 @@ from megazoo.data.encoding import Encoded, Recipe, encoding_workers
 from megazoo.data.indexed import dtype_for, write_index
 from megazoo.data.text_files import Chunk, read_chunks
 from megazoo.errors import UserError
-from megazoo.files import json_object, regular_file
+from megazoo.files import json_object, open_own, regular_file
 from megazoo.tokenizer import open_tokenizer
 
 CHUNK = 1 << 20  # bytes of lines that a worker gets at a time
@@ -182,7 +182,9 @@ class _Output:
         """Put what was written on the disk, and then how much it is."""
         self._sync()
         partial = self.state.with_suffix(".partial")
-        partial.write_text(json.dumps({"recipe": self.identity, "done": asdict(self.progress)}))
+        with open_own(partial, truncate=True) as file:
+            text = json.dumps({"recipe": self.identity, "done": asdict(self.progress)})
+            file.write(text.encode())
         os.replace(partial, self.state)
 
     def finish(self) -> None:
@@ -208,7 +210,7 @@ class _Output:
 def _open_alone(path: Path):
     """Open a file to read and write, while no other process has it; UserError if one does, as both
     would spoil it."""
-    file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115, the caller closes it
+    file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,5 +1,6 @@
 """The settings of generation: the names and meanings are transformers'."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -123,10 +124,11 @@ class GenerationSettings:
         wrong = {
             "max_new_tokens": self.max_new_tokens < 1,
             "min_new_tokens": not 0 <= self.min_new_tokens <= self.max_new_tokens,
-            "temperature": not self.temperature > COLDEST,
+            "temperature": not COLDEST < self.temperature < math.inf,
             "top_k": self.top_k < 0,
             "top_p": not 0 < self.top_p <= 1,
-            "repetition_penalty": not self.repetition_penalty > 0,
+            "repetition_penalty": not 0 < self.repetition_penalty < math.inf,
+            "length_penalty": not math.isfinite(self.length_penalty),
             "no_repeat_ngram_size": self.no_repeat_ngram_size < 0,
             "num_beams": not 1 <= self.num_beams <= vocab_size // self.candidates,
             "num_return_sequences": not 1 <= self.num_return_sequences <= MOST_ROWS,

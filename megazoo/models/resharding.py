@@ -6,6 +6,7 @@ import torch
 
 from megazoo.checkpoint.directories import new_directory
 from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import BytesWritten, LazyTensor
 from megazoo.files import in_threads
 from megazoo.models.source import ModelSource
@@ -51,7 +52,8 @@ def write_shards(
         return write_rank(staging, files, ctx)
 
     with new_directory(directory, overwrite, source.path) as staging:
-        written = in_threads(write, range(tp * pp))
+        with verifying(source, source.all_files(states=True), ParallelContext()):
+            written = in_threads(write, range(tp * pp))
         for of_rank in written:
             check_rank(staging, of_rank)
         layout = ParallelContext.virtual(tp, pp)

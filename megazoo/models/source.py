@@ -59,6 +59,18 @@ class ModelSource(TensorSource):
             for name, spec in self.specs.items()
         )
 
+    def all_files(self, states: bool) -> set[str]:
+        """Return the files of all weights, and with `states` those of the optimizer's state, too;
+        none where there are no checksums."""
+        tensors = list(self.specs.items())
+        if states:
+            tensors += [
+                (f"{name}.{state}", spec)
+                for name, spec in tensors
+                for state in self.states_of(name)
+            ]
+        return self.files_of(tensors, ParallelContext())
+
     def total_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of the weights, and of the optimizer state if there is one."""
         return self.weight_bytes(dtype) + sum(
@@ -72,8 +84,8 @@ class SavedModel(ModelSource, Checkpoint):
     """A checkpoint whose config is one of a known family. UserError if its tensors are not what the
     config says."""
 
-    def __init__(self, path: str | Path):
-        super().__init__(path)
+    def __init__(self, path: str | Path, *, verify: bool = True):
+        super().__init__(path, verify=verify)
         family_named(self.family)
         try:
             self.config = config_from_dict(self.family, self.values)

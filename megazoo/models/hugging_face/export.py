@@ -7,6 +7,7 @@ import torch
 
 from megazoo.checkpoint.directories import new_directory
 from megazoo.checkpoint.places import CONFIG, INDEX
+from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import (
     BytesWritten,
     LazyTensor,
@@ -19,6 +20,7 @@ from megazoo.files import in_threads
 from megazoo.models.hugging_face.directory import TOKEN_IDS
 from megazoo.models.hugging_face.names import hf_names
 from megazoo.models.source import ModelSource
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Piece
 
 
@@ -59,7 +61,8 @@ def write_model(
     write_json(directory / CONFIG, config)
     for name, data in source.sidecar_files.items():
         write_atomically(directory / name, data)
-    _write_weights(directory, _cut_into_files(tensors, limit))
+    with verifying(source, source.all_files(states=False), ParallelContext()):
+        _write_weights(directory, _cut_into_files(tensors, limit))
 
 
 def hugging_face_config(config) -> dict:
