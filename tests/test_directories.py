@@ -107,21 +107,33 @@ def test_each_step_is_of_one_of_two_runs_that_save_at_once(tmp_path):
 def test_the_second_run_is_told_who_the_first_one_is(tmp_path):
     model = tiny_model()
     with Saver(tmp_path, model, megazoo.optim.AdamW(model)) as saver:
-        saver.save(1, {})
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError) as refused:  # before it has saved anything
             save(tmp_path, 2, model)
+        saver.save(1, {})
         told = str(refused.value)
         assert told.startswith(
             f"{tmp_path}: another run is saving there: process {os.getpid()} "
             f"on {os.uname().nodename} since 20"
         )
-        assert told.endswith(": give another --save, or wait")
+        assert ": give another --save, or wait; earlier checkpoints are untouched" in told
         with pytest.raises(UserError, match="another run is saving there") as refused:
             pretrain_gpt.main([*PROGRAM, "--steps", "1", "--save", str(tmp_path)])
         assert refused.value.exit_code == 2  # before any work
         assert names(tmp_path) == [".lock", "latest", "step_00000001"]
     save(tmp_path, 2, model)
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_a_directory_that_is_still_to_be_made_is_locked_with_the_first_step(tmp_path):
+    model, run = tiny_model(), tmp_path / "run"
+    optimizer = megazoo.optim.AdamW(model)
+    with Saver(run, model, optimizer) as first, Saver(run, model, optimizer) as second:
+        assert not run.exists()
+        first.save(1, {})
+        with pytest.raises(UserError, match=f"{run}: another run is saving there: process"):
+            second.save(1, {})
+        second.save(1, {}, may_fail=True)
+    assert names(run) == ["latest", "step_00000001"]
 
 
 def refusal_of_rank(directory):

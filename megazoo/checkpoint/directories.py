@@ -113,8 +113,12 @@ def check_unchanged(directory: Path, stamps: dict[str, tuple[int, int, int]]) ->
 
 
 def check_names(directory: Path, names: set[str]) -> None:
-    """Raise UserError if other files lie in a directory than those that were written there."""
-    for name in sorted(names.symmetric_difference(os.listdir(directory))):
+    """Raise UserError if a directory has more files than those that were written there.
+
+    What is missing shows on the rank that wrote it; on a network's file system others may not see
+    its files yet.
+    """
+    for name in sorted(set(os.listdir(directory)) - names):
         raise UserError(
             f"{directory / name} was changed by another program while it was written", exit_code=1
         )

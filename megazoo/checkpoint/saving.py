@@ -83,18 +83,22 @@ class Saver:
         may_fail: if it fails, warn on stderr; else UserError is raised, on every rank.
         """
         self.wait()
-        self._take_lock()
-        contents = _contents_of_step(step, self.model, self.optimizer, trainer)
         self._step, self._may_fail = step, may_fail
+        try:
+            self._take_lock()
+        except UserError as error:
+            self._error = error
+            return self._finish()
+        contents = _contents_of_step(step, self.model, self.optimizer, trainer)
         if self.background:
             copy = self._copied(contents)
             if not self._error:
                 self._thread = Thread(target=self._write_in_thread, args=(step, copy))
                 self._thread.start()
-                return
+                return None
         else:
             self._write(step, contents)
-        self._finish()
+        return self._finish()
 
     def wait(self) -> None:
         """Wait until the last step is written; if that failed, raise UserError or warn, as
@@ -105,7 +109,7 @@ class Saver:
             self._finish()
 
     def __enter__(self) -> "Saver":
-        self._take_lock()
+        self._take_lock(only_if_there=True)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -119,12 +123,15 @@ class Saver:
                 self._lock.close()
                 self._lock = None
 
-    def _take_lock(self) -> None:
-        """Hold the directory's lock until the context ends."""
+    def _take_lock(self, only_if_there: bool = False) -> None:
+        """Hold the directory's lock until the context ends.
+
+        only_if_there: a directory that is still to be made is locked when the first step is saved.
+        """
         if self.directory and not self._lock:
             with ExitStack() as stack:
-                _take_lock(stack, Path(self.directory), self.model.ctx)
-                self._lock = stack.pop_all()
+                if _take_lock(stack, Path(self.directory), self.model.ctx, only_if_there):
+                    self._lock = stack.pop_all()
 
     def _copied(self, contents: "_StepContents") -> "_StepContents":
         """Copy a step's contents; what fails on one rank is the error of all."""
@@ -202,15 +209,23 @@ def _contents_of_step(
     )
 
 
-def _take_lock(stack: ExitStack, directory: Path, ctx: ParallelContext) -> None:
-    """Have rank 0 hold a directory's lock until the stack is closed. UserError, on every rank, if
-    another run holds it."""
+def _take_lock(
+    stack: ExitStack, directory: Path, ctx: ParallelContext, only_if_there: bool = False
+) -> bool:
+    """Have rank 0 hold a directory's lock until the stack is closed; returns whether it does.
+    UserError, on every rank, if another run holds it.
 
-    def take() -> None:
+    only_if_there: don't make the directory if there is none.
+    """
+
+    def take() -> bool:
+        if only_if_there and not directory.is_dir():
+            return False
         directory.mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_lock(directory))
+        return True
 
-    run_together(take, directory, ctx, only_rank_zero=True, ending="")
+    return run_together(take, directory, ctx, only_rank_zero=True)[0]
 
 
 def _write_step(
@@ -244,12 +259,11 @@ def run_together(
     group=None,
     *,
     only_rank_zero: bool = False,
-    ending: str = UNTOUCHED,
 ) -> list:
     """Do a part of a save on every rank, or on rank 0 alone; returns what `work` returned on each.
 
     If one rank fails, all raise the same UserError. group: the process group over which the ranks
-    report to each other; the world's by default. ending: of the error's text.
+    report to each other; the world's by default.
     """
     value = error = cause = None
     try:
@@ -261,7 +275,7 @@ def run_together(
     outcomes = all_gather_objects((value, error), ctx, group)
     errors = [error for _, error in outcomes if error]
     if errors:
-        raise UserError(f"{errors[0]}{ending}", exit_code=1) from cause
+        raise UserError(f"{errors[0]}{UNTOUCHED}", exit_code=1) from cause
     return [value for value, _ in outcomes]
 
 

@@ -262,7 +262,7 @@ class ConversionOptions(ImportOption, VerifyOption):
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Type of the weights that are written."""
     overwrite: bool = False
-    """Replace the output if it is there."""
+    """Replace the output if it is there, and megazoo wrote all that it holds."""
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
