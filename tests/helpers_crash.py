@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 CALLS = (
     "rename replace mkdir rmdir unlink remove link symlink truncate ftruncate fsync write pwrite "
     "posix_fallocate"
@@ -69,6 +71,8 @@ def in_a_child(work: Callable[[], None], last: int | None, told: Path) -> int | 
     child = os.fork()
     if child == 0:
         code = 1
+        # torch makes its pool anew after a fork, which several threads must not do at once.
+        torch.set_num_threads(1)
         try:
             moments = Moments(last)
             work()

@@ -22,6 +22,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from megazoo.errors import UserError
 
 SECONDS = 20  # for a case
@@ -222,6 +224,8 @@ def _in_a_child(
 
 
 def _work(kind: str, case: Case, numbers: list[int], directory: Path, writer: int) -> None:
+    # torch makes its pool anew after a fork, which several threads must not do at once.
+    torch.set_num_threads(1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
