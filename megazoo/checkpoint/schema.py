@@ -160,7 +160,7 @@ def _check_tensors(manifest: Manifest) -> None:
     for name, tensor in manifest.tensors.items():
         base, _, state = name.rpartition(".")
         if state in (*MOMENTS, MASTER) and base in manifest.tensors:
-            _check_same_shape(name, tensor, base, manifest.tensors[base])
+            _check_same_cut(name, tensor, base, manifest.tensors[base])
         writers = manifest.layout.tp if tensor.shard else 1
         elements = _elements_held(name, tensor, writers)
         place = (tensor.file, writers)
@@ -171,9 +171,12 @@ def _check_tensors(manifest: Manifest) -> None:
             raise UserError(f"{name} has shape {tensor.shape}: {tensor.file} is too small for it")
 
 
-def _check_same_shape(name: str, tensor: TensorInfo, base: str, parameter: TensorInfo) -> None:
+def _check_same_cut(name: str, tensor: TensorInfo, base: str, parameter: TensorInfo) -> None:
+    """Refuse an optimizer's state that has not the shape, or the cut, of its parameter."""
     if tensor.shape != parameter.shape:
         raise UserError(f"{name} has shape {tensor.shape}, but {base} has shape {parameter.shape}")
+    if tensor.shard != parameter.shard:
+        raise UserError(f"{name} is not cut as {base} is")
 
 
 def _bytes_of_files(name: str, pattern: str, writers: int, files: dict[str, int]) -> int:

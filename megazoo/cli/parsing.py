@@ -152,6 +152,6 @@ def _toml_settings(file: str) -> dict:
         several = isinstance(value, list) and not isinstance(known[key], tuple)
         if isinstance(value, dict) or several:
             raise UserError(f"{file}: {key} must be a single value")
-        if "\0" in str(value):
+        if isinstance(value, str) and "\0" in value:
             raise UserError(f"{file}: {key} has a NUL character in it")
     return settings

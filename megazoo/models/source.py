@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megazoo.checkpoint.format import spec_from_manifest
 from megazoo.checkpoint.places import MANIFEST
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.source import TensorSource
@@ -97,5 +98,10 @@ class SavedModel(ModelSource, Checkpoint):
             raise UserError(f"{self.path / MANIFEST}: {error}") from None
         for name, spec in specs.items():
             self.check_shape(name, spec)
+            if spec_from_manifest(self.tensors[name]).shard != spec.shard:
+                raise UserError(f"{self.path / MANIFEST}: {name} is not cut as the model's is")
+        states = {f"{name}.{state}" for name in specs for state in self.states_of(name)}
+        if unexpected := self.tensors.keys() - specs.keys() - states:
+            raise UserError(f"{self.path} has the unexpected {min(unexpected)}")
         if self.total_bytes() > sum(self.file_sizes().values()):
             raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")
