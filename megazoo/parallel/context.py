@@ -128,10 +128,8 @@ class ParallelContext:
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
-        if data_parallel_size is not None:
-            _check_size("data_parallel_size", data_parallel_size)
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
+        _check_size("data_parallel_size", 1 if data_parallel_size is None else data_parallel_size)
+        _check_timeout(timeout)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
@@ -312,6 +310,11 @@ def _check_size(name: str, size) -> None:
     """Refuse what is not a whole number above 0: text, 2.0 and True, too."""
     if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
         raise UserError(f"{name} must be a whole number of at least 1, not {size!r}")
+
+
+def _check_timeout(timeout) -> None:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
 
 
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
