@@ -32,7 +32,8 @@ class AddedToken(NamedTuple):
         for name in ("single_word", "special", "normalized", "lstrip", "rstrip"):
             if not isinstance(entry.get(name), bool | None):
                 raise UserError(
-                    f"added token {entry['content']!r}: {name} is {entry[name]!r}, not true or false"
+                    f"added token {entry['content']!r}: {name} is {entry[name]!r}, "
+                    "not true or false"
                 )
         if entry.get("single_word"):
             raise UserError(f"added token {entry['content']!r}: single_word is not supported")
