@@ -10,10 +10,10 @@ places.py says which files there are, and when they appear.
 """
 
 import json
-import zlib
 from dataclasses import asdict
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.parallel.shard import ParameterSpec, Shard
 from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS
@@ -48,4 +48,4 @@ def file_of_rank(pattern: str, tp_rank: int) -> str:
 def manifest_checksum(manifest: dict) -> int:
     """Compute the crc32 of a manifest: of its compact JSON, keys sorted, without the key crc32."""
     rest = {key: value for key, value in manifest.items() if key != "crc32"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+    return crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())

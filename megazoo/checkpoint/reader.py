@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from zlib import crc32
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import (
     DTYPES,

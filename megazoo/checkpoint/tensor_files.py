@@ -4,10 +4,10 @@ import mmap
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from safetensors import safe_open
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError

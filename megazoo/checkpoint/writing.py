@@ -6,12 +6,12 @@ import json
 import math
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
@@ -96,7 +96,7 @@ class NewFile:
 
     def write(self, data: torch.Tensor) -> None:
         """Append bytes: uint8 [size]."""
-        self.crc32 = zlib.crc32(data.numpy(), self.crc32)
+        self.crc32 = crc32(data.numpy(), self.crc32)
         while len(data):
             count = min(len(data), len(self._buffer) - self._held)
             # torch copies without holding up other threads
@@ -148,7 +148,7 @@ def _pieces(tensor: torch.Tensor | LazyTensor, buffer: torch.Tensor) -> Iterator
 def _check_finite(name: str, piece: torch.Tensor) -> None:
     """Raise UserError for NaN or infinity in a piece of a tensor.
 
-    One pass, at 16 (bfloat16, float16) to 31 GB/s (float32) on a core where crc32 takes 4.
+    One pass, at 16 (bfloat16, float16) to 31 GB/s (float32) on a core where crc32 takes 24.
     """
     if piece.numel() and not all(math.isfinite(bound) for bound in torch.aminmax(piece)):
         dtype = str(piece.dtype).removeprefix("torch.")
@@ -175,7 +175,7 @@ def write_atomically(path: Path, data: bytes) -> dict:
         file.flush()
         sync(file.fileno())
     os.replace(partial, path)
-    return {"size": len(data), "crc32": zlib.crc32(data)}
+    return {"size": len(data), "crc32": crc32(data)}
 
 
 def sync(descriptor: int) -> None:

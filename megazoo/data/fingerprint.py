@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from zlib import crc32
+
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.data.cache import cached_tokens
 from megazoo.data.corpus import standard_library_files
