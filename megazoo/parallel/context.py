@@ -128,8 +128,8 @@ class ParallelContext:
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
-        _check_size("data_parallel_size", 1 if data_parallel_size is None else data_parallel_size)
-        _check_timeout(timeout)
+        if data_parallel_size is not None:
+            _check_size("data_parallel_size", data_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
