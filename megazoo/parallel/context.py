@@ -120,18 +120,15 @@ class ParallelContext:
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
         UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
-        if not isinstance(timeout, timedelta) or not timedelta(0) < timeout <= LONGEST_TIMEOUT:
-            raise UserError(
-                f"timeout must be a timedelta above 0 and of at most {LONGEST_TIMEOUT.days} days, "
-                f"not {timeout!r}"
-            )
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
+        if timeout > LONGEST_TIMEOUT:
+            raise UserError(f"timeout must be at most {LONGEST_TIMEOUT.days} days, not {timeout}")
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
         if data_parallel_size is not None:
             _check_size("data_parallel_size", data_parallel_size)
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
