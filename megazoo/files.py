@@ -42,17 +42,21 @@ def json_object(path: Path, data: bytes) -> dict:
     return value
 
 
-def regular_file(path: str | Path) -> Path:
+def regular_file(path: str | Path, *, or_pipe: bool = False) -> Path:
     """Return a path that is about to be read; UserError if it names a device, a pipe or a socket,
-    of which a read may never end. Whether it names anything is told by who opens it."""
+    of which a read may never end. Whether it names anything is told by who opens it.
+
+    or_pipe: a pipe will do, such as <(command) of a shell: it is read once, from its start to its
+    end, by this process alone.
+    """
     path = Path(path)
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):  # of no such file, or of a name that can be none
         return path
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise UserError(f"{path} is a device or a pipe: give a file")
-    return path
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (or_pipe and stat.S_ISFIFO(mode)):
+        return path
+    raise UserError(f"{path} is a device or a pipe: give a file")
 
 
 def read_bytes(path: Path) -> bytes:

@@ -19,6 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import pretrain_gpt
 from megazoo.cli import callbacks, launch
 from megazoo.cli.launch import run_program
+from megazoo.cli.parsing import parse_options
+from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES
 
 SECONDS = 20  # that a mistake may take to be found
 LONG, PATH, DIGITS = "a" * 300, "a/" * 2500, "9" * 5000
@@ -45,12 +47,11 @@ MISTAKES = [
     (f"inspect_checkpoint {PATH}", "File name too long", 1),
     (f"convert_hf hf {LONG}", "File name too long", 1),
     (f"preprocess_data --input text.jsonl --output-prefix {LONG}", "File name too long", 1),
-    (f"{TRAIN} --load \udc80", r"\udc80 is not a", 2),
+    (f"{TRAIN} --load \udc80", r"--load is '\udc80': it must be text in UTF-8", 2),
     (f"{TRAIN} --steps \udc80", r"\udc80", 2),
     (f"{TRAIN} --\udc80", r"unknown flag --\udc80", 2),
-    (f"{GENERATE} --prompt \udc80", "the text is not Unicode", 2),
+    (f"{GENERATE} --prompt \udc80", "it must be text in UTF-8", 2),
     # devices, pipes and directories in place of files
-    (f"{TRAIN} --config pipe", "pipe is a device or a pipe", 2),
     (f"{TRAIN} --config zero", "zero is a device or a pipe", 2),
     (f"{TRAIN} --config folder", "--config folder: Is a directory", 2),
     (f"{TRAIN} --load pipe", "pipe is not a directory", 2),
@@ -64,7 +65,9 @@ MISTAKES = [
     ("plan --model pipe.toml", "pipe.toml is a device or a pipe", 2),
     ("plan --model zero.json", "zero.json is a device or a pipe", 2),
     ("generate hf --tokenizer byte --prompts random", "random is a device or a pipe", 2),
-    (f"{EVALUATE} --text pipe", "pipe is a device or a pipe", 2),
+    (f"{EVALUATE} --text pipe --tp 2", "pipe is a device or a pipe", 2),
+    (f"{EVALUATE} --text zero", "zero is a device or a pipe", 2),
+    ("generate hf --prompts pipe --pp 2", "pipe is a device or a pipe", 2),
     (f"{EVALUATE} --choices zero.jsonl", "zero.jsonl is a device or a pipe", 2),
     (f"{EVALUATE} --text text.jsonl --output folder", "folder is a directory", 2),
     ("plot_metrics random", "random is a device or a pipe", 2),
@@ -76,7 +79,7 @@ MISTAKES = [
     # what files hold
     (f"{TRAIN} --config deep.toml", "deep.toml is not TOML: maximum recursion", 2),
     (f"{TRAIN} --config digits.toml", "digits.toml is not TOML: Exceeds the limit", 2),
-    (f"{TRAIN} --config nul.toml", "nul.toml: save has a NUL character", 2),
+    (f"{TRAIN} --config nul.toml", r"nul.toml: save is 'a\x00b': it must be text", 2),
     (f"{TRAIN} --config bytes", "bytes is not TOML", 2),
     (f"{TRAIN} --data no.jsonl.zst", "no.jsonl.zst can't be read", 1),
     (f"{TRAIN} --data no.jsonl.gz", "no.jsonl.gz can't be read: Not a gzipped file", 1),
@@ -88,8 +91,8 @@ MISTAKES = [
     ("plan --model deep.json", "deep.json can't be read: maximum recursion", 2),
     ("plot_metrics deep.jsonl", "deep.jsonl, line 1 is not a line of metrics", 2),
     (f"{EVALUATE} --text deep.jsonl", "deep.jsonl, line 1 is not JSON", 2),
-    ("inspect_checkpoint huge", "are more than any model has", 2),
-    ("inspect_checkpoint listed", "model_type ['gpt2'] is not supported", 2),
+    ("inspect_checkpoint huge", "hidden_size 1000000", 2),
+    ("inspect_checkpoint listed", "model_type is a list: it must be a string", 2),
     ("inspect_checkpoint numbered", "pytorch_model.bin can't be read: it has a tensor", 1),
     ("inspect_checkpoint paired", "it has a tensor whose name is no text: ('a', 1)", 1),
     ("inspect_checkpoint complex", "is of torch.complex64: there are", 2),
@@ -100,15 +103,16 @@ MISTAKES = [
     (f"{TRAIN} --import exits.py", "exits.py ends the program: it calls sys.exit(0)", 2),
     (f"{TRAIN} --import bytes", "bytes: the name of a Python file ends in .py", 2),
     # numbers
-    (f"{GENERATE} --top-k 5 --num-return-sequences 1{'0' * 23}", "num_return_sequences 1", 2),
+    (f"{GENERATE} --top-k 5 --num-return-sequences 1{'0' * 18}", "num_return_sequences 1", 2),
     (f"{GENERATE} --temperature 1e-320", "temperature 1e-320 is out of range", 2),
-    (f"{GENERATE} --max-new-tokens 1{'0' * 23}", "exceed the model's max-positions 64", 2),
-    (f"{EVALUATE} --text text.jsonl --seq-length 1{'0' * 23}", "is not from 1 to the model's", 2),
-    (f"plot_schedule --microbatches 1{'0' * 23}", "at most 10000 can be drawn", 2),
+    (f"{GENERATE} --max-new-tokens 1{'0' * 18}", "exceed the model's max-positions 64", 2),
+    (f"{EVALUATE} --text text.jsonl --seq-length 1{'0' * 18}", "is not from 1 to the model's", 2),
+    (f"plot_schedule --microbatches 1{'0' * 18}", "at most 10000 can be drawn", 2),
     ("plot_schedule --cost inf inf inf", "cost must be three times", 2),
-    (f"check_parallel --model gpt2 --ranks 1{'0' * 23}", "ranks 1", 2),
-    (f"train_tokenizer --input text.jsonl --output out --vocab-size 1{'0' * 23}", "at most", 2),
-    (f"preprocess_data --input text.jsonl --output-prefix o --workers 1{'0' * 23}", "at most", 2),
+    ("plan --preset gpt2-tiny --layers 10000 --pp 1024", "can be planned with 1024 stages", 2),
+    (f"check_parallel --model gpt2 --ranks 1{'0' * 18}", "ranks 1", 2),
+    (f"train_tokenizer --input text.jsonl --output out --vocab-size 1{'0' * 18}", "at most", 2),
+    (f"preprocess_data --input text.jsonl --output-prefix o --workers 1{'0' * 18}", "at most", 2),
 ]  # fmt: skip
 
 # (variables, words that the line must have)
@@ -196,7 +200,7 @@ def _write_models(root: Path) -> None:
 def run(files, monkeypatch, capsys):
     """Runs a program within this process, where the files are: its exit code, and what it says."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in launch.LAUNCHER_NAMES:
+        if name.startswith(("SLURM_", *LAUNCHER_PREFIXES)) or name in LAUNCHER_NAMES:
             monkeypatch.delenv(name)
     monkeypatch.setattr(launch, "REPORT_DELAY", 0.1)
     monkeypatch.chdir(files)
@@ -266,6 +270,50 @@ def test_ids_of_a_generation_config_are_numbers(run, files, tmp_path, field):
             code, err = run(GENERATE.replace("hf", str(directory)))
             check_line(err, "generate", f"{file}: {field} {value!r} is not the id of a token")
             assert code == 2
+
+
+@pytest.fixture
+def pipe():
+    """Makes pipes as <(command) of a shell does: their names."""
+    ends = []
+
+    def make(text: str) -> str:
+        end, write = os.pipe()
+        ends.append(end)
+        os.write(write, text.encode())
+        os.close(write)
+        return f"/dev/fd/{end}"
+
+    yield make
+    for end in ends:
+        os.close(end)
+
+
+def test_what_is_read_once_may_be_a_pipe(run, pipe):
+    """A mistake in what it holds shows that it was read."""
+    lines = {
+        f"{EVALUATE} --choices": "line 1 is not JSON",
+        "plot_metrics": "line 1 is not a line of metrics",
+        f"{TRAIN} --config": "is not TOML",
+    }
+    for line, words in lines.items():
+        code, err = run(f"{line} {pipe('words of no format')}")
+        assert (code, words in err) == (2, True), err
+
+
+def test_settings_that_come_through_a_pipe_are_kept_for_a_resume(pipe):
+    arguments = ["--config", pipe("steps = 7")]
+    assert parse_options(arguments, "").training.steps == 7
+    resumed = parse_options(arguments, "", resumed={"steps": 9, "seq_length": 16})
+    assert (resumed.training.steps, resumed.training.seq_length) == (7, 16)
+
+
+def test_settings_that_come_through_a_pipe_are_for_one_rank(run, pipe):
+    code, err = run(f"{TRAIN} --config {pipe('tp = 2')}")
+    check_line(err, "pretrain_gpt", "is a pipe, which several ranks can't read: give a file")
+    assert code == 2
+    code, err = run(f"{TRAIN} --tp 2 --config {pipe('')}", RANK0)
+    check_line(err, "pretrain_gpt", "is a device or a pipe")
 
 
 LINE_OF_BUG = "this is a bug in megazoo: please report it with the lines above (megazoo "

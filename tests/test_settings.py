@@ -285,6 +285,18 @@ def test_values_of_a_toml_file_have_the_types_of_the_settings(tmp_path):
     assert (options.model.tie_embeddings, options.model.model) == (False, "llama")
 
 
+def test_a_text_in_a_toml_file_may_stand_for_a_number_but_not_in_a_checkpoint(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'steps = "7"\nlr = "1e-4"\nzero = "1"\nprofile_steps = ["2", "4"]\nseed = "1"\n'
+    )
+    options = pretrain_gpt.parse_options(["--config", str(file)], "")
+    assert (options.training.steps, options.optimizer.lr, options.parallel.zero) == (7, 1e-4, 1)
+    assert (options.logging.profile_steps, options.training.seed) == ((2, 4), 1)
+    with pytest.raises(UserError, match="steps is '7': it must be an int"):
+        pretrain_gpt.parse_options([], "", resumed={"steps": "7"})
+
+
 @pytest.mark.parametrize(
     ("before", "given", "note"),
     [

@@ -5,6 +5,7 @@ Programs are started by Python itself: the stand-in of programs.py would stand b
 and its ranks.
 """
 
+import errno
 import os
 import re
 import signal
@@ -21,7 +22,9 @@ from programs import python
 
 from megazoo.checkpoint import Checkpoint
 from megazoo.cli import deaths
+from megazoo.cli.elastic import StopSignal
 from megazoo.cli.local_ranks import _catches as catches
+from megazoo.parallel.context import ParallelContext
 
 JOB = ["pretrain_gpt.py", *SMALL, "--eval-steps", "0", "--steps", "100000"]
 SOON = 60.0  # seconds, on a machine that does much else
@@ -177,7 +180,8 @@ def test_a_second_ctrl_c_ends_at_once(start, tmp_path, layout):
     assert not list((tmp_path / "run").glob("step_*"))
 
 
-@pytest.mark.parametrize("words", ["starting 2 ranks", pytest.param("parameters, on", marks=slow)])
+@slow
+@pytest.mark.parametrize("words", ["starting 2 ranks", "parameters, on"])
 def test_ctrl_c_before_training_ends_quietly(start, words):
     program = start(*JOB, "--tp", 2)
     program.wait_for(words)
@@ -259,17 +263,26 @@ def test_a_run_that_ends_well_says_nothing_of_its_ranks(start):
 
 # Ranks that do what their rank's word says.
 RANKS = """
-import os, signal, sys, time
-from megazoo.cli.local_ranks import LocalRanks
+import os, signal, subprocess, sys, time
+
+class Late(subprocess.Popen):  # whose caller is late to hear that it has started
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        if word == "told":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if word == "4":
+            self.wait()
 
 word = sys.argv[1:][int(os.environ.get("RANK", 0))]
 if "RANK" not in os.environ:
+    from megazoo.cli.local_ranks import LocalRanks
+    subprocess.Popen = Late
     sys.exit(LocalRanks(2, 1, [sys.executable, *sys.argv]).run())
 if word == "deaf":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     print("deaf", flush=True)
-if word in ("sleep", "deaf"):
+if word in ("sleep", "deaf", "told"):
     time.sleep(60)
 if word == "die":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -283,6 +296,8 @@ sys.exit(0 if word == "end" else int(word))
         ("end end", 0, ""),
         ("sleep die", 137, "rank 1 (tp 1, pp 0, dp 0) on HOST was killed by SIGKILL"),
         ("3 sleep", 3, "rank 0 (tp 0, pp 0, dp 0) on HOST ended with exit code 3"),
+        ("4 4", 4, "rank 0 (tp 0, pp 0, dp 0) on HOST ended with exit code 4"),  # before it looks
+        ("told told", 143, ""),  # to end, while the first rank starts
     ],
 )
 def test_the_launcher_ends_as_the_first_rank_that_failed(tmp_path, words, code, line):
@@ -313,6 +328,39 @@ def test_the_launcher_ends_at_a_second_ctrl_c_whatever_its_ranks_do(start, tmp_p
     program.interrupt()
     assert program.end() == 130
     assert program.err == []
+
+
+def test_handlers_that_nobody_tells_of_are_taken_to_be_there(monkeypatch):
+    for status in ("", "Name:\tpython\nState:\tS (sleeping)\n"):  # gVisor's has no SigCgt
+        monkeypatch.setattr(Path, "read_text", lambda *_, said=status: said)
+        assert catches(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM, errno.ESRCH])
+def test_a_process_that_can_not_be_watched_is_left_out(monkeypatch, error):
+    def refused(_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
+    watch = deaths._Watch([("rank 1", 1, os.getpid())])
+    watch.close()
+    assert not watch._thread.is_alive()
+
+
+@pytest.mark.timeout(30)
+def test_a_forked_child_holds_up_no_thread():
+    """It has all ends of the pipes that the threads wait at."""
+    watch = deaths._Watch([("rank 1", 1, os.getpid())])
+    try:
+        with StopSignal(ParallelContext()):
+            child = os.fork()
+            if not child:
+                time.sleep(SOON)
+                os._exit(0)
+        watch.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="processes can't be watched here")

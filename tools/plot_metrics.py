@@ -25,7 +25,7 @@ def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
     """
     training, validation = {}, {}
     try:
-        lines = regular_file(path).read_text().splitlines()
+        lines = regular_file(path, or_pipe=True).read_text().splitlines()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

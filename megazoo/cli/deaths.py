@@ -68,7 +68,7 @@ class _Watch:
     def __init__(self, neighbours: list[tuple[str, int, int]]):
         self._neighbours, self._handles = [], []
         for name, rank, pid in neighbours:
-            with suppress(ProcessLookupError, PermissionError):
+            with suppress(OSError):  # it has ended, or a container forbids it
                 self._handles.append(os.pidfd_open(pid))
                 self._neighbours.append((name, rank, pid))
         self._closing, self._close = os.pipe()
@@ -77,16 +77,16 @@ class _Watch:
 
     def close(self) -> None:
         """End the thread, and wait until it no longer uses the store."""
-        os.close(self._close)
+        os.write(self._close, b"end")  # closing is not enough: a forked child may hold it, too
         self._thread.join()
-        for handle in (*self._handles, self._closing):
+        for handle in (*self._handles, self._closing, self._close):
             os.close(handle)
 
     def _watch(self) -> None:
         for handle, (name, rank, pid) in zip(self._handles, self._neighbours, strict=True):
             poll = select.poll()
             poll.register(handle, select.POLLIN)
-            poll.register(self._closing, select.POLLHUP)
+            poll.register(self._closing, select.POLLIN)
             if any(ready == self._closing for ready, _ in poll.poll()):
                 return
             text = _death(handle, pid, rank)

@@ -43,6 +43,7 @@ class StopSignal:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     LAUNCHER_DIED = 1000  # no signal's number
+    END = b"\0"  # no signal's number, either
 
     def __init__(self, ctx: ParallelContext):
         self.ctx, self.noted, self._answered = ctx, 0, Event()
@@ -65,11 +66,14 @@ class StopSignal:
         write, before = self._write
         signal.set_wakeup_fd(before)
         self._answered.set()
-        os.close(write)  # ends the thread
+        # Ends the thread. Closing is not enough: a forked child may hold the pipe, too.
+        os.write(write, self.END)
         # Waited for: if the last reference to the context went with a thread while the interpreter
         # ends, torch would abort the process (it takes the lock again after it has freed a process
         # group).
         self._watcher.join()
+        for end in (self._read, write):
+            os.close(end)
         if self.noted and isinstance(error, Exception) and is_of_communication(error):
             # Others are gone, and this rank was told to go, too: a traceback would only hide why.
             raise SystemExit(128 + self.noted)
@@ -103,8 +107,8 @@ class StopSignal:
                 deadline = None
                 continue
             numbers, now = os.read(self._read, 16), time.monotonic()
-            if not numbers:
-                break
+            if self.END in numbers:
+                return
             ending = signal.SIGINT in numbers or signal.SIGTERM in numbers
             if ending and interrupted and now > interrupted + SAME:
                 os._exit(128 + signal.SIGINT)
@@ -113,7 +117,6 @@ class StopSignal:
                 self._say_what_follows()
             if signal.SIGTERM in numbers and deadline is None:
                 deadline = now + PATIENCE
-        os.close(self._read)
 
     @staticmethod
     def _say_what_follows() -> None:

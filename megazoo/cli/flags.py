@@ -84,19 +84,21 @@ def kinds_of(kind: type) -> dict:
     return kinds
 
 
-def typed_settings(kind: type, settings: dict, origin: str) -> dict:
+def typed_settings(kind: type, settings: dict, origin: str, *, words: bool = False) -> dict:
     """Return settings that a file has, by their names, each of the type that its field has in the
     dataclass `kind`.
 
     None goes through a command line, so that no text in a file is ever a flag. A single value may
     stand for a list of one, and a number for its text in a list of texts, as words on a command
     line do. UserError begins with `origin`, and names the setting.
+
+    words: a text may stand for the number in it, too.
     """
     kinds = kinds_of(kind)
     try:
         for name in settings.keys() - kinds.keys():
             raise UserError(f"unknown setting {brief(name)}{nearest(name, kinds)}")
-        return {name: _typed(name, value, kinds[name]) for name, value in settings.items()}
+        return {name: _typed(name, value, kinds[name], words) for name, value in settings.items()}
     except UserError as error:
         raise UserError(f"{origin}: {error}") from None
 
@@ -113,7 +115,7 @@ def filled(kind: type, settings: dict):
     return options
 
 
-def _typed(name: str, value, kind):
+def _typed(name: str, value, kind, words: bool):
     several = get_origin(kind) is tuple
     if several and not isinstance(value, list | tuple):
         value = [value]
@@ -124,7 +126,21 @@ def _typed(name: str, value, kind):
             check_text(name, word)
             _check_empty(name, word, kind)
         _check_integer(name, word)
+    if words and not _takes_text(kind):
+        value = [_number_in(v) for v in value] if several else _number_in(value)
     return convert(value, kind, name, dec_hook=_as_path)
+
+
+def _takes_text(kind) -> bool:
+    return kind in (str, Path) or isinstance(kind, str) or any(map(_takes_text, get_args(kind)))
+
+
+def _number_in(value):
+    """Return the number that a text holds; else the value as it is."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def _as_path(kind: type, value) -> Path:

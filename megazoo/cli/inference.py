@@ -43,6 +43,11 @@ class InferenceOptions(ImportOption, VerifyOption):
     """byte, or the directory or file of a tokenizer; by default what is beside the model, or what
     it was trained on."""
 
+    @property
+    def one_rank(self) -> bool:
+        """Whether this process runs the model alone: then nobody else reads what it reads."""
+        return world_size() == self.tp * self.pp == 1
+
 
 def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
     """Start the missing ranks, and return this rank's part of the model and its tokenizer."""

@@ -44,12 +44,23 @@ class LocalRanks:
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._pass_on)
-        for rank in range(self.layout.world_size):
-            if self.told is None:
-                self._start(rank)
-        failed, deadline = None, None
-        while self._running():
+        try:
+            for rank in range(self.layout.world_size):
+                if self.told is None:
+                    self._start(rank)
+            if self.told is not None:  # it may have come before the last rank could be told
+                self._send(self.told)
+            return self._exit_code(self._wait())
+        finally:  # of whatever fails here, no rank is left
+            self._send(signal.SIGKILL)
+
+    def _wait(self) -> int | None:
+        """Wait until all ranks have ended. Return the first that failed, after which the others are
+        ended."""
+        failed, deadline, running = None, None, True
+        while running:
             time.sleep(POLL)
+            running = self._running()  # before the look at who failed, which then misses none
             if failed is None:
                 failed = next((rank for rank, p in enumerate(self.processes) if p.poll()), None)
                 if failed is not None:
@@ -58,7 +69,7 @@ class LocalRanks:
                     deadline = time.monotonic() + PATIENCE
             elif time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
-        return self._exit_code(failed)
+        return failed
 
     def _start(self, rank: int) -> None:
         ranks, environment = self.layout.world_size, os.environ.copy()
@@ -93,7 +104,7 @@ class LocalRanks:
             # A rank that is not training yet has nothing to save. Of SIGINT it would die with a
             # traceback.
             waits = number == signal.SIGINT and not _catches(process.pid, signal.SIGUSR1)
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # of one that has just ended
                 os.killpg(process.pid, signal.SIGTERM if waits else number)
 
     def _report(self, rank: int) -> None:
@@ -120,8 +131,8 @@ class LocalRanks:
 
 def _catches(pid: int, number: int) -> bool:
     """Say whether a process has a handler for a signal; yes where nobody tells."""
-    try:
+    status = ""
+    with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
-    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
+    caught = re.search(r"SigCgt:\s*(\w+)", status)
+    return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)

@@ -1,6 +1,8 @@
 """The training program's command line and TOML file, and what the tools that open a model take."""
 
 import importlib.util
+import os
+import stat
 import sys
 import tomllib
 import traceback
@@ -10,12 +12,14 @@ from megazoo.cli.flags import flag_of, parse_flags, settings_of, typed_settings
 from megazoo.cli.mistakes import user_files
 from megazoo.cli.options import ImportOption, Options
 from megazoo.cli.rules import check_value, check_values, settle_steps
+from megazoo.environment import world_size
 from megazoo.errors import UserError, nearest
 from megazoo.files import regular_file
 
 # Settings that take each other's place: the one that has a default, and the other.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
 LARGEST_FILE = 1 << 20  # bytes of settings
+_piped: dict[int, bytes] = {}  # what pipes held, by their inodes: they can be read once
 
 
 def parse_options(
@@ -31,7 +35,7 @@ def parse_options(
     them, for errors.
     """
     file = _value_of("--config", arguments)
-    settings = typed_settings(Options, _toml_settings(file), file) if file else {}
+    settings = typed_settings(Options, _toml_settings(file), file, words=True) if file else {}
     resumed = typed_settings(Options, resumed or {}, origin)
     for name, value in resumed.items():
         check_value(name, value, origin)
@@ -46,6 +50,8 @@ def parse_options(
         if given or lower.get(other):  # what is given further below doesn't count
             lower.pop(other if given == [usual] else usual, None)
     options = parse_flags(Options, arguments, description, lower)
+    if file and _is_piped(file) and options.parallel.tp * options.parallel.pp > 1:
+        raise UserError(f"--config {file} is a pipe, which several ranks can't read: give a file")
     if options.data.mock_data:
         options.data.data = ("mock",)
     if options.optimizer.min_lr is None:
@@ -130,16 +136,31 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
     return value
 
 
+def _settings_in(file: str) -> bytes:
+    """Return the bytes of a file of settings, which may be a pipe if there is one rank."""
+    if _is_piped(file):
+        return _piped[os.stat(file).st_ino]
+    with open(regular_file(file, or_pipe=world_size() == 1), "rb") as opened:
+        data = opened.read(LARGEST_FILE + 1)
+        status = os.fstat(opened.fileno())
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+    if stat.S_ISFIFO(status.st_mode):
+        _piped[status.st_ino] = data
+    return data
+
+
+def _is_piped(file: str) -> bool:
+    """Say whether a file is a pipe that has been read."""
+    return Path(file).is_fifo() and os.stat(file).st_ino in _piped
+
+
 def _toml_settings(file: str) -> dict:
     """A TOML file's settings, by the names of the flags with underscores."""
     known = settings_of(Options)
     known.pop("config")
     try:
-        with open(regular_file(file), "rb") as opened:
-            data = opened.read(LARGEST_FILE + 1)
-        if len(data) > LARGEST_FILE:
-            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-        settings = tomllib.loads(data.decode())
+        settings = tomllib.loads(_settings_in(file).decode())
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror}") from error
     except UserError:
@@ -152,6 +173,4 @@ def _toml_settings(file: str) -> dict:
         several = isinstance(value, list) and not isinstance(known[key], tuple)
         if isinstance(value, dict) or several:
             raise UserError(f"{file}: {key} must be a single value")
-        if isinstance(value, str) and "\0" in value:
-            raise UserError(f"{file}: {key} has a NUL character in it")
     return settings
