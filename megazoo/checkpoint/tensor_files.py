@@ -1,6 +1,5 @@
 """Files of named tensors, safetensors and .bin, of which any box of a tensor can be read."""
 
-import mmap
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
@@ -14,7 +13,7 @@ from megazoo.errors import UserError
 from megazoo.files import regular_file
 from megazoo.parallel.shard import Box
 
-STEP = 1 << 20  # bytes that are summed up at once
+STEP = 1 << 20  # bytes that are read and summed up at once
 
 
 class TensorFiles:
@@ -139,34 +138,19 @@ def pieces_of_file(path: Path, size: int = 1 << 24) -> Iterator[bytes]:
 
 def crc32_of(
     path: Path,
-    start: int,
-    stop: int,
     progress: Callable[[int], None] = lambda _: None,
     *,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Compute the crc32 of the bytes of a file from `start`, a multiple of the page size, until
-    before `stop`; UserError, naming it, if it can't be read.
+    """Compute the crc32 of a file; UserError, naming it, if it can't be read.
 
-    They are mapped into memory, as for reading tensors: nothing is copied, or read from disk twice.
     progress: is called with the number of bytes that were just read. interrupted: asked again and
     again; once it is true, the result is of no use and comes at once.
     """
-    try:
-        with (
-            open(path, "rb") as file,
-            mmap.mmap(file.fileno(), stop - start, offset=start, access=mmap.ACCESS_READ) as pages,
-            memoryview(pages) as view,
-        ):
-            if hasattr(pages, "madvise"):
-                pages.madvise(mmap.MADV_WILLNEED)
-            crc = 0
-            for first in range(0, len(view), STEP):
-                if interrupted():
-                    break
-                crc = crc32(view[first : first + STEP], crc)
-                progress(min(STEP, len(view) - first))
-            return crc
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} can't be read: {reason}", exit_code=1) from error
+    crc = 0
+    for piece in pieces_of_file(path, STEP):
+        if interrupted():
+            break
+        crc = crc32(piece, crc)
+        progress(len(piece))
+    return crc
