@@ -130,8 +130,6 @@ class ParallelContext:
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
         if data_parallel_size is not None:
             _check_size("data_parallel_size", data_parallel_size)
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
