@@ -136,20 +136,24 @@ def _choices(kind: Any) -> list:
     return [choice for part in parts for choice in _choices(part)]
 
 
-def open_own(path: Path, *, truncate: bool = False):
-    """Open a file of megazoo's own to read and write, and make it if it isn't there; UserError if a
-    link lies there, which could lead to any other file, or a pipe.
+def open_own(path: Path, *, create: bool = True, truncate: bool = False):
+    """Open a file of megazoo's own to read and write; UserError if a link lies there, which could
+    lead to any other file, or a directory or a pipe.
 
-    truncate: whether what is in it goes.
+    create: make it if it isn't there. truncate: whether what is in it goes.
     """
-    flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if truncate else 0)
+    flags = os.O_RDWR | (os.O_CREAT if create else 0) | (os.O_TRUNC if truncate else 0)
+    # Not to wait for the other end of a pipe.
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):  # as Linux and as BSD say it
             raise UserError(
                 f"{path} is a link, and would be written through: remove it", exit_code=1
             ) from error
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # a directory, or a socket
+            raise UserError(f"{path} is not a file: remove it", exit_code=1) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

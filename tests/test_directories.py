@@ -226,7 +226,8 @@ def test_a_lock_file_of_another_program_stays_as_it_is(tmp_path, kind):
 @pytest.mark.parametrize("change", ["bytes", "other file", "missing", "added"])
 def test_a_step_that_another_program_changed_is_not_published(tmp_path, monkeypatch, change):
     model = tiny_model()
-    save(tmp_path, 1, model)
+    save(tmp_path / "run", 1, model)
+    other = save(tmp_path / "other", 2, tiny_model(5.0))
     original = saving.write_rank
 
     def meddled(staging, files, ctx):
@@ -237,8 +238,7 @@ def test_a_step_that_another_program_changed_is_not_published(tmp_path, monkeypa
                 opened.seek(-1, os.SEEK_END)
                 opened.write(b"x")
         elif change == "other file":
-            shutil.copy2(file, staging / "copy")
-            os.replace(staging / "copy", file)
+            os.replace(other / file.name, file)
         elif change == "missing":
             file.unlink()
         else:
@@ -247,8 +247,23 @@ def test_a_step_that_another_program_changed_is_not_published(tmp_path, monkeypa
 
     monkeypatch.setattr(saving, "write_rank", meddled)
     with pytest.raises(UserError, match=r"safetensors was changed by another program while it was"):
-        save(tmp_path, 2, model)
-    assert names(tmp_path) == ["latest", "step_00000001"]
+        save(tmp_path / "run", 2, model)
+    assert names(tmp_path / "run") == ["latest", "step_00000001"]
+
+
+def test_a_file_whose_time_and_number_change_by_themselves_is_published(tmp_path, monkeypatch):
+    original = saving.write_rank
+
+    def touched(staging, files, ctx):
+        written = original(staging, files, ctx)
+        for file in list(staging.iterdir()):
+            shutil.copy(file, staging / "copy")
+            os.replace(staging / "copy", file)
+            os.utime(file, (1, 1))
+        return written
+
+    monkeypatch.setattr(saving, "write_rank", touched)
+    Checkpoint(save(tmp_path, 1, tiny_model())).verify()
 
 
 # What megazoo did not write
@@ -297,7 +312,7 @@ def test_small_files_are_not_written_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("my text")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".latest.partial").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match="can't save to"):
+    with pytest.raises(UserError, match=r"\.latest\.partial is a link, and would be written"):
         save(tmp_path / "run", 1, tiny_model())
     assert (tmp_path / "mine").read_text() == "my text"
     assert names(tmp_path / "run") == [".latest.partial"]
@@ -449,6 +464,51 @@ def test_what_a_killed_save_leaves_goes(tmp_path, moment):
     fresh = tiny_model(0.0)
     load(Checkpoint(tmp_path / step_name(2)), fresh)
     assert fresh.embedding.weight.unique().tolist() == [1.0]  # it has its name again
+
+
+@pytest.mark.parametrize("moment", range(1, 7))
+def test_what_a_killed_removal_of_an_old_step_leaves_goes(tmp_path, moment):
+    """Whatever of an old step is gone, the next save removes the rest, and what is whole is whole
+    until then."""
+    model = tiny_model()
+    for step in (1, 2):
+        save(tmp_path, step, model)
+
+    def dying():
+        calls, unlink = [], Path.unlink
+
+        def die(path, *arguments, **options):
+            calls.append(path)
+            if len(calls) == moment:
+                os._exit(77)
+            unlink(path, *arguments, **options)
+
+        Path.unlink = die
+        save(tmp_path, 3, model, keep_last=1)
+        os._exit(0)
+
+    assert in_child(dying) == 77
+    assert Checkpoint(tmp_path).path.name == step_name(3)
+    save(tmp_path, 4, model, keep_last=1)
+    assert names(tmp_path) == ["latest", step_name(4)]
+
+
+def test_a_file_that_is_still_open_on_nfs_fails_no_save(tmp_path, monkeypatch):
+    """NFS keeps such a file under another name, in a directory that can't be removed then."""
+    model, rmdir = tiny_model(), Path.rmdir
+    save(tmp_path, 1, model)
+
+    def busy(path):
+        (path / ".nfs0001").touch()
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    save(tmp_path, 2, model, keep_last=1)
+    monkeypatch.undo()
+    (left,) = hidden(tmp_path)
+    (tmp_path / left / ".nfs0001").unlink()
+    save(tmp_path, 3, model)
+    assert names(tmp_path) == ["latest", step_name(2), step_name(3)]
 
 
 def test_hidden_directories_of_others_stay(tmp_path):

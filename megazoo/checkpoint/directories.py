@@ -17,6 +17,7 @@ from megazoo.checkpoint.places import (
     hidden_directories,
     step_name,
 )
+from megazoo.checkpoint.tensor_files import crc32_of
 from megazoo.checkpoint.writing import write_atomically
 from megazoo.errors import UserError
 
@@ -50,7 +51,7 @@ def new_step(directory: Path, step: int, keep_last: int = 0, run=None):
         for path in (*left, *old):
             remove(path, heir=name_of(path))
         for path in _too_old(final, keep_last, run):
-            remove(path)
+            _remove_step(path)
 
 
 @contextmanager
@@ -98,18 +99,19 @@ def stamp(file: Path) -> tuple[int, int, int]:
     return now.st_size, now.st_ino, now.st_mtime_ns
 
 
-def check_unchanged(directory: Path, stamps: dict[str, tuple[int, int, int]]) -> None:
-    """Raise UserError if a file is not what it was when it had been written. stamps: of each."""
-    for name, before in stamps.items():
-        try:
-            same = stamp(directory / name) == tuple(before)
-        except FileNotFoundError:
-            same = False
-        if not same:
-            raise UserError(
-                f"{directory / name} was changed by another program while it was written",
-                exit_code=1,
-            )
+def check_unchanged(file: Path, before: tuple[int, int, int], info: dict) -> None:
+    """Raise UserError if a file is not what it was when it had been written.
+
+    before: its stamp then. info: its {"size", "crc32"}, which decide where the stamp is another: on
+    some file systems of networks a file's time and number change by themselves.
+    """
+    try:
+        now = stamp(file)
+        same = now == before or (now[0] == info["size"] and crc32_of(file) == info["crc32"])
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise _changed_meanwhile(file)
 
 
 def check_names(directory: Path, names: set[str]) -> None:
@@ -119,9 +121,11 @@ def check_names(directory: Path, names: set[str]) -> None:
     its files yet.
     """
     for name in sorted(set(os.listdir(directory)) - names):
-        raise UserError(
-            f"{directory / name} was changed by another program while it was written", exit_code=1
-        )
+        raise _changed_meanwhile(directory / name)
+
+
+def _changed_meanwhile(file: Path) -> UserError:
+    return UserError(f"{file} was changed by another program while it was written", exit_code=1)
 
 
 def sync_directory(path: Path) -> None:
@@ -163,7 +167,7 @@ def _replaced(staging: Path, final: Path):
             os.rename(final, aside)
         os.rename(staging, final)
         yield old
-    except Exception:
+    except BaseException:
         with suppress(OSError):
             if not staging.exists():
                 os.rename(final, staging)
@@ -198,6 +202,15 @@ def _too_old(last: Path, keep: int, run) -> list[Path]:
     steps = [path for path in last.parent.iterdir() if path != last and is_of_run(path, run)]
     steps.sort(key=lambda step: ((step / MANIFEST).stat().st_mtime_ns, step))
     return steps[: max(0, len(steps) + 1 - keep)]
+
+
+def _remove_step(step: Path) -> None:
+    """Remove what megazoo wrote in a step. It is hidden first: if the program is killed meanwhile,
+    the next save removes the rest."""
+    aside = _hidden(step, PARTIAL)
+    os.rename(step, aside)
+    if remove(aside):
+        os.rename(aside, step)  # with the files of others
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import fcntl
 import json
 import os
 import shlex
-import stat
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 from megazoo.errors import UserError
+from megazoo.files import open_own
 
 # How a file system says that it has no such locks: it goes without.
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS}
@@ -34,30 +35,30 @@ class Lock:
 
     def __init__(self, file: Path, busy: str, advice: str):
         self.file, self.busy, self.advice = file, busy, advice
-        self._descriptor: int | None = None
+        self._opened: BinaryIO | None = None
 
     def __enter__(self) -> "Lock":
         until = time.monotonic() + MOMENT
         while True:
-            descriptor = self._open(os.O_CREAT)
+            file = self._open()
             try:
-                self._lock(descriptor, fcntl.LOCK_EX, until)
-                if self._is_named(descriptor):  # else its last holder has just removed it
-                    self._sign(descriptor)
+                self._lock(file, fcntl.LOCK_EX, until)
+                if self._is_named(file):  # else its last holder has just removed it
+                    self._sign(file)
                     break
             except BaseException:
-                os.close(descriptor)
+                file.close()
                 raise
-            os.close(descriptor)
-        self._descriptor = descriptor
+            file.close()
+        self._opened = file
         _held.add(self)
         return self
 
     def __exit__(self, *_) -> None:
-        if self._descriptor is None:  # in a process that was forked meanwhile
+        if self._opened is None:  # in a process that was forked meanwhile
             return
         try:
-            if self._is_named(self._descriptor):
+            if self._is_named(self._opened):
                 os.unlink(self.file)
         finally:
             self.let_go()
@@ -66,55 +67,47 @@ class Lock:
     def check(self) -> None:
         """Raise UserError if another holds it now."""
         try:
-            descriptor = self._open()
+            file = self._open(create=False)
         except OSError:  # there is none, or it can't be held: who takes it hears of that
             return
-        try:
-            self._lock(descriptor, fcntl.LOCK_SH, time.monotonic())
-        finally:
-            os.close(descriptor)
+        with file:
+            self._lock(file, fcntl.LOCK_SH, time.monotonic())
 
     def let_go(self) -> None:
         """Close the file. A forked process does no more: its parent holds the lock still."""
-        os.close(self._descriptor)
-        self._descriptor = None
+        self._opened.close()
+        self._opened = None
 
-    def _open(self, flags: int = 0) -> int:
-        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for its other end
+    def _open(self, create: bool = True) -> BinaryIO:
         try:
-            return os.open(self.file, flags, 0o644)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise self._is_not_ours() from error
-            raise
+            return open_own(self.file, create=create)
+        except UserError as error:
+            raise self._is_not_ours() from error
 
-    def _lock(self, descriptor: int, kind: int, until: float) -> None:
+    def _lock(self, file: BinaryIO, kind: int, until: float) -> None:
         while True:
             try:
-                return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                return fcntl.flock(file, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    holder = _holder(descriptor)
-                    raise UserError(f"{self.busy}: {holder}: {self.advice}") from None
+                    raise UserError(f"{self.busy}: {_holder(file)}: {self.advice}") from None
                 time.sleep(0.02)
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
                 return None
 
-    def _is_named(self, descriptor: int) -> bool:
+    def _is_named(self, file: BinaryIO) -> bool:
         """Whether the lock's name still leads to the file that is open."""
         try:
-            named, opened = os.lstat(self.file), os.fstat(descriptor)
+            return os.path.samestat(os.lstat(self.file), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
-        return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
-    def _sign(self, descriptor: int) -> None:
+    def _sign(self, file: BinaryIO) -> None:
         """Write who holds the lock."""
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        before = os.pread(descriptor, LONGEST, 0).decode(errors="replace") if is_file else None
-        if before is None or not before.startswith(MARK[: len(before)]):
+        before = os.pread(file.fileno(), LONGEST, 0).decode(errors="replace")
+        if not before.startswith(MARK[: len(before)]):
             raise self._is_not_ours()
         holder = {
             "megazoo": "lock",
@@ -123,11 +116,11 @@ class Lock:
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "command": shlex.join(sys.argv)[:200],
         }
-        os.ftruncate(descriptor, 0)
+        os.ftruncate(file.fileno(), 0)
         try:
-            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+            os.pwrite(file.fileno(), json.dumps(holder).encode(), 0)
         except OSError:  # of a full disk: the lock is as good
-            os.ftruncate(descriptor, 0)
+            os.ftruncate(file.fileno(), 0)
 
     def _is_not_ours(self) -> UserError:
         return UserError(f"{self.file} is not a lock of megazoo's: move it")
@@ -151,10 +144,10 @@ def output_lock(directory: Path) -> Lock:
     )
 
 
-def _holder(descriptor: int) -> str:
+def _holder(file: BinaryIO) -> str:
     """Return the words for who holds a lock."""
     try:
-        holder = json.loads(os.pread(descriptor, LONGEST, 0))
+        holder = json.loads(os.pread(file.fileno(), LONGEST, 0))
         words = "process {process} on {host} since {since}, {command}".format(**holder)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "it has not said who it is"

@@ -1,8 +1,10 @@
 """What megazoo has written in a directory: told from all else, and removed without it."""
 
+import errno
 import json
 import os
 import re
+import stat
 from pathlib import Path
 
 from megazoo.checkpoint.format import SIDECAR_FILES
@@ -15,25 +17,32 @@ SMALL_FILES = (MANIFEST, TRAINER, CONFIG, INDEX, *SIDECAR_FILES)
 HEADER = b'{"__metadata__":' + json.dumps(METADATA, separators=(",", ":")).encode()
 
 
-def remove(directory: Path, heir: Path | None = None) -> None:
+def remove(directory: Path, heir: Path | None = None) -> bool:
     """Remove what megazoo wrote in a directory, if it is there, and the directory if it is then
-    empty. The manifest goes first, so that what is left never looks whole.
+    empty; returns whether it has files of others. The manifest goes first, so that what is left
+    never looks whole.
 
     heir: the directory that has taken its place, to which other files move.
     """
     if directory.is_symlink() or not directory.is_dir():
-        return
+        return False
     (directory / MANIFEST).unlink(missing_ok=True)
     foreign = []
     for name in sorted(os.listdir(directory)):
-        if _has_our_name(directory / name):
+        if _is_our_name(name) and _is_file(directory / name):
             (directory / name).unlink()
         elif heir and heir.is_dir() and not os.path.lexists(heir / name):
             os.rename(directory / name, heir / name)
         else:
             foreign.append(name)
     if not foreign:
-        directory.rmdir()
+        try:
+            directory.rmdir()
+        except OSError as error:
+            # On NFS a file that some process has open keeps a name until it is closed.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    return bool(foreign)
 
 
 def is_of_run(step: Path, run) -> bool:
@@ -94,14 +103,17 @@ def _check_apart(output: Path, source: Path) -> None:
 
 
 def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+    """Whether there is a file, and no link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
-def _has_our_name(path: Path) -> bool:
-    """Whether a file has a name that megazoo gives, whole or while it writes it."""
-    small = re.fullmatch(r"\.(.*)\.partial", path.name)
-    name = small[1] if small else path.name
-    return _is_file(path) and (name in SMALL_FILES or bool(WEIGHTS.fullmatch(path.name)))
+def _is_our_name(name: str) -> bool:
+    """Whether megazoo gives files this name, whole or while it writes them."""
+    small = re.fullmatch(r"\.(.*)\.partial", name)
+    return (small[1] if small else name) in SMALL_FILES or bool(WEIGHTS.fullmatch(name))
 
 
 def _files_of_checkpoint(directory: Path) -> set[str]:

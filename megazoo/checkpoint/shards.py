@@ -87,7 +87,8 @@ def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
 def check_rank(directory: Path, written: dict) -> None:
     """Raise UserError if the files that a rank wrote were changed. written: what `write_rank` has
     returned there."""
-    check_unchanged(directory, written["stamps"])
+    for name, info in written["files"].items():
+        check_unchanged(directory / name, written["stamps"][name], info)
 
 
 def write_manifest(

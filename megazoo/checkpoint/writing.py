@@ -15,6 +15,7 @@ import torch
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
+from megazoo.files import open_own
 
 PIECE_BYTES = 8 << 20  # of a tensor that are in memory at a time while it is written
 BLOCK = 4096  # of a disk, or a multiple of it
@@ -169,8 +170,7 @@ def json_bytes(value) -> bytes:
 def write_atomically(path: Path, data: bytes) -> dict:
     """Write a file that is there whole or not at all; returns its {"size", "crc32"}."""
     partial = path.with_name(f".{path.name}.partial")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    with open(os.open(partial, flags, 0o666), "wb") as file:
+    with open_own(partial, truncate=True) as file:
         file.write(data)
         file.flush()
         sync(file.fileno())
