@@ -23,12 +23,6 @@ def not_finite(dtype: torch.dtype) -> UserError:
     )
 
 
-def are_finite(logits: torch.Tensor) -> bool:
-    """Return whether logits are numbers, none of them infinite, in one pass: the largest is NaN if
-    any is."""
-    return bool(logits.amax().isfinite())
-
-
 @dataclass
 class Choice:
     """What the rows of a group go on with; those of one prompt are next to each other.
@@ -65,8 +59,10 @@ class _Chooser:
     def choose(self, logits: torch.Tensor) -> Choice:
         """Choose the next token of every row: see `advance`. If the logits are no numbers, the
         group ends, and each token is -1."""
-        if are_finite(logits):
-            return self.advance(logits)
+        finite = logits.amax().isfinite()  # NaN is the largest
+        choice = self.advance(logits)  # a GPU has it to do before the host waits for `finite`
+        if finite:
+            return choice
         self.broken = True
         nothing = torch.full_like(self.prompt[:, 0], -1)
         return Choice(nothing, torch.zeros_like(nothing) if self.searches else None, True)
@@ -197,7 +193,8 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Not torch.multinomial, whose draws would depend on the device and on who else is in the batch.
     """
     sums = scores.double().softmax(dim=-1).cumsum(dim=-1)
-    return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+    tokens = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+    return tokens.clamp(max=scores.shape[-1] - 1)  # of sums that are NaN, too
 
 
 def repeating(tokens: torch.Tensor, size: int, vocabulary: int) -> torch.Tensor:

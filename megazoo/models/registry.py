@@ -190,7 +190,7 @@ def config_from_hugging_face(values: dict):
     if not isinstance(family, str):
         raise UserError(f"model_type is {brief(family)}: it must be a string")
     known = {name for name, model in FAMILIES.items() if hasattr(model.Config, "from_hugging_face")}
-    if not isinstance(family, str) or family not in known:
+    if family not in known:
         raise UserError(
             f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}"
         )
