@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import megazoo
 import pretrain_gpt
-from megazoo.checkpoint import Checkpoint, Saver, directories, load, save, saving
+from megazoo.checkpoint import Checkpoint, Saver, directories, load, locks, save, saving
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import step_name
 from megazoo.errors import UserError
@@ -191,6 +191,21 @@ def test_who_only_looks_at_a_lock_stops_no_run(tmp_path):
             run_lock(tmp_path).check()
     run_lock(tmp_path).check()
     assert names(tmp_path) == []
+
+
+def test_a_restarted_job_waits_for_the_lock_of_a_node_that_went_down(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "MOMENT", 0.05)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    held = contextlib.ExitStack()
+    held.enter_context(run_lock(tmp_path))
+    timer = threading.Timer(0.5, held.close)
+    timer.start()
+    run_lock(tmp_path).check()
+    with run_lock(tmp_path):
+        timer.join()
+    monkeypatch.setattr(locks, "LEASE", 0.1)
+    with run_lock(tmp_path), pytest.raises(UserError, match="another run is saving there"):
+        run_lock(tmp_path).__enter__()
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):

@@ -189,13 +189,14 @@ def test_sizes_of_a_plan_are_at_least_1(flag, mode):
         assert str(caught.value) == f"{flag} {value} must be at least 1"
 
 
-def wrong_on_rank_1(kind):
-    """What each rank is told where rank 1 alone is wrong."""
+def wrong_on_rank_1(kind, directory):
+    """What each rank is told where rank 1 alone is wrong. directory: of a model."""
     ctx = context(pp=2)
     model, wrong = megazoo.from_config(tiny_config(layers=2), ctx), ctx.rank == 1
     calls = {
         "batch": lambda: model.train_batch(IDS, IDS, num_microbatches=0 if wrong else 2),
         "optimizer": lambda: megazoo.optim.AdamW(model, lr=math.nan if wrong else 1e-3),
+        "weights": lambda: model.from_parallelized(3 if wrong else directory),
     }
     with pytest.raises(UserError) as caught:
         calls[kind]()
@@ -208,9 +209,14 @@ def wrong_on_rank_1(kind):
     [
         ("batch", "num_microbatches 0 must be 1 or more"),
         ("optimizer", "lr nan must be 0 or more"),
+        (
+            "weights",
+            "weights are read from a directory, not from int: for random ones, megazoo.from_config",
+        ),
     ],
 )
-def test_where_one_rank_is_wrong_all_are_told(ranks, kind, message):
-    others, wrong = ranks(wrong_on_rank_1, 2, kind, timeout=60)
+def test_where_one_rank_is_wrong_all_are_told(ranks, tmp_path, kind, message):
+    megazoo.from_config(tiny_config(layers=2)).save_parallelized(tmp_path / "model")
+    others, wrong = ranks(wrong_on_rank_1, 2, kind, tmp_path / "model", timeout=60)
     assert wrong == (message, 2)
     assert others == (f"rank 1 failed: {message}", 1)

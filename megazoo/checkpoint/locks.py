@@ -11,15 +11,20 @@ import os
 import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import open_own
 
 # How a file system says that it has no such locks: it goes without.
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS}
 MOMENT = 0.5  # seconds in which one that only looks whether the lock is free lets go of it
+# Seconds that a restarted job waits for it: a file server gives back the lock of a node that went
+# down after its lease, 90 s in most NFS servers.
+LEASE = 100.0
 MARK = '{"megazoo": "lock"'  # how the text of a lock's file begins
 LONGEST = 4096  # bytes of that text
 
@@ -38,7 +43,7 @@ class Lock:
         self._opened: BinaryIO | None = None
 
     def __enter__(self) -> "Lock":
-        until = time.monotonic() + MOMENT
+        until = time.monotonic() + (LEASE if restarts() else MOMENT)
         while True:
             file = self._open()
             try:
@@ -57,15 +62,17 @@ class Lock:
     def __exit__(self, *_) -> None:
         if self._opened is None:  # in a process that was forked meanwhile
             return
-        try:
+        with suppress(OSError):  # a file that stays is taken over by the next one
             if self._is_named(self._opened):
                 os.unlink(self.file)
-        finally:
-            self.let_go()
-            _held.discard(self)
+        self.let_go()
+        _held.discard(self)
 
     def check(self) -> None:
-        """Raise UserError if another holds it now."""
+        """Raise UserError if another holds it now, unless this job was restarted: then it is waited
+        for when it is taken."""
+        if restarts():
+            return
         try:
             file = self._open(create=False)
         except OSError:  # there is none, or it can't be held: who takes it hears of that

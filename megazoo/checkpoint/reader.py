@@ -29,8 +29,9 @@ from megazoo.optim.adamw import MASTER, MOMENTS
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 
-# Bytes of the largest manifest that is read; a tensor takes about 200 of them.
-LARGEST_MANIFEST = 1 << 26
+# Bytes of the largest manifest that is read; a tensor takes about 300 of them, and the largest
+# model that is built has half a million, its optimizer's states included.
+LARGEST_MANIFEST = 1 << 28
 
 
 def read_manifest(file: Path) -> dict:

@@ -286,6 +286,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """Write the model: see `megazoo.models.pretrained.save_parallelized`."""
         save_parallelized(self, directory, **options)
 
+    @together
     def from_parallelized(
         self, directory=None, *, load_directory=None, verify: bool = True
     ) -> "Model":
