@@ -124,16 +124,21 @@ def test_the_second_run_is_told_who_the_first_one_is(tmp_path):
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
 
 
-def test_a_directory_that_is_still_to_be_made_is_locked_with_the_first_step(tmp_path):
+def test_a_directory_that_is_still_to_be_made_is_locked_from_the_start(tmp_path):
     model, run = tiny_model(), tmp_path / "run"
     optimizer = megazoo.optim.AdamW(model)
-    with Saver(run, model, optimizer) as first, Saver(run, model, optimizer) as second:
-        assert not run.exists()
+    held = f"{run}: another run is saving there: process"
+    with Saver(run, model, optimizer) as first:
+        with pytest.raises(UserError, match=held), Saver(run, model, optimizer):
+            pytest.fail("the second has the lock, too")
+        with pytest.raises(UserError, match=held) as refused:
+            pretrain_gpt.main([*PROGRAM, "--steps", "1", "--save", str(run)])
+        assert refused.value.exit_code == 2  # before any work
         first.save(1, {})
-        with pytest.raises(UserError, match=f"{run}: another run is saving there: process"):
-            second.save(1, {})
-        second.save(1, {}, may_fail=True)
     assert names(run) == ["latest", "step_00000001"]
+    with Saver(tmp_path / "unused", model, optimizer):
+        pass
+    assert names(tmp_path) == ["run"]
 
 
 def refusal_of_rank(directory):

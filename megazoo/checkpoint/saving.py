@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -109,7 +109,7 @@ class Saver:
             self._finish()
 
     def __enter__(self) -> "Saver":
-        self._take_lock(only_if_there=True)
+        self._take_lock()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -123,15 +123,12 @@ class Saver:
                 self._lock.close()
                 self._lock = None
 
-    def _take_lock(self, only_if_there: bool = False) -> None:
-        """Hold the directory's lock until the context ends.
-
-        only_if_there: a directory that is still to be made is locked when the first step is saved.
-        """
+    def _take_lock(self) -> None:
+        """Hold the directory's lock until the context ends."""
         if self.directory and not self._lock:
             with ExitStack() as stack:
-                if _take_lock(stack, Path(self.directory), self.model.ctx, only_if_there):
-                    self._lock = stack.pop_all()
+                _take_lock(stack, Path(self.directory), self.model.ctx)
+                self._lock = stack.pop_all()
 
     def _copied(self, contents: "_StepContents") -> "_StepContents":
         """Copy a step's contents; what fails on one rank is the error of all."""
@@ -209,23 +206,23 @@ def _contents_of_step(
     )
 
 
-def _take_lock(
-    stack: ExitStack, directory: Path, ctx: ParallelContext, only_if_there: bool = False
-) -> bool:
-    """Have rank 0 hold a directory's lock until the stack is closed; returns whether it does.
-    UserError, on every rank, if another run holds it.
+def _take_lock(stack: ExitStack, directory: Path, ctx: ParallelContext) -> None:
+    """Have rank 0 hold a directory's lock until the stack is closed; a directory that was made for
+    it goes then, if there is still nothing in it. UserError, on every rank, if another run holds
+    the lock."""
 
-    only_if_there: don't make the directory if there is none.
-    """
-
-    def take() -> bool:
-        if only_if_there and not directory.is_dir():
-            return False
-        directory.mkdir(parents=True, exist_ok=True)
+    def take() -> None:
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.callback(_remove_if_empty, directory)
         stack.enter_context(run_lock(directory))
-        return True
 
-    return run_together(take, directory, ctx, only_rank_zero=True)[0]
+    run_together(take, directory, ctx, only_rank_zero=True)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # of what lies there
+        directory.rmdir()
 
 
 def _write_step(
