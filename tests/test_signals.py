@@ -165,7 +165,11 @@ run_program(pretrain_gpt.main)
 """
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["own launcher", "one process"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(["--tp", 2], marks=slow), []],
+    ids=["own launcher", "one process"],
+)
 def test_a_second_ctrl_c_ends_at_once(start, tmp_path, layout):
     (tmp_path / "stalls.py").write_text(STALL)
     program = start(tmp_path / "stalls.py", *JOB[1:], *layout, "--save", tmp_path / "run")
@@ -220,7 +224,8 @@ def test_ranks_that_are_not_training_die_with_their_launcher(start):
 @pytest.mark.parametrize(
     ("launcher", "layout", "number"),
     [
-        ([*TORCHRUN, "--nproc-per-node=4"], ["--pp", 2], signal.SIGKILL),
+        ([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGKILL),
+        pytest.param([*TORCHRUN, "--nproc-per-node=4"], ["--pp", 2], signal.SIGKILL, marks=slow),
         pytest.param([], ["--tp", 2], signal.SIGSEGV, marks=slow),
         pytest.param([], ["--tp", 2], signal.SIGKILL, marks=slow),
         pytest.param([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGSEGV, marks=slow),

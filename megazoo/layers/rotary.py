@@ -74,7 +74,8 @@ class Rotary:
         for name in self.scaling.keys() - {"rope_type", "truncate"}:
             value = self.scaling[name]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < LARGEST):
+            unused = value is None or (name.startswith("mscale") and is_number and value == 0)
+            if not unused and not (is_number and 0 < value < LARGEST):
                 raise UserError(f"{name} of rotary positions must be a number above 0, not {value}")
 
     def __call__(
