@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import megazoo
 from megazoo.checkpoint import load
-from megazoo.checkpoint.places import LATEST, TRAINER
+from megazoo.checkpoint.places import TRAINER, has_checkpoint
 from megazoo.cli.deaths import naming_dead_ranks
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.launch import after_rank_zero, data_parallel_size, run_program, start_missing_ranks
@@ -82,7 +82,7 @@ def prepare(arguments: list[str]) -> Run:
     """Read and check all that can be before there are ranks, and before anything is built."""
     options = parse_options(arguments, __doc__)
     save = options.checkpoint.save
-    if is_restart() and save and (save / LATEST).is_file():
+    if is_restart() and save and has_checkpoint(save):
         arguments = [*arguments, "--load", str(save), "--no-load-weights-only"]
         options = parse_options(arguments, __doc__)
     if options.model.import_:

@@ -93,6 +93,15 @@ def find_checkpoint(path: str | Path) -> Path:
     return max((manifest.parent for manifest in manifests), key=_age)
 
 
+def has_checkpoint(path: Path) -> bool:
+    """Say whether `find_checkpoint` finds one."""
+    try:
+        find_checkpoint(path)
+    except NoCheckpoint:
+        return False
+    return True
+
+
 def _age(step: Path) -> tuple[int, str]:
     """Order steps by their number. What a user has named, step_00000002-best, comes first."""
     number = re.fullmatch(r"\.?step_([0-9]+)(\..*)?", step.name)
