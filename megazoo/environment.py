@@ -140,7 +140,9 @@ def _check(environment: Mapping[str, str]) -> None:
                 f"{ranks if world in environment else 'not set'}: ranks count from 0"
             )
     whole_number("TORCHELASTIC_RESTART_COUNT", 0, environment=environment)
-    whole_number("MASTER_PORT", 0, most=65_535, environment=environment)
+    # Alone it is Kubernetes', perhaps: tcp://10.0.0.1:80, of a service that is called master.
+    if "WORLD_SIZE" in environment:
+        whole_number("MASTER_PORT", 0, most=65_535, environment=environment)
 
 
 def _adopt_slurm(environment: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,6 +254,20 @@ def test_a_malformed_variable_is_named_in_one_line(run, variables, words):
     code, err = run(f"{TRAIN} --tp 2", variables)
     check_line(err, "pretrain_gpt", words)
     assert code == 2
+
+
+def test_a_port_that_is_not_for_ranks_is_let_be(run):
+    code, err = run(f"{TRAIN} --layers 0", "MASTER_PORT=tcp://10.0.0.1:80")
+    check_line(err, "pretrain_gpt", "layers 0 must be at least 1")
+    assert code == 2
+
+
+def test_a_program_runs_in_a_notebook(run, monkeypatch):
+    """Its streams can't be reconfigured."""
+    words = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=words.append, flush=lambda: None))
+    code, _ = run(f"{TRAIN} --layers 0")
+    assert (code, "layers 0 must be at least 1" in "".join(words)) == (2, True)
 
 
 @pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id", "bos_token_id"])

@@ -124,7 +124,8 @@ def run_program(main: Callable[[list[str]], None]) -> None:
 
     warnings.formatwarning = formatted
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
+        with suppress(AttributeError):  # a notebook's can't be
+            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
         sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
         end_with_launcher()
