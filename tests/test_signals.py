@@ -302,6 +302,7 @@ sys.exit(0 if word == "end" else int(word))
         ("sleep die", 137, "rank 1 (tp 1, pp 0, dp 0) on HOST was killed by SIGKILL"),
         ("3 sleep", 3, "rank 0 (tp 0, pp 0, dp 0) on HOST ended with exit code 3"),
         ("4 4", 4, "rank 0 (tp 0, pp 0, dp 0) on HOST ended with exit code 4"),  # before it looks
+        ("2 sleep", 2, ""),  # which says that it has told why
         ("told told", 143, ""),  # to end, while the first rank starts
     ],
 )

@@ -108,9 +108,10 @@ class LocalRanks:
                 os.killpg(process.pid, signal.SIGTERM if waits else number)
 
     def _report(self, rank: int) -> None:
-        """Tell which rank has failed first, unless they were told to end."""
-        if self.told is None:
-            code = self.processes[rank].returncode
+        """Tell which rank has failed first, unless they were told to end, or it has told why
+        itself: a program of megazoo's ends with 1 or 2 after a line of its own."""
+        code = self.processes[rank].returncode
+        if self.told is None and code not in (1, 2):
             what = death_by(-code) if code < 0 else f"ended with exit code {code}"
             where = f"{name_of(rank, self.layout)} on {os.uname().nodename}"
             print(f"{where} {what}", file=sys.stderr, flush=True)
