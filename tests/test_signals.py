@@ -23,6 +23,7 @@ from programs import python
 from megazoo.checkpoint import Checkpoint
 from megazoo.cli import deaths
 from megazoo.cli.elastic import StopSignal
+from megazoo.cli.launch import end_with_launcher
 from megazoo.cli.local_ranks import _catches as catches
 from megazoo.parallel.context import ParallelContext
 
@@ -382,3 +383,30 @@ def test_how_a_process_died_is_read_before_its_parent_is_told_and_after():
         # None where the kernel does not keep it
         assert deaths._wait_status(handle, process.pid) in (signal.SIGKILL, None)
         os.close(handle)
+
+
+def test_a_rank_whose_launcher_died_before_it_could_watch_it_ends(monkeypatch):
+    """The launcher of this rank, torchrun by its environment, dies while the rank still imports."""
+    with suppress(PermissionError):  # of a first process that is another user's
+        if "python" in os.readlink("/proc/1/exe"):
+            pytest.skip("the first process here could be torchrun")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.delenv("MEGAZOO_LAUNCHER", raising=False)
+    read, write = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        begun = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == begun:
+                time.sleep(0.01)
+            os.write(write, b"1" if os.getppid() == 1 else b"?")
+            end_with_launcher()
+            os.write(write, b"goes on")
+        os._exit(0)
+    os.waitpid(launcher, 0)
+    os.close(write)
+    with open(read, "rb") as told:
+        words = told.read()
+    if words.startswith(b"?"):
+        pytest.skip("orphans here have another parent than the first process")
+    assert words == b"1"

@@ -97,18 +97,23 @@ def end_with_launcher() -> None:
         return
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
     ctypes.CDLL(None).prctl(set_parent_death_signal, ctypes.c_ulong(signal.SIGTERM))
-    launcher = megazoos_launcher()
-    if launcher and not _lives(launcher):  # it died before the kernel was asked
+    if _is_orphan():  # the launcher died before the kernel was asked
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _lives(pid: int) -> bool:
-    with suppress(PermissionError):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-    return True
+def _is_orphan() -> bool:
+    """Say whether this rank's launcher has died, as far as that can be known: torchrun does not
+    tell its process number."""
+    if launcher := megazoos_launcher():
+        return os.getppid() != launcher
+    if os.getppid() != 1:
+        return False
+    # An orphan's parent is the first process of the machine; in a container that may be torchrun
+    # itself, which is a Python.
+    try:
+        return "python" not in os.readlink("/proc/1/exe")
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it is another user's
 
 
 def run_program(main: Callable[[list[str]], None]) -> None:
