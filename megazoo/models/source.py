@@ -97,5 +97,8 @@ class SavedModel(ModelSource, Checkpoint):
             raise UserError(f"{self.path / MANIFEST}: {error}") from None
         for name, spec in specs.items():
             self.check_shape(name, spec)
+        for name in self.tensors:
+            if name not in specs and name.rpartition(".")[0] not in specs:
+                raise UserError(f"{self.path / MANIFEST}: its config knows no {name}")
         if self.total_bytes() > sum(self.file_sizes().values()):
             raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")
