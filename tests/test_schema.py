@@ -148,6 +148,8 @@ FORGED = {
     "unit of 0": (shard(EMBEDDING, units=[0]), r"shard.units\[0\] is 0"),
     "units": (shard(EMBEDDING, units=[1, 1]), r"has parts \[61\], but units \[1, 1\]"),
     "unit above part": (shard(EMBEDDING, units=[62]), "61 in units of 62 can't be shared by tp 1"),
+    "fewer layers": (in_place_of(1, "config", "layers"), r"its config knows no layers\.1\."),
+    "dtype of no file": (tensor(NORM, dtype="BF16"), "norm.weight is of torch.float32, the manif"),
     "config's type": (in_place_of("two", "config", "layers"), "layers is 'two': it must be an int"),
     "config's list": (in_place_of([1], "config", "hidden_size"), "hidden_size is a list"),
     "config's bool": (in_place_of(True, "config", "heads"), "heads is True: it must be an int"),

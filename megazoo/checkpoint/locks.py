@@ -62,11 +62,13 @@ class Lock:
     def __exit__(self, *_) -> None:
         if self._opened is None:  # in a process that was forked meanwhile
             return
-        with suppress(OSError):  # a file that stays is taken over by the next one
-            if self._is_named(self._opened):
-                os.unlink(self.file)
-        self.let_go()
-        _held.discard(self)
+        try:
+            with suppress(OSError):  # a file that stays is taken over by the next one
+                if self._is_named(self._opened):
+                    os.unlink(self.file)
+        finally:
+            self.let_go()
+            _held.discard(self)
 
     def check(self) -> None:
         """Raise UserError if another holds it now, unless this job was restarted: then it is waited

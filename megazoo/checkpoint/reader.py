@@ -120,7 +120,14 @@ class Checkpoint(TensorSource):
     ) -> None:
         """Fill pieces of `destination` from the files of the tp ranks that wrote parts of them."""
         for file, shape, box, place in self._boxes(name, spec, pieces):
-            destination[place] = self.files.box(file, name, shape, box)
+            values = self.files.box(file, name, shape, box)
+            if values.dtype != self.dtype_of(name):
+                raise UserError(
+                    f"{self.path / file}: {name} is of {values.dtype}, the manifest says "
+                    f"{self.dtype_of(name)}",
+                    exit_code=1,
+                )
+            destination[place] = values
 
     def files_of(
         self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext

@@ -105,7 +105,7 @@ def _is_orphan() -> bool:
     """Say whether this rank's launcher has died, as far as that can be known: torchrun does not
     tell its process number."""
     if launcher := megazoos_launcher():
-        return os.getppid() != launcher
+        return not _lives(launcher)
     if os.getppid() != 1:
         return False
     # An orphan's parent is the first process of the machine; in a container that may be torchrun
@@ -114,6 +114,15 @@ def _is_orphan() -> bool:
         return "python" not in os.readlink("/proc/1/exe")
     except OSError as error:
         return isinstance(error, PermissionError)  # it is another user's
+
+
+def _lives(pid: int) -> bool:
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def run_program(main: Callable[[list[str]], None]) -> None:

@@ -43,16 +43,19 @@ def is_of_network(error: Exception) -> bool:
 
 
 def tell_bug(error: Exception) -> None:
-    """Print the traceback of what must be a bug, and under it whose, and what to report."""
-    traceback.print_exception(error)
-    ours, torch = sys.modules["megazoo"].__version__, importlib.metadata.version("torch")
-    line = (
-        "this is a bug in megazoo: please report it with the lines above (megazoo "
-        f"{ours}, torch {torch}, python {platform.python_version()})"
-    )
+    """Print the traceback of what must be a bug; and under it what to report, or above it, if the
+    exception came through a file of the user's, which."""
     if file := _user_file(error.__traceback__):
-        line = f"the error came through {file}, which --import ran: look there first; else {line}"
-    print(line, file=sys.stderr, flush=True)
+        print(f"the error came through {file}, which --import ran:", file=sys.stderr)
+    traceback.print_exception(error)
+    if not file:
+        ours, torch = sys.modules["megazoo"].__version__, importlib.metadata.version("torch")
+        print(
+            "this is a bug in megazoo: please report it with the lines above (megazoo "
+            f"{ours}, torch {torch}, python {platform.python_version()})",
+            file=sys.stderr,
+        )
+    sys.stderr.flush()
 
 
 def _user_file(trace: TracebackType | None) -> str | None:

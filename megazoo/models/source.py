@@ -98,10 +98,19 @@ class SavedModel(ModelSource, Checkpoint):
             raise UserError(f"{self.path / MANIFEST}: {error}") from None
         for name, spec in specs.items():
             self.check_shape(name, spec)
-            if spec_from_manifest(self.tensors[name]).shard != spec.shard:
-                raise UserError(f"{self.path / MANIFEST}: {name} is not cut as the model's is")
+        self._check_cuts()
         states = {f"{name}.{state}" for name in specs for state in self.states_of(name)}
         if unexpected := self.tensors.keys() - specs.keys() - states:
-            raise UserError(f"{self.path} has the unexpected {min(unexpected)}")
+            raise UserError(f"{self.path / MANIFEST}: its config knows no {min(unexpected)}")
         if self.total_bytes() > sum(self.file_sizes().values()):
             raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")
+
+    def _check_cuts(self) -> None:
+        """Raise UserError if a weight is not cut as the model cuts it for the layout of the run
+        that wrote it: its rows would be taken for others."""
+        writers = ParallelContext.virtual(self.layout["tp"])
+        for entry in self.model.on_meta(self.config, writers).entries():
+            if spec_from_manifest(self.tensors[entry.name]).shard != entry.spec.shard:
+                raise UserError(
+                    f"{self.path / MANIFEST}: {entry.name} is not cut as the model's is"
+                )
