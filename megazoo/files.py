@@ -106,6 +106,8 @@ def convert(value: Any, kind: Any, name: str, **options) -> Any:
         if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
             raise UserError(f"{where} has no {missing[1]}".strip()) from None
         raise UserError(f"{where} is {brief(value)}: {_rule(reason, kind)}") from None
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name or 'a text'} holds half a character: {error}") from None
 
 
 def brief(value: Any) -> str:

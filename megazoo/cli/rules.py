@@ -9,7 +9,7 @@ from pathlib import Path
 from megazoo.checkpoint.locks import run_lock
 from megazoo.cli.options import ModelOptions, Options, TrainingOptions
 from megazoo.errors import UserError
-from megazoo.files import brief
+from megazoo.files import brief, reason_of
 from megazoo.models.registry import find_config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import check_schedule
@@ -182,7 +182,11 @@ def _check_outputs(options: Options) -> None:
 
 def _check_writable(flag: str, directory: Path) -> None:
     """Refuse a directory that can't be made or written, before the work that it is for."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    above = (directory, *directory.absolute().parents)
+    try:
+        existing = next(path for path in above if path.exists())
+    except OSError as error:  # of a name that is too long, say
+        raise UserError(f"{flag} {brief(str(directory))}: {reason_of(error)}") from error
     if not existing.is_dir():
         raise UserError(f"{flag}: {existing} is not a directory")
     if not os.access(existing, os.W_OK):
