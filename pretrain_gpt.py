@@ -6,6 +6,7 @@ $ torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2   the same with 2 re
 $ python pretrain_gpt.py --load runs/a --tp 4 --steps 2000    go on, in another layout
 """
 
+import sys
 from contextlib import closing
 from datetime import timedelta
 from typing import NamedTuple
@@ -15,19 +16,22 @@ import torch.distributed as dist
 
 import megazoo
 from megazoo.checkpoint import load
-from megazoo.checkpoint.places import LATEST
+from megazoo.checkpoint.places import TRAINER, has_checkpoint
+from megazoo.cli.deaths import naming_dead_ranks
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.launch import after_rank_zero, data_parallel_size, run_program, start_missing_ranks
 from megazoo.cli.parsing import parse_options, run_file
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.rules import check_run, model_config, parse_stage_layers
-from megazoo.cli.run import Run, resumed_state
+from megazoo.cli.run import Run, note_on_data, resumed_state
 from megazoo.cli.summary import summary
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import (
     Batches,
+    changes,
     check_data,
     check_template,
+    fingerprints,
     json_files,
     open_datasets,
     prepare_datasets,
@@ -63,12 +67,13 @@ def main(arguments: list[str]) -> None:
     if run.finished:
         return
     ctx = start_ranks(run)
-    model, optimizer = build(run, ctx)
-    data = open_data(run, model)
-    if not run.finished:
-        with Recorder(run, model, optimizer) as recorder:
-            train(run, model, optimizer, data, recorder)
-        print_rank_0(summary(run, recorder))
+    with naming_dead_ranks(ctx):
+        model, optimizer = build(run, ctx)
+        data = open_data(run, model)
+        if not run.finished:
+            with Recorder(run, model, optimizer) as recorder:
+                train(run, model, optimizer, data, recorder)
+            print_rank_0(summary(run, recorder))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -77,16 +82,18 @@ def prepare(arguments: list[str]) -> Run:
     """Read and check all that can be before there are ranks, and before anything is built."""
     options = parse_options(arguments, __doc__)
     save = options.checkpoint.save
-    if is_restart() and save and (save / LATEST).is_file():
+    if is_restart() and save and has_checkpoint(save):
         arguments = [*arguments, "--load", str(save), "--no-load-weights-only"]
         options = parse_options(arguments, __doc__)
     if options.model.import_:
         run_file(options.model.import_)
-    source = open_source(options.checkpoint.load) if options.checkpoint.load else None
-    resuming = isinstance(source, SavedModel) and not options.checkpoint.load_weights_only
+    keep = options.checkpoint
+    source = open_source(keep.load, verify=keep.verify) if keep.load else None
+    resuming = isinstance(source, SavedModel) and not keep.load_weights_only
     state = resumed_state(source if resuming else None)
     if resuming:
-        options = parse_options(arguments, __doc__, resumed=state["settings"])
+        origin = str(source.path / TRAINER)
+        options = parse_options(arguments, __doc__, resumed=state["settings"], origin=origin)
     config = model_config(options.model, source)
     named = options.data.tokenizer or (source and source.tokenizer) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
@@ -108,6 +115,8 @@ def start_ranks(run: Run) -> ParallelContext:
     if run.options.training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp)
+    if note := note_on_data(run):  # before a file that a checkpoint names is read
+        print_rank_0(note)
     if json_files(run.sources):  # before any rank waits in a collective, for --timeout at most
         template = run.options.data.chat_template
         _store = after_rank_zero(lambda: prepare_datasets(run.sources, run.tokenizer, template))
@@ -201,10 +210,21 @@ def open_data(run: Run, model: Model) -> Data:
             packing=options.data.packing,
             report=print_rank_0,
         )
+    if is_rank_zero():
+        take_fingerprints(run)
     if options.training.epochs:
         samples = torch.tensor(len(blends[0]) if blends[0] else 0, device=ctx.device)
         run.settle_epochs(broadcast_from_stage(samples, 0, ctx).item())
     return Data(*(Batches(blend, options.training.global_batch_size, ctx) for blend in blends))
+
+
+def take_fingerprints(run: Run) -> None:
+    """Note what the data is like, for checkpoints, and warn of what is not as it was in the one
+    that the run goes on from."""
+    template = run.options.data.chat_template
+    run.fingerprints = fingerprints(run.sources.names, run.tokenizer.source, template)
+    for change in changes(run.state.get("data", []), run.fingerprints):
+        print(f"warning: {change}", file=sys.stderr, flush=True)
 
 
 def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Recorder) -> None:

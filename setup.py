@@ -16,6 +16,8 @@ setup(
         "einops>=0.8",
         "tqdm",
         "tyro>=0.9",
+        "zlib-ng>=0.5",
+        "msgspec>=0.20",
     ],
     extras_require={
         "zst": ["zstandard"],

@@ -1,8 +1,10 @@
 """What users are told in one line: errors, and advice on what can be done better."""
 
+import math
 import sys
 import warnings
 from difflib import get_close_matches
+from numbers import Integral, Real
 
 
 class UserError(ValueError):
@@ -35,3 +37,19 @@ def nearest(name: str, known) -> str:
     """Return "; did you mean X?" for the known name closest to `name`, or nothing."""
     matches = get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def check_number(
+    name: str, value, least: float, below: float = math.inf, *, whole: bool = False
+) -> None:
+    """Raise UserError unless a value is a number, from `least` to below `below`; NaN is none.
+
+    whole: it must be a whole number.
+    """
+    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+        raise UserError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
+    if not value >= least:
+        raise UserError(f"{name} {value} must be {least} or more")
+    if not value < below:
+        limit = "finite" if below == math.inf else f"below {below}"
+        raise UserError(f"{name} {value} must be {limit}")

@@ -1,12 +1,29 @@
-"""Small files that are read whole, and work on many files at once."""
+"""Small files that are read or written whole, the types of what they say, and work on many files at
+once."""
 
+import errno
 import json
+import os
+import re
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megazoo.errors import UserError
+
+# How messages call the types of msgspec.
+KINDS = {
+    "int": "an int",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 
 
 def json_object(path: Path, data: bytes) -> dict:
@@ -25,12 +42,129 @@ def json_object(path: Path, data: bytes) -> dict:
     return value
 
 
+def regular_file(path: str | Path, *, or_pipe: bool = False) -> Path:
+    """Return a path that is about to be read; UserError if it names a device, a pipe or a socket,
+    of which a read may never end. Whether it names anything is told by who opens it.
+
+    or_pipe: a pipe will do, such as <(command) of a shell: it is read once, from its start to its
+    end, by this process alone.
+    """
+    path = Path(path)
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # of no such file, or of a name that can be none
+        return path
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (or_pipe and stat.S_ISFIFO(mode)):
+        return path
+    raise UserError(f"{path} is a device or a pipe: give a file")
+
+
 def read_bytes(path: Path) -> bytes:
     """Read the bytes of a file; UserError, naming it, if it can't be read."""
     try:
-        return path.read_bytes()
+        return regular_file(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+
+
+def write_text(flag: str, path: Path, text: str) -> None:
+    """Write the file of text that a flag asks for; UserError, naming both, if it can't be
+    written."""
+    try:
+        with open(path, "w", opener=open_at_once) as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {reason_of(error)}", exit_code=1) from error
+
+
+def open_at_once(path: str | Path, flags: int) -> int:
+    """Open a file to write, as an opener of `open`; of a pipe that nobody reads, raise OSError
+    instead of waiting."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def reason_of(error: OSError) -> str:
+    """Return why a file could not be read or written, and what to do where a disk is full."""
+    reason = error.strerror or str(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{reason}: make room on its disk" if full else reason
+
+
+def convert(value: Any, kind: Any, name: str, **options) -> Any:
+    """Return a value from a file as `kind`, a type or dataclass. UserError says which part of the
+    value, known as `name`, is not of its type or out of its range. options: of msgspec.convert."""
+    try:
+        return msgspec.convert(value, kind, **options)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        place = place.rstrip("`")
+        for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+            value = value[key] if key else value[int(index)]
+        where = f"{name}{place}".removeprefix(".")
+        if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
+            raise UserError(f"{where} has no {missing[1]}".strip()) from None
+        raise UserError(f"{where} is {brief(value)}: {_rule(reason, kind)}") from None
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name or 'a text'} holds half a character: {error}") from None
+
+
+def brief(value: Any) -> str:
+    """Write a value from a file in a few words, however long it is."""
+    if isinstance(value, dict | list | tuple):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return "a huge number"
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _rule(reason: str, kind: Any) -> str:
+    """Say in words what msgspec expected: "it must be an int of 1 or more"."""
+    if reason.startswith("Invalid enum value"):
+        choices = [choice for choice in _choices(kind) if choice is not None]
+        return f"there are {', '.join(map(str, choices))}" if choices else "there is no such value"
+    expected = re.match(r"Expected `([^`]*)`(.*?)(, got .*)?$", reason)
+    if not expected:
+        return reason.lower() if reason[:1].isupper() else reason
+    names = [name for name in expected[1].split(" | ") if name != "null"]
+    kinds = " or ".join(KINDS.get(name, name) for name in names)
+    limit = expected[2].replace(" >= ", " of at least ").replace(" <= ", " of at most ")
+    return f"it must be {kinds}{limit}"
+
+
+def _choices(kind: Any) -> list:
+    """The values of a Literal, alone or in a union, with or without annotations."""
+    parts = getattr(kind, "__args__", ())
+    if not any(hasattr(part, "__args__") for part in parts):
+        return [part for part in parts if not isinstance(part, type)]
+    return [choice for part in parts for choice in _choices(part)]
+
+
+def open_own(path: Path, *, create: bool = True, truncate: bool = False):
+    """Open a file of megazoo's own to read and write; UserError if a link lies there, which could
+    lead to any other file, or a directory or a pipe.
+
+    create: make it if it isn't there. truncate: whether what is in it goes.
+    """
+    flags = os.O_RDWR | (os.O_CREAT if create else 0) | (os.O_TRUNC if truncate else 0)
+    # Not to wait for the other end of a pipe.
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # as Linux and as BSD say it
+            raise UserError(
+                f"{path} is a link, and would be written through: remove it", exit_code=1
+            ) from error
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # a directory, or a socket
+            raise UserError(f"{path} is not a file: remove it", exit_code=1) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is not a file: remove it", exit_code=1)
+    return os.fdopen(descriptor, "r+b")
 
 
 def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:

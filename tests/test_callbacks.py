@@ -2,6 +2,7 @@
 in them does."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -115,7 +116,7 @@ def test_a_checkpoint_that_failed_is_not_called_saved(tmp_path):
 
     @megazoo.on_step
     def spoil(step, values, model):
-        run.rmdir() if run.is_dir() else run.unlink(missing_ok=True)
+        shutil.rmtree(run) if run.is_dir() else run.unlink(missing_ok=True)
         if step == 1:
             run.write_text("a file")
 

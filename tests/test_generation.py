@@ -1,5 +1,7 @@
 """Generation equals transformers' own, cached or not, and is the same in every layout."""
 
+from types import SimpleNamespace
+
 import pytest
 import test_llama
 import torch
@@ -8,6 +10,7 @@ from helpers_generation import FAMILIES, NEW, PAD, SIZES, generate, of_transform
 
 import megazoo
 from megazoo.errors import UserError
+from megazoo.evaluation.scoring import score
 from megazoo.generate import GenerationSettings
 from megazoo.generate.generate import _generating, _groups
 from megazoo.models.llama import LlamaConfig
@@ -245,3 +248,49 @@ def test_generating_leaves_the_model_as_it_was():
     model.train()
     model.train_batch(ids, labels=ids)
     assert all(entry.parameter.grad is not None for entry in model.entries())
+
+
+BROKEN = "the model's logits are not finite (NaN or infinite): its weights are broken, or overflow"
+
+
+def broken_generation(value, layout):
+    """What generating and scoring are refused with, if one token has no finite embedding, and the
+    last prompt alone has that token; and whether the ranks can go on together."""
+    ctx = context(**layout)
+    model = megazoo.from_config(tiny_config(max_positions=64, tied=False), ctx, seed=1).eval()
+    ids = torch.arange(1, 13).view(4, 3)
+    if model.has_first:
+        first = model.embedding.start
+        if first <= 12 < first + len(model.embedding.weight):
+            with torch.no_grad():
+                model.embedding.weight[12 - first] = value
+    errors, streamed = [], []
+    for settings in ({}, {"do_sample": True}, {"num_beams": 3}):
+        errors.append(error_of(lambda s=settings: model.generate(ids, max_new_tokens=4, **s)))
+    streamer = SimpleNamespace(put=streamed.append, end=lambda: None)
+    errors.append(error_of(lambda: model.generate(ids[3:], streamer=streamer, max_new_tokens=4)))
+    errors.append(error_of(lambda: score(model, ids, ids)))
+    assert not streamed
+    assert model.generate(ids[:3], max_new_tokens=2).shape == (3, 5)
+    return errors
+
+
+def error_of(function) -> tuple[str, int]:
+    with pytest.raises(UserError) as caught:
+        function()
+    return str(caught.value), caught.value.exit_code
+
+
+@pytest.mark.parametrize(
+    ("layout", "value"),
+    [
+        ({}, torch.nan),
+        (dict(tp=2), torch.nan),
+        (dict(pp=2), torch.inf),
+        (dict(pp=2, dp=2), torch.nan),
+    ],
+    ids=["one process", "tp2", "pp2", "pp2dp2"],
+)
+def test_logits_that_are_no_numbers_are_told_on_every_rank(ranks, layout, value):
+    for errors in run_in_layout(ranks, broken_generation, layout, value):
+        assert errors == [(f"{BROKEN} in float32", 1)] * 5

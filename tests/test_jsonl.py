@@ -132,3 +132,33 @@ def test_a_file_where_the_tokens_should_be_is_told(tmp_path):
     (tmp_path / "a.jsonl.tokens").touch()
     with pytest.raises(UserError, match="can't be kept beside it"):
         open_all(path)
+
+
+def test_links_are_never_written_through(tmp_path, monkeypatch):
+    """Whoever can write beside the data can put a link where its tokens are about to be written."""
+    path = write_lines(tmp_path / "a.jsonl", *({"text": f"line {n}"} for n in range(9)))
+    made, victim = tmp_path / "made.jsonl", tmp_path / "thesis.txt"
+    made.write_bytes(path.read_bytes())
+    os.utime(made, ns=(os.stat(path).st_atime_ns, os.stat(path).st_mtime_ns))
+    cached_tokens(made, "byte", CHATML)
+    (lock,) = Path(f"{made}.tokens").glob("*.lock")
+    monkeypatch.setattr(preprocessing, "SAVED_EVERY", 1)
+    directory = Path(f"{path}.tokens")
+    directory.mkdir()
+    for end in (".lock", *(end for end in preprocessing.WRITTEN if "partial" in end)):
+        end = end if end[0] == "." else f"_text{end}"
+        link = directory / f"{lock.stem}{end}"
+        victim.write_text("years of work")
+        link.symlink_to(victim)
+        with pytest.raises(UserError) as caught:
+            cached_tokens(path, "byte", CHATML)
+        assert str(caught.value) == f"{link} is a link, and would be written through: remove it"
+        assert victim.read_text() == "years of work"
+        link.unlink()
+    (directory / lock.name).unlink()
+    os.mkfifo(directory / lock.name)
+    with pytest.raises(UserError, match=f"{lock.name} is not a file: remove it"):
+        cached_tokens(path, "byte", CHATML)
+    (directory / lock.name).unlink()
+    (tokens,) = cached_tokens(path, "byte", CHATML)
+    assert len(tokens) == 9

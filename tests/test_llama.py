@@ -62,6 +62,13 @@ ROPE = {
         "mscale": 1.2,
         "mscale_all_dim": 0.8,
     },
+    "yarn, of one mscale": {  # 0: none, as configs of DeepSeek have it
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.0,
+    },
 }
 VARIANTS = {
     "plain": {},

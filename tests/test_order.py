@@ -76,6 +76,13 @@ def test_an_interleaving_is_the_same_wherever_one_begins(name):
             assert np.array_equal(part, all_of_it[first : first + count])
     far = interleaved(shares, 10**11, 10)
     assert np.array_equal(interleaved(shares, 10**11 + 4, 6)[1], far[1][4:])
+    last = (
+        2**53
+    )  # the largest number of samples that a checkpoint may have seen: no product overflows
+    sources, numbers = interleaved(shares, last, 1000)
+    whole = [array[:1000] for array in whole]
+    assert np.array_equal(sources, whole[0])
+    assert np.array_equal(numbers, whole[1] + last // SHARES * shares[whole[0]])
 
 
 def test_shares_add_up_and_bad_weights_are_refused():

@@ -228,3 +228,11 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypa
             run_program(pretrain_gpt.main)
         error = capsys.readouterr().err
         assert (stop.value.code, error.count("\n"), message in error) == (code, 1, True), error
+
+
+def test_a_restart_goes_on_from_a_step_that_latest_does_not_name_yet(tmp_path, monkeypatch):
+    run = [*SMALL, "--eval-steps", "0", "--save", str(tmp_path / "run")]
+    pretrain_gpt.main([*run, "--steps", "2"])
+    (tmp_path / "run" / "latest").unlink()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert pretrain_gpt.prepare([*run, "--steps", "3"]).first_step == 2

@@ -27,22 +27,21 @@ class Killed(BaseException):
 
 
 def killed_at(moment, monkeypatch):
-    """Make the moment-th call that changes the disk raise Killed before it acts; returns the calls
-    counted so far."""
+    """Make the moment-th call that changes the disk, and all that follow, raise Killed before they
+    act; returns the calls counted so far."""
     calls = []
 
     def counted(function):
         def call(*args, **kwargs):
             calls.append(function)
-            if len(calls) == moment:
+            if len(calls) >= moment:
                 raise Killed
             return function(*args, **kwargs)
 
         return call
 
-    for name in ("rename", "replace", "fsync", "mkdir"):
+    for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
     return calls
 
 
@@ -80,6 +79,11 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, second_st
         # and the next save is not disturbed by what is left
         save(directory, second_step, model, optimizer)
         assert torch.equal(values_on_disk(directory), new)
+        assert {path.name for path in directory.iterdir()} == {
+            "latest",
+            step_name(1),
+            step_name(second_step),
+        }
         if len(calls) < moment:
             break
     assert moment > 10

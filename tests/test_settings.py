@@ -2,6 +2,8 @@
 
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from helpers_pretrain import ROOT, start
 
 import megazoo
 import pretrain_gpt
-from megazoo.cli.flags import settings_of
+from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.launch import run_program
-from megazoo.cli.options import Options
+from megazoo.cli.options import Options, ShardingOptions
 from megazoo.cli.parsing import each_once
+from megazoo.cli.run import note_on_data
 from megazoo.errors import UserError
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
@@ -174,6 +177,26 @@ BAD_INPUT = {
     "--epochs 2 --steps 3": "give steps or epochs, not both",
     "--epochs 0": "epochs 0 must be at least 1",
     "--data-workers -1": "data-workers -1 must be 0 or more",
+    "--save=": "--save is empty: name a directory",
+    "--load=": "--load is empty: name a directory",
+    "--config=": "--config is empty: name a directory",
+    "--import=": "--import is empty: name a directory",
+    "--metrics=": "--metrics is empty: name a directory",
+    "--tokenizer=": "--tokenizer is empty: name it",
+    "--data=": "--data is empty: name a directory",
+    "--save a\udc80b": "--save is 'a\\udc80b': it must be text in UTF-8, without NUL",
+    "--save a\0b": "--save is 'a\\x00b': it must be text in UTF-8, without NUL",
+    "--steps 1e23": "Error parsing --steps: invalid literal for int() with base 10: '1e23'",
+    f"--steps {10**30}": f"--steps is {10**30}: it must be below 2**63",
+    f"--steps {10**13}": "steps 10000000000000 must be at most 1,000,000,000,000",
+    "--timeout 1e308": "timeout 1e+308 must be at most 31,536,000",
+    f"--vocab-size {10**18}": f"vocab_size {10**18} must be at most {2**40}",
+    f"--layers {10**9}": "layers 1000000000 must be at most 10000",
+    f"--heads {10**9}": "heads 1000000000 must be at most 65536",
+    f"--hidden-size {10**9}": "hidden_size 1000000000 must be at most 1048576",
+    f"--ffn-size {10**9}": "ffn_size 1000000000 must be at most 16777216",
+    f"--tp {10**9}": "tp 1000000000 must be at most 65,536",
+    "--data-workers 100000": "data-workers 100000 must be at most 1,000",
     "--chat-template hello": "chat-template 'hello' must have {content} once, and may have {role}",
 }
 
@@ -192,6 +215,102 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(arguments, capsys, monkeyp
     assert err.count("\n") == 1, err
     assert err.startswith("pretrain_gpt.py: error: " + BAD_INPUT[arguments])
     assert not out
+
+
+def test_an_empty_word_after_a_flag_is_refused_and_so_is_an_empty_argument():
+    with pytest.raises(UserError, match=r"^--save is empty: name a directory"):
+        pretrain_gpt.parse_options(["--save", "", "--steps", "3"], "")
+    with pytest.raises(UserError, match=r"^--data is empty"):
+        pretrain_gpt.parse_options(["--data", "0.5", "a", "0.5", ""], "")
+    for words in (["", "b"], ["a", ""], ["a", "--overwrite", ""], ["--tp", "2", "a", ""]):
+        with pytest.raises(UserError, match=r"^an argument is empty: name a directory or file"):
+            parse_flags(ShardingOptions, words, "")
+
+
+TOML = {
+    'save = ""': "save is empty: name a directory",
+    'data = ["a", ""]': "data is empty: name a directory",
+    "save = 5": "save is 5: it must be a path",
+    'tp = "two"': "tp is 'two': it must be an int",
+    "tp = 2.0": "tp is 2.0: it must be an int",
+    "tp = true": "tp is True: it must be an int",
+    "lr = false": "lr is False: it must be a number",
+    'compile = "yes"': "compile is 'yes': it must be true or false",
+    "tie_embeddings = 1": "tie_embeddings is 1: it must be true or false",
+    'dtype = "float8"': "dtype is 'float8': there are float32, bfloat16, float16",
+    "zero = 2": "zero is 2: there are 0, 1",
+    "stage_layers = 5": "stage_layers is 5: it must be a string",
+    "profile_steps = [1]": "profile_steps is a list",
+    "steps = [1]": "steps must be a single value",
+    "data = [[1]]": "data[0] is a list: it must be a string",
+    "metrics = 1979-05-27": "metrics is datetime.date(1979, 5, 27): it must be a path",
+    "model = { a = 1 }": "model must be a single value",
+    'metrics = "a\\u0000b"': "metrics is 'a\\x00b': it must be text in UTF-8, without NUL",
+    "steps = " + "9" * 5000: "is not TOML: ",
+    "steps = 0x" + "f" * 5000: "steps is a huge number: it must be",
+    "data = " + "[" * 10_000 + "]" * 10_000: "is not TOML: ",
+}
+
+
+@pytest.mark.parametrize("text", TOML, ids=range(len(TOML)))
+def test_a_wrong_value_in_a_toml_file_is_one_line_that_names_the_file(text, tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refused:
+        pretrain_gpt.parse_options(["--config", str(file)], "")
+    assert str(file) in str(refused.value)
+    assert TOML[text] in str(refused.value)
+
+
+def test_text_in_a_toml_file_is_never_a_flag(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('data = "--metrics=x"\nwandb = "--save"\nsplit = "--load"\n')
+    options = pretrain_gpt.parse_options(["--config", str(file)], "")
+    assert (options.data.data, options.logging.wandb) == (("--metrics=x",), "--save")
+    assert options.data.split == "--load"
+    assert (options.logging.metrics, options.checkpoint.save) == (None, None)
+
+
+def test_values_of_a_toml_file_have_the_types_of_the_settings(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'lr = 1\nmin_lr = 0\nsave = "a"\nprofile_steps = [2, 4]\nzero = 1\nimport = "b.py"\n'
+        'data = "a.jsonl"\ncompile = true\ntie_embeddings = false\nmodel = "llama"\n'
+    )
+    options = pretrain_gpt.parse_options(["--config", str(file), "--no-compile"], "")
+    assert repr((options.optimizer.lr, options.optimizer.min_lr)) == "(1.0, 0.0)"
+    assert (options.checkpoint.save, options.model.import_) == (Path("a"), Path("b.py"))
+    assert (options.logging.profile_steps, options.parallel.zero) == ((2, 4), 1)
+    assert (options.data.data, options.training.compile) == (("a.jsonl",), False)
+    assert (options.model.tie_embeddings, options.model.model) == (False, "llama")
+
+
+def test_a_text_in_a_toml_file_may_stand_for_a_number_but_not_in_a_checkpoint(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'steps = "7"\nlr = "1e-4"\nzero = "1"\nprofile_steps = ["2", "4"]\nseed = "1"\n'
+    )
+    options = pretrain_gpt.parse_options(["--config", str(file)], "")
+    assert (options.training.steps, options.optimizer.lr, options.parallel.zero) == (7, 1e-4, 1)
+    assert (options.logging.profile_steps, options.training.seed) == ((2, 4), 1)
+    with pytest.raises(UserError, match="steps is '7': it must be an int"):
+        pretrain_gpt.parse_options([], "", resumed={"steps": "7"})
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "note"),
+    [
+        (("stdlib",), [], None),
+        (("a.jsonl",), [], "data: a.jsonl, as the checkpoint says"),
+        (("a.jsonl",), ["--data", "b"], "data: b; the checkpoint's run had a.jsonl"),
+        (("stdlib",), ["--data", "b"], "data: b; the checkpoint's run had stdlib"),
+        (("a.jsonl",), ["--mock-data"], "data: mock; the checkpoint's run had a.jsonl"),
+    ],
+)
+def test_data_that_a_checkpoint_names_is_told(before, given, note):
+    options = pretrain_gpt.parse_options(given, "", resumed={"data": before})
+    state = {"settings": {"data": before}}
+    assert note_on_data(SimpleNamespace(options=options, state=state)) == note
 
 
 def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():

@@ -79,6 +79,9 @@ REFUSED = {
     "added token 'x': single_word": {
         "added_tokens": [{"id": 1, "content": "x", "single_word": True}]
     },
+    "added token 'x': lstrip is 'yes', not true or false": {
+        "added_tokens": [{"id": 1, "content": "x", "lstrip": "yes"}]
+    },
     "token 'x' has the id -1": {"added_tokens": [{"id": -1, "content": "x"}]},
     "merge 'q' 'zq': 'zq' is not in the vocabulary": {"model_merges": [["q", "zq"]]},
     "merge 'a' 'q': 'aq' is not in the vocabulary": {"model_merges": ["a q"]},

@@ -22,6 +22,7 @@ from benchmarks.results import Setup
 from megazoo.cli.flags import File, parse_flags
 from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
+from megazoo.files import write_text
 
 CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "data", "plan", "gpu")
 COLUMNS = (
@@ -80,7 +81,7 @@ def main(arguments: list[str]) -> None:
             for result in results
         ]
         text = json.dumps({"machine": machine(), "results": values}, indent=1)
-        options.json.write_text(text + "\n")
+        write_text("--json", options.json, text + "\n")
 
 
 def machine() -> str:

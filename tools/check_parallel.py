@@ -19,7 +19,7 @@ from megazoo.cli.flags import File, Name, parse_flags
 from megazoo.cli.launch import run_program
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config
@@ -27,6 +27,8 @@ from megazoo.parallel.schedule import SCHEDULES
 from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, shrink
 
 SWITCHES = ", ".join(f"+{name}" for name in ("sp", "zero", *SCHEDULES))
+
+MOST_STEPS, MOST_RANKS = 10_000, 256
 
 
 @dataclass
@@ -68,6 +70,12 @@ def main(arguments: list[str]) -> None:
         raise UserError(
             f"steps {options.steps} must be at least 1, and ranks {options.ranks} at least 2"
         )
+    if options.steps > MOST_STEPS or options.ranks > MOST_RANKS:
+        raise UserError(
+            f"steps {options.steps} must be at most {MOST_STEPS}, "
+            f"and ranks {options.ranks} at most {MOST_RANKS}"
+        )
+    check_number("tolerance", options.tolerance, 0)
     if options.load:
         config = open_source(options.load).config
     else:

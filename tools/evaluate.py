@@ -24,6 +24,7 @@ from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import evaluate_texts, score_choices
+from megazoo.files import regular_file, write_text
 from megazoo.terminal import byte_bar, print_rank_0
 
 
@@ -56,15 +57,18 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
     if options.output and not options.output.absolute().parent.is_dir():
         raise UserError(f"--output: {options.output.parent} is not a directory")
-    requests = read_choices(options.choices) if options.choices else None
-    documents = read_texts(options.text, options.json_key) if options.text else None
+    if options.output and options.output.is_dir():
+        raise UserError(f"--output: {options.output} is a directory: name a file")
+    alone = options.one_rank
+    requests = read_choices(options.choices, alone) if options.choices else None
+    documents = read_texts(options.text, options.json_key, alone) if options.text else None
     model, tokenizer = load_for_inference(options)
     if documents is not None:
         lines = [scored_texts(model, tokenizer, documents, options)]
     else:
         lines = scored_choices(model, tokenizer, requests, options.batch_size)
     if options.output and is_rank_zero():
-        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_text("--output", options.output, "".join(json.dumps(line) + "\n" for line in lines))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -72,7 +76,7 @@ def main(arguments: list[str]) -> None:
 def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
     """Score documents, say how, and return it as a line of the output."""
     longest = model.longest_sequence(model.config)
-    length = options.seq_length or min(longest, 2048)
+    length = min(longest, 2048) if options.seq_length is None else options.seq_length
     if not 1 <= length <= longest:
         raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
     with byte_bar(sum(map(len, documents))) as bar:
@@ -120,22 +124,23 @@ def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[d
     return lines
 
 
-def read_texts(file: Path, key: str) -> list[bytes]:
-    """Read the documents of a file, in UTF-8."""
+def read_texts(file: Path, key: str, alone: bool = False) -> list[bytes]:
+    """Read the documents of a file, in UTF-8. alone: no other rank does; the file may be a pipe."""
     if file.suffix != ".jsonl":
-        return [_read(file)]
+        return [_read(file, alone)]
     texts = []
-    for number, value in _json_lines(file):
+    for number, value in _json_lines(file, alone):
         if not isinstance(value.get(key), str):
             raise UserError(f"{file}, line {number} has no text {key!r}")
         texts.append(value[key].encode(errors="surrogatepass"))
     return texts
 
 
-def read_choices(file: Path) -> list[dict]:
-    """Read the requests of a JSONL file; UserError for a line that is none."""
+def read_choices(file: Path, alone: bool = False) -> list[dict]:
+    """Read the requests of a JSONL file; UserError for a line that is none. alone: see
+    `read_texts`."""
     requests = []
-    for number, value in _json_lines(file):
+    for number, value in _json_lines(file, alone):
         choices = value.get("choices")
         are_texts = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
         if not isinstance(value.get("context"), str) or not choices or not are_texts:
@@ -150,13 +155,13 @@ def read_choices(file: Path) -> list[dict]:
     return requests
 
 
-def _json_lines(file: Path) -> Iterator[tuple[int, dict]]:
+def _json_lines(file: Path, alone: bool) -> Iterator[tuple[int, dict]]:
     """Yield the objects of a JSONL file, with their line numbers; UserError if it has none."""
-    lines = [(n, line) for n, line in enumerate(_read(file).splitlines(), 1) if line.strip()]
+    lines = [(n, line) for n, line in enumerate(_read(file, alone).splitlines(), 1) if line.strip()]
     for number, line in lines:
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number} is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise UserError(f"{file}, line {number} is not a JSON object")
@@ -165,9 +170,9 @@ def _json_lines(file: Path) -> Iterator[tuple[int, dict]]:
         raise UserError(f"{file} has no lines")
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, alone: bool) -> bytes:
     try:
-        return file.read_bytes()
+        return regular_file(file, or_pipe=alone).read_bytes()
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}") from error
 

@@ -22,6 +22,7 @@ from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
+from megazoo.files import regular_file
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.terminal import print_rank_0
 
@@ -138,7 +139,7 @@ def main(arguments: list[str]) -> None:
     if options.prompt is not None:
         prompts = [options.prompt]
     elif options.prompts:
-        prompts = read_lines(options.prompts)
+        prompts = read_lines(options.prompts, options.one_rank)
     model, tokenizer = load_for_inference(options)
     session = Session(model, tokenizer, settings_of(options, model, tokenizer))
     if prompts is None:
@@ -194,10 +195,12 @@ def converse(session: Session) -> None:
             session.settings["seed"] = seed
 
 
-def read_lines(file) -> list[str]:
-    """Read the lines of a file that are not empty."""
+def read_lines(file, alone: bool = False) -> list[str]:
+    """Read the lines of a file that are not empty. alone: no other rank does; the file may be a
+    pipe."""
     try:
-        lines = [line for line in file.read_text().splitlines() if line]
+        text = regular_file(file, or_pipe=alone).read_text()
+        lines = [line for line in text.splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{file} can't be read: {reason}") from error

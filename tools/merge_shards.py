@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     path, output = required(options, "source", "output")
     limit = parse_size(options.max_shard_size)
-    source = open_source(path)
+    source = open_source(path, verify=options.verify)
     with byte_bar(source.weight_bytes(options.torch_dtype)) as bar:
         write_hugging_face(
             source,

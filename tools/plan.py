@@ -22,6 +22,7 @@ from megazoo.cli.options import ModelOptions, ParallelOptions, TrainingOptions
 from megazoo.cli.parsing import run_file
 from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
+from megazoo.files import write_text
 from megazoo.models.hugging_face.export import parse_size
 from megazoo.planning import FoundLayout, Plan, Planner, find_layouts, note_on_mfu
 
@@ -110,6 +111,7 @@ class Options:
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
+    check_sizes(options)
     if options.model.import_:
         run_file(options.model.import_)
     config = model_config(options.model)
@@ -122,10 +124,24 @@ def main(arguments: list[str]) -> None:
         return
     print("\n".join(lines))
     if options.json:
-        try:
-            options.json.write_text(text + "\n")
-        except OSError as error:
-            raise UserError(f"--json {options.json}: {error.strerror}") from error
+        write_text("--json", options.json, text + "\n")
+
+
+def check_sizes(options: Options) -> None:
+    """Raise UserError for a size below 1, those that the other mode has no use for included."""
+    parallel, batch = options.parallel, options.batch
+    for name, value in {
+        "gpus": options.gpus,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "dp": parallel.dp,
+        "virtual-pp": parallel.virtual_pp,
+        "micro-batch-size": batch.micro_batch_size,
+        "global-batch-size": batch.global_batch_size,
+    }.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} {value} must be at least 1")
+    parse_size(options.memory)
 
 
 def training_of(options: Options, config) -> TrainingOptions:

@@ -14,6 +14,7 @@ import tyro
 from megazoo.cli.flags import parse_flags
 from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
+from megazoo.files import regular_file
 
 
 def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
@@ -24,7 +25,7 @@ def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
     """
     training, validation = {}, {}
     try:
-        lines = path.read_text().splitlines()
+        lines = regular_file(path, or_pipe=True).read_text().splitlines()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -36,7 +37,7 @@ def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
                 continue
             curve, key = (validation, "eval_loss") if "eval_loss" in record else (training, "loss")
             curve[record["step"]] = record[key]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path}, line {number} is not a line of metrics") from error
     if not training:
         raise UserError(f"{path} has no steps")

@@ -30,6 +30,8 @@ from megazoo.parallel.schedule import (
 )
 from megazoo.parallel.stages import rank_of, stages_of
 
+MOST_BOXES = 10_000  # what is drawn in a minute
+LONGEST = 1e12  # cost of an action
 COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
 
 
@@ -95,9 +97,15 @@ def check(options: Options) -> None:
     """Raise UserError for options that can't be."""
     if min(options.pp, options.virtual_pp, options.microbatches) < 1:
         raise UserError("pp, virtual-pp and microbatches must each be at least 1")
+    boxes = 2 * options.pp * options.virtual_pp * options.microbatches
+    if boxes > MOST_BOXES:
+        raise UserError(
+            f"pp {options.pp}, virtual-pp {options.virtual_pp} and microbatches "
+            f"{options.microbatches} make {boxes} boxes: at most {MOST_BOXES} can be drawn"
+        )
     if options.virtual_pp > 1 and options.pp == 1:
         raise UserError("virtual-pp cuts the stages of a pipeline: use pp 2 or more")
-    if len(options.cost) != 3 or min(options.cost) <= 0:
+    if len(options.cost) != 3 or not all(0 < cost <= LONGEST for cost in options.cost):
         raise UserError("cost must be three times above 0: of F, I and W")
     if options.output.suffix not in (".png", ".svg"):
         raise UserError(f"{options.output} must end in .png or .svg")

@@ -22,6 +22,7 @@ from megazoo.data.preprocess import input_files, preprocess
 from megazoo.errors import UserError
 from megazoo.terminal import byte_bar
 
+MOST_WORKERS = 1024
 TOLD = 5  # lines without text that are told one by one
 
 
@@ -90,6 +91,8 @@ def check(options: Options) -> None:
         raise UserError("give --input and --output-prefix (--help says how)")
     if options.workers < 1:
         raise UserError(f"workers {options.workers} must be at least 1")
+    if options.workers > MOST_WORKERS:
+        raise UserError(f"workers {options.workers} must be at most {MOST_WORKERS}")
     if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
         raise UserError("json-keys must be different names, one at least")
     for output in outputs_of(options):

@@ -18,7 +18,7 @@ from megazoo.terminal import byte_bar
 def main(arguments: list[str]) -> None:
     options = parse_flags(ShardingOptions, arguments, __doc__)
     path, output = required(options, "source", "output")
-    source = open_source(path)
+    source = open_source(path, verify=options.verify)
     with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
         write_shards(
             source,

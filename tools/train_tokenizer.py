@@ -8,7 +8,6 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import sentencepiece
 
@@ -16,8 +15,10 @@ from megazoo.cli.flags import File, parse_flags
 from megazoo.cli.launch import run_program
 from megazoo.data.corpus import standard_library
 from megazoo.errors import UserError
+from megazoo.files import regular_file
 
 SMALLEST = 3 + 256  # unk, bos, eos, and the bytes
+LARGEST = 1 << 24
 CONFIG = {
     "tokenizer_class": "LlamaTokenizer",
     "bos_token": "<s>",
@@ -50,6 +51,8 @@ def main(arguments: list[str]) -> None:
             f"vocab-size {options.vocab_size} must be more than {SMALLEST}: "
             "the bytes and special tokens"
         )
+    if options.vocab_size > LARGEST:
+        raise UserError(f"vocab-size {options.vocab_size} must be at most {LARGEST}")
     model = train(lines_of(options.input), options.vocab_size)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -65,7 +68,7 @@ def lines_of(name: str) -> Iterator[str]:
     if name == "stdlib":
         return (line for text in standard_library() for line in text.decode().split("\n"))
     try:
-        return iter(Path(name).read_text(encoding="utf-8").split("\n"))
+        return iter(regular_file(name, or_pipe=True).read_text(encoding="utf-8").split("\n"))
     except OSError as error:
         raise UserError(f"--input {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -10,10 +10,10 @@ places.py says which files there are, and when they appear.
 """
 
 import json
-import zlib
 from dataclasses import asdict
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.parallel.shard import ParameterSpec, Shard
 from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS
@@ -40,7 +40,12 @@ def spec_from_manifest(stored: dict) -> ParameterSpec:
     return ParameterSpec(tuple(stored["shape"]), shard or None)
 
 
+def file_of_rank(pattern: str, tp_rank: int) -> str:
+    """Return the name of a tp rank's file. pattern: what the manifest says of it."""
+    return pattern.replace("{tp}", str(tp_rank))
+
+
 def manifest_checksum(manifest: dict) -> int:
     """Compute the crc32 of a manifest: of its compact JSON, keys sorted, without the key crc32."""
     rest = {key: value for key, value in manifest.items() if key != "crc32"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+    return crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())

@@ -1,27 +1,50 @@
 """Loading a run from a checkpoint of any layout: model, optimizer and the trainer's state."""
 
+from collections.abc import Iterator
+
 import torch
 
+from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.reader import Checkpoint
+from megazoo.checkpoint.schema import OptimizerState, checked_state
+from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.optim.adamw import MASTER, AdamW
 from megazoo.parallel.failure import failing_together
+from megazoo.parallel.module import Entry
 
 
 def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
     """Fill this rank's parameters and optimizer state from a checkpoint of any layout; returns the
-    trainer's state."""
-    if optimizer:
-        with failing_together(model.ctx):
+    trainer's state.
+
+    Every rank calls it. UserError on all of them if a file has changed since it was written, unless
+    the checkpoint was opened with verify=False.
+    """
+    ctx = model.ctx
+    with failing_together(ctx):
+        if optimizer:
             _check_states(checkpoint, optimizer)
-    for entry in model.entries():
-        name = _best_weights(checkpoint, entry.name, entry.parameter.dtype)
-        checkpoint.read_into(name, entry.parameter, entry.spec, model.ctx)
-    if optimizer:
-        _load_optimizer(checkpoint, model, optimizer)
-    model.sidecar_files = checkpoint.sidecar_files if model.ctx.rank == 0 else {}
-    model.generation = checkpoint.generation
-    return checkpoint.trainer
+            checked_state(checkpoint.trainer, OptimizerState, checkpoint.path / TRAINER)
+        tensors = [
+            (_best_weights(checkpoint, entry.name, entry.parameter.dtype), entry.spec)
+            for entry in model.entries()
+        ]
+        states = list(_states_to_read(checkpoint, optimizer)) if optimizer else []
+        tensors += [(name, entry.spec) for name, entry, _ in states]
+        with verifying(checkpoint, checkpoint.files_of(tensors, ctx), ctx):
+            for entry, (name, spec) in zip(model.entries(), tensors, strict=False):
+                checkpoint.read_into(name, entry.parameter, spec, ctx)
+            for name, entry, tensor in states:
+                checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, ctx)
+            trainer = checkpoint.trainer
+            if optimizer:
+                optimizer.steps.fill_(trainer["optimizer_steps"])
+            if optimizer and optimizer.loss_scale and "loss_scale" in trainer:
+                optimizer.loss_scale.load(trainer["loss_scale"])
+            model.sidecar_files = checkpoint.sidecar_files if ctx.rank == 0 else {}
+            model.generation = checkpoint.generation
+    return trainer
 
 
 def _best_weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> str:
@@ -31,17 +54,18 @@ def _best_weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> str:
     return master if dtype == torch.float32 and master in checkpoint.tensors else name
 
 
-def _load_optimizer(checkpoint: Checkpoint, model, optimizer: AdamW) -> None:
+def _states_to_read(
+    checkpoint: Checkpoint, optimizer: AdamW
+) -> Iterator[tuple[str, Entry, torch.Tensor]]:
+    """Yield the tensors of an optimizer's state, with their names in the checkpoint and their
+    parameters."""
     for entry in optimizer.entries:
         for state, tensor in optimizer.state[entry.name].items():
             if state == MASTER:
                 name = _best_weights(checkpoint, entry.name, tensor.dtype)
             else:
                 name = f"{entry.name}.{state}"
-            checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, model.ctx)
-    optimizer.steps.fill_(checkpoint.trainer["optimizer_steps"])
-    if optimizer.loss_scale and "loss_scale" in checkpoint.trainer:
-        optimizer.loss_scale.load(checkpoint.trainer["loss_scale"])
+            yield name, entry, tensor
 
 
 def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:

@@ -1,28 +1,69 @@
 """Reads boxes of global tensors from a checkpoint of any layout."""
 
 import json
-import zlib
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import (
     DTYPES,
     FORMAT_VERSION,
     GENERATION,
     SIDECAR_FILES,
+    file_of_rank,
     manifest_checksum,
     spec_from_manifest,
 )
+from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
+from megazoo.checkpoint.schema import check_manifest, check_tensors
 from megazoo.checkpoint.source import TensorSource
-from megazoo.checkpoint.tensor_files import pieces_of_file
+from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import brief, json_object
 from megazoo.optim.adamw import MASTER, MOMENTS
-from megazoo.parallel.shard import ParameterSpec, Piece, overlap
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
+
+# Bytes of the largest manifest that is read; a tensor takes about 300 of them, and the largest
+# model that is built has half a million, its optimizer's states included.
+LARGEST_MANIFEST = 1 << 28
+
+
+def read_manifest(file: Path) -> dict:
+    """Read a manifest, and check that its checksum is its own; UserError names the file."""
+    try:
+        if file.stat().st_size > LARGEST_MANIFEST:
+            raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
+        manifest = json.loads(file.read_bytes().decode(), object_pairs_hook=_without_repeats)
+        version = manifest["format"]
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"{file.parent} has format {brief(version)}; this megazoo reads {FORMAT_VERSION}: "
+                "upgrade megazoo"
+            )
+        if manifest["crc32"] != manifest_checksum(manifest):
+            raise UserError(f"{file} has changed: its checksum is not its own")
+        json.dumps(manifest, ensure_ascii=False).encode()  # refuses halves of characters
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} is not a manifest: {type(error).__name__}: {error}") from error
+    return manifest
+
+
+def _without_repeats(pairs: list[tuple]) -> dict:
+    """Make the dictionary of a JSON object, of which each key is to stand there once."""
+    values = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"{brief(key)} stands there twice")
+        values[key] = value
+    return values
 
 
 class Checkpoint(TensorSource):
@@ -30,33 +71,27 @@ class Checkpoint(TensorSource):
 
     path: the step's directory, or the one above for the latest. family, values: the model's family
     and the fields of its config, as the manifest has them. layout: that of the run that wrote it.
-    tensors: what the manifest says of each. Raises UserError if there is no checkpoint, or none
-    that this version reads.
+    tensors: what the manifest says of each. verify: whether what is read from it is compared with
+    the manifest's checksums. Raises UserError if there is no checkpoint, or none that this version
+    reads.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, verify: bool = True):
         super().__init__(find_checkpoint(path))
+        self.verifies = verify
         file = self.path / MANIFEST
-        try:
-            self.manifest = json.loads(file.read_text())
-            version = self.manifest["format"]
-            if version != FORMAT_VERSION:
-                raise UserError(
-                    f"{self.path} has format {version}; this megazoo reads {FORMAT_VERSION}: "
-                    "upgrade megazoo"
-                )
-            if self.manifest["crc32"] != manifest_checksum(self.manifest):
-                raise UserError(f"{file} has changed: its checksum is not its own")
-            self.layout, self.tensors = self.manifest["layout"], self.manifest["tensors"]
-            self._file_infos: dict[str, dict] = self.manifest["files"]
-            self.family, self.values = self.manifest["family"], self.manifest["config"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{file} is not a manifest: {error!r}") from error
+        self.manifest = read_manifest(file)
+        manifest = check_manifest(self.manifest, file)
+        self.layout, self.tensors = self.manifest["layout"], self.manifest["tensors"]
+        self._file_infos: dict[str, dict] = self.manifest["files"]
+        self.family, self.values = self.manifest["family"], self.manifest["config"]
         self._check_files()
+        check_tensors(manifest, file)
 
     @cached_property
     def trainer(self) -> dict:
-        return json.loads(self._read_checked(TRAINER)) if TRAINER in self._file_infos else {}
+        there = TRAINER in self._file_infos
+        return json_object(self.path / TRAINER, self._read_checked(TRAINER)) if there else {}
 
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
@@ -66,8 +101,9 @@ class Checkpoint(TensorSource):
 
     @cached_property
     def generation(self) -> dict:
-        there = GENERATION in self._file_infos
-        return json_object(self.path / GENERATION, self._read_checked(GENERATION)) if there else {}
+        if GENERATION not in self._file_infos:
+            return {}
+        return generation_config(self.path / GENERATION, self._read_checked(GENERATION))
 
     @property
     def has_states(self) -> bool:
@@ -83,18 +119,50 @@ class Checkpoint(TensorSource):
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
         """Fill pieces of `destination` from the files of the tp ranks that wrote parts of them."""
+        for file, shape, box, place in self._boxes(name, spec, pieces):
+            values = self.files.box(file, name, shape, box)
+            if values.dtype != self.dtype_of(name):
+                raise UserError(
+                    f"{self.path / file}: {name} is of {values.dtype}, the manifest says "
+                    f"{self.dtype_of(name)}",
+                    exit_code=1,
+                )
+            destination[place] = values
+
+    def files_of(
+        self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext
+    ) -> set[str]:
+        return {
+            file
+            for name, spec in tensors
+            for file, *_ in self._boxes(name, spec, spec.pieces(ctx.tp_size, ctx.tp_rank))
+        }
+
+    def _boxes(
+        self, name: str, spec: ParameterSpec, pieces: list[Piece]
+    ) -> Iterator[tuple[str, tuple[int, ...], Box, tuple[slice, ...]]]:
+        """Yield what lies in which file of some pieces of a tensor: the file, the shape of its part
+        of the tensor, the box in that, and the box's place in what the pieces are of. UserError if
+        the files don't have all of it."""
         stored = self._stored(name)
         stored_spec = spec_from_manifest(stored)
         self.check_shape(name, spec)
         writers = self.layout["tp"] if stored_spec.shard else 1
+        missing = sum(volume(wanted.box) for wanted in pieces)
         for tp in range(writers):
-            file, shape = stored["file"].format(tp=tp), stored_spec.local_shape(writers, tp)
+            file = file_of_rank(stored["file"], tp)
+            shape = stored_spec.local_shape(writers, tp)
             for piece in stored_spec.pieces(writers, tp):
                 for wanted in pieces:
                     shared = piece.owned and overlap(wanted.box, piece.box)
                     if shared:
                         box = tuple((s.start, s.stop) for s in piece.index(shared))
-                        destination[wanted.index(shared)] = self.files.box(file, name, shape, box)
+                        yield file, shape, box, wanted.index(shared)
+                        missing -= volume(shared)
+        if missing:
+            raise UserError(
+                f"{self.path}: the files do not hold each element of {name} once", exit_code=1
+            )
 
     def check_shape(self, name: str, spec: ParameterSpec) -> None:
         """Raise UserError if a tensor is not there, or has another shape than the model's."""
@@ -114,11 +182,13 @@ class Checkpoint(TensorSource):
         progress: is called with the number of bytes that were just read.
         """
         for name in self._file_infos:
-            crc = 0
-            for piece in pieces_of_file(self.path / name):
-                crc = zlib.crc32(piece, crc)
-                progress(len(piece))
-            self._check_crc32(name, crc)
+            self.check_crc32(name, crc32_of(self.path / name, progress))
+
+    def check_crc32(self, name: str, crc: int) -> None:
+        if crc != self._file_infos[name]["crc32"]:
+            raise UserError(
+                f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1
+            )
 
     def _stored(self, name: str) -> dict:
         """Return what the manifest says of a tensor."""
@@ -130,26 +200,21 @@ class Checkpoint(TensorSource):
         """Raise UserError if a file of the manifest is missing, or not of the size that it says."""
         for name, info in self._file_infos.items():
             path = self.path / name
-            if Path(name).name != name:
-                raise UserError(
-                    f"{self.path / MANIFEST} names a file outside its directory: {name}"
-                )
-            if not path.is_file():
+            try:
+                status = path.stat()  # once: every rank asks for every file
+            except OSError:
+                status = None
+            if not status or not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path} is missing", exit_code=1)
-            if path.stat().st_size != info["size"]:
+            if status.st_size != info["size"]:
                 raise UserError(
-                    f"{path} has {path.stat().st_size} bytes, the manifest says {info['size']}",
+                    f"{path} has {status.st_size} bytes, the manifest says {info['size']}",
                     exit_code=1,
                 )
 
     def _read_checked(self, name: str) -> bytes:
         """Read a small file, whole; UserError if its checksum is not the manifest's."""
         data = b"".join(pieces_of_file(self.path / name))
-        self._check_crc32(name, zlib.crc32(data))
+        if self.verifies:
+            self.check_crc32(name, crc32(data))
         return data
-
-    def _check_crc32(self, name: str, crc: int) -> None:
-        if crc != self._file_infos[name]["crc32"]:
-            raise UserError(
-                f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1
-            )

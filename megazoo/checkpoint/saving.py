@@ -2,18 +2,23 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
-from megazoo.checkpoint.directories import publish, remove, staging_directory, staging_path
+from megazoo.checkpoint.directories import new_step
+from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import step_name
-from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.shards import Files, check_rank, files_of_rank, write_manifest, write_rank
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import is_of_communication
+
+UNTOUCHED = "; earlier checkpoints are untouched"
 
 
 def save(
@@ -28,12 +33,16 @@ def save(
     """Write `directory/step_...` from all ranks together; returns its path.
 
     Every (tp, pp) rank writes its parameters once; its dp replicas share the writing of the
-    optimizer's state. trainer: JSON for trainer.json. keep_last: how many steps remain in the
-    directory, this one included; 0: all. Raises UserError on every rank if one fails; earlier
-    checkpoints stay as they were.
+    optimizer's state. trainer: JSON for trainer.json; its key "run", if it has one, is an id of the
+    run. keep_last: how many steps of this run remain in the directory, this one included; 0: all.
+    Raises UserError on every rank if one fails, or another run is saving there; earlier checkpoints
+    stay as they were.
     """
-    contents = _contents_of_step(step, model, optimizer, trainer)
-    return _write_step(Path(directory), step, contents, keep_last)
+    directory = Path(directory)
+    with ExitStack() as stack:
+        _take_lock(stack, directory, model.ctx)
+        contents = _contents_of_step(step, model, optimizer, trainer)
+        return _write_step(directory, step, contents, keep_last)
 
 
 class Saver:
@@ -44,12 +53,12 @@ class Saver:
     the background, by the thread. after: after(step, path) is called on every rank, in the caller's
     thread, when a step is known to be on disk; of one that was saved in the background this is when
     the next begins or the context ends. Use it as a context: at its end the last step is on disk,
-    or UserError is raised.
+    or UserError is raised. Until then no other run can save there.
     """
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | None,
         model,
         optimizer: AdamW,
         *,
@@ -66,6 +75,7 @@ class Saver:
         self._error: UserError | None = None
         self._may_fail = False
         self._group = model.ctx.new_cpu_group() if background else None  # the thread's own
+        self._lock: ExitStack | None = None
 
     def save(self, step: int, trainer: dict, *, may_fail: bool = False) -> None:
         """Save a step; an earlier one that is still being written is waited for first.
@@ -73,14 +83,22 @@ class Saver:
         may_fail: if it fails, warn on stderr; else UserError is raised, on every rank.
         """
         self.wait()
-        contents = _contents_of_step(step, self.model, self.optimizer, trainer)
         self._step, self._may_fail = step, may_fail
+        try:
+            self._take_lock()
+        except UserError as error:
+            self._error = error
+            return self._finish()
+        contents = _contents_of_step(step, self.model, self.optimizer, trainer)
         if self.background:
-            self._thread = Thread(target=self._write, args=(step, contents.copied()))
-            self._thread.start()
+            copy = self._copied(contents)
+            if not self._error:
+                self._thread = Thread(target=self._write_in_thread, args=(step, copy))
+                self._thread.start()
+                return None
         else:
             self._write(step, contents)
-            self._finish()
+        return self._finish()
 
     def wait(self) -> None:
         """Wait until the last step is written; if that failed, raise UserError or warn, as
@@ -91,24 +109,51 @@ class Saver:
             self._finish()
 
     def __enter__(self) -> "Saver":
+        self._take_lock()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self._may_fail = kind is not None  # what failed first is what is raised
         if kind:
             self.after = lambda *_: None
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            if self._lock:
+                self._lock.close()
+                self._lock = None
+
+    def _take_lock(self) -> None:
+        """Hold the directory's lock until the context ends."""
+        if self.directory and not self._lock:
+            with ExitStack() as stack:
+                _take_lock(stack, Path(self.directory), self.model.ctx)
+                self._lock = stack.pop_all()
+
+    def _copied(self, contents: "_StepContents") -> "_StepContents":
+        """Copy a step's contents; what fails on one rank is the error of all."""
+        ctx, copies = self.model.ctx, []
+        try:
+            run_together(lambda: copies.append(contents.copied()), self.directory, ctx)
+        except UserError as error:
+            self._error = error
+        return copies[0] if copies else contents
+
+    def _write_in_thread(self, step: int, contents: "_StepContents") -> None:
+        try:
+            self._write(step, contents)
+        except BaseException as error:  # nothing else would hear of it
+            self._error = UserError(f"the thread that saves step {step} ended: {told(error)}", 1)
 
     def _write(self, step: int, contents: "_StepContents") -> None:
         try:
             self.saved = _write_step(self.directory, step, contents, self.keep_last, self._group)
-            self.report(f"saved {self.saved}")
         except UserError as error:
             self._error = error
-        except RuntimeError as error:  # of the process group, when another rank is gone
-            self._error = UserError(
-                f"step {step} was not saved: {error}; earlier checkpoints are untouched", 1
-            )
+        except Exception as error:  # of the process group, when another rank is gone
+            self._error = UserError(f"step {step} was not saved: {told(error)}{UNTOUCHED}", 1)
+        else:
+            self.report(f"saved {self.saved}")
 
     def _finish(self) -> None:
         error, self._error = self._error, None
@@ -161,50 +206,82 @@ def _contents_of_step(
     )
 
 
+def _take_lock(stack: ExitStack, directory: Path, ctx: ParallelContext) -> None:
+    """Have rank 0 hold a directory's lock until the stack is closed; a directory that was made for
+    it goes then, if there is still nothing in it. UserError, on every rank, if another run holds
+    the lock."""
+
+    def take() -> None:
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.callback(_remove_if_empty, directory)
+        stack.enter_context(run_lock(directory))
+
+    run_together(take, directory, ctx, only_rank_zero=True)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # of what lies there
+        directory.rmdir()
+
+
 def _write_step(
     directory: Path, step: int, contents: _StepContents, keep_last: int, group=None
 ) -> Path:
-    """Write a step from all ranks together; returns its path. group: see `saving_together`."""
-    ctx, staging = contents.ctx, staging_path(directory, step)
+    """Write a step from all ranks together; returns its path. group: see `run_together`."""
+    ctx, together = contents.ctx, partial(run_together, directory=directory, group=group)
+
+    def begin() -> Path:
+        return stack.enter_context(
+            new_step(directory, step, keep_last, contents.trainer.get("run"))
+        )
 
     def complete() -> None:
         family, config, sidecar_files = contents.family, contents.config, contents.sidecar_files
         write_manifest(staging, family, config, ctx, written, contents.trainer, sidecar_files)
-        publish(staging, step, keep_last)
+        stack.close()
 
-    with saving_together(directory, staging, ctx, group) as run_together:
-        run_together(lambda: staging_directory(directory, step), only_rank_zero=True)
-        written = run_together(lambda: write_rank(staging, contents.files, ctx))
-        run_together(complete, only_rank_zero=True)
+    with ExitStack() as stack:  # of rank 0: it removes what was begun, if one fails
+        staging, *_ = together(begin, ctx=ctx, only_rank_zero=True)
+        written = together(lambda: write_rank(staging, contents.files, ctx), ctx=ctx)
+        together(lambda: check_rank(staging, written[ctx.rank]), ctx=ctx)
+        together(complete, ctx=ctx, only_rank_zero=True)
     return directory / step_name(step)
 
 
-@contextmanager
-def saving_together(directory: Path, staging: Path, ctx: ParallelContext, group=None):
-    """Give a function run_together(work, only_rank_zero=False), which does a part of a save on
-    every rank, or on rank 0 alone, and returns what `work` returned on each rank.
+def run_together(
+    work: Callable,
+    directory: Path,
+    ctx: ParallelContext,
+    group=None,
+    *,
+    only_rank_zero: bool = False,
+) -> list:
+    """Do a part of a save on every rank, or on rank 0 alone; returns what `work` returned on each.
 
-    If one rank fails, all raise the same UserError, and `staging`, which was begun, is removed.
-    group: the process group over which the ranks report to each other; the world's by default.
+    If one rank fails, all raise the same UserError. group: the process group over which the ranks
+    report to each other; the world's by default.
     """
-
-    def run_together(work: Callable, only_rank_zero: bool = False) -> list:
-        value = error = None
-        try:
-            value = work() if ctx.rank == 0 or not only_rank_zero else None
-        except OSError as problem:
-            error = f"can't save to {directory}: {problem.strerror or problem}"
-        except UserError as problem:
-            error = str(problem)
-        outcomes = all_gather_objects((value, error), ctx, group)
-        errors = [error for _, error in outcomes if error]
-        if errors:
-            raise UserError(f"{errors[0]}; earlier checkpoints are untouched", exit_code=1)
-        return [value for value, _ in outcomes]
-
+    value = error = cause = None
     try:
-        yield run_together
-    except UserError:
-        if ctx.rank == 0:
-            remove(staging, ignore_errors=True)
-        raise
+        value = work() if ctx.rank == 0 or not only_rank_zero else None
+    except Exception as problem:
+        error, cause = told(problem), problem
+        if not isinstance(problem, UserError):
+            error = f"can't save to {directory}: {error}"
+    outcomes = all_gather_objects((value, error), ctx, group)
+    errors = [error for _, error in outcomes if error]
+    if errors:
+        raise UserError(f"{errors[0]}{UNTOUCHED}", exit_code=1) from cause
+    return [value for value, _ in outcomes]
+
+
+def told(error: BaseException) -> str:
+    """Return the text of an error; with its type, unless it says by itself what is wrong."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, UserError) or (
+        isinstance(error, RuntimeError) and is_of_communication(error)
+    ):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import FORMAT_VERSION, manifest_checksum, tensor_to_manifest
+from megazoo.checkpoint.directories import check_names, check_unchanged, stamp
+from megazoo.checkpoint.format import (
+    FORMAT_VERSION,
+    file_of_rank,
+    manifest_checksum,
+    tensor_to_manifest,
+)
 from megazoo.checkpoint.places import MANIFEST, TRAINER
 from megazoo.checkpoint.writing import (
     LazyTensor,
@@ -65,15 +71,24 @@ def _writers(entries: list[Entry], replicas: int) -> dict[str, int]:
 
 
 def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
-    """Write one rank's files; returns what the manifest says of them and of their tensors."""
-    infos, stored = {}, {}
+    """Write one rank's files; returns what the manifest says of them and of their tensors, and the
+    stamps by which `check_rank` knows them again."""
+    infos, stored, stamps = {}, {}, {}
     for pattern, tensors in files.items():
-        name = pattern.format(tp=ctx.tp_rank)
+        name = file_of_rank(pattern, ctx.tp_rank)
         values = {tensor_name: tensor for tensor_name, (_, tensor) in tensors.items()}
         infos[name] = write_safetensors(directory / name, values)
+        stamps[name] = stamp(directory / name)
         for tensor_name, (spec, tensor) in tensors.items():
             stored[tensor_name] = tensor_to_manifest(spec, tensor.dtype, pattern)
-    return {"files": infos, "tensors": stored}
+    return {"files": infos, "tensors": stored, "stamps": stamps}
+
+
+def check_rank(directory: Path, written: dict) -> None:
+    """Raise UserError if the files that a rank wrote were changed. written: what `write_rank` has
+    returned there."""
+    for name, info in written["files"].items():
+        check_unchanged(directory / name, written["stamps"][name], info)
 
 
 def write_manifest(
@@ -87,9 +102,10 @@ def write_manifest(
 ) -> None:
     """Write trainer.json, the sidecar files and, last of all, the manifest.
 
-    written: what `write_rank` returned on every rank.
+    written: what `write_rank` returned on every rank. UserError if other files lie there.
     """
     files = {name: info for part in written for name, info in part["files"].items()}
+    check_names(directory, set(files))
     tensors = {name: stored for part in written for name, stored in part["tensors"].items()}
     files[TRAINER] = write_json(directory / TRAINER, trainer)
     for name, data in sidecar_files.items():

@@ -1,5 +1,6 @@
 """What all places have in common that tensors are read from: of each global tensor, any box."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -14,8 +15,11 @@ class TensorSource:
     """Tensors on disk, opened, by their global names.
 
     trainer: what the training program saved beside them. sidecar_files: the tokenizer's and the
-    generation's files, which travel along. generation: what generation_config.json says.
+    generation's files, which travel along. generation: what generation_config.json says. verifies:
+    whether what is read is compared with checksums: see verifying.py.
     """
+
+    verifies = False
 
     path: Path
     trainer: dict
@@ -48,6 +52,20 @@ class TensorSource:
     ) -> None:
         """Fill the given pieces of `destination` from the global tensor `name`."""
         raise NotImplementedError
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file."""
+        raise NotImplementedError
+
+    def files_of(
+        self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext
+    ) -> set[str]:
+        """Return the files in which a rank's parts of some tensors lie, if there are checksums to
+        compare with."""
+        return set()
+
+    def check_crc32(self, name: str, crc: int) -> None:
+        """Raise UserError if a file has another checksum than when it was written."""
 
     @torch.no_grad()
     def read_into(

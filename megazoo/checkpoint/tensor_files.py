@@ -1,15 +1,19 @@
 """Files of named tensors, safetensors and .bin, of which any box of a tensor can be read."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
+from megazoo.files import regular_file
 from megazoo.parallel.shard import Box
+
+STEP = 1 << 20  # bytes that are read and summed up at once
 
 
 class TensorFiles:
@@ -74,7 +78,10 @@ def _opened(directory: Path, file: str):
     try:
         if Path(file).name != file:
             raise ValueError("it is outside of its directory")
+        regular_file(path)
         return safe_open(path, framework="pt") if path.suffix == ".safetensors" else _Pickled(path)
+    except UserError:
+        raise
     except Exception as error:  # safetensors and pickle have types of their own for a broken file
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{path} can't be read: {lines[0]}", exit_code=1) from error
@@ -87,6 +94,9 @@ class _Pickled:
         self.tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(self.tensors, dict) or not all(map(_is_plain, self.tensors.values())):
             raise ValueError("it does not hold named tensors")
+        for name in self.tensors:
+            if not isinstance(name, str):
+                raise ValueError(f"it has a tensor whose name is no text: {name!r}")
 
     def keys(self):
         return self.tensors.keys()
@@ -119,8 +129,28 @@ class _PickledSlice:
 def pieces_of_file(path: Path, size: int = 1 << 24) -> Iterator[bytes]:
     """Yield the bytes of a file; UserError, naming it, if it can't be read."""
     try:
-        with open(path, "rb") as file:
+        with open(regular_file(path), "rb") as file:
             while piece := file.read(size):
                 yield piece
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}", exit_code=1) from error
+
+
+def crc32_of(
+    path: Path,
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> int:
+    """Compute the crc32 of a file; UserError, naming it, if it can't be read.
+
+    progress: is called with the number of bytes that were just read. interrupted: asked again and
+    again; once it is true, the result is of no use and comes at once.
+    """
+    crc = 0
+    for piece in pieces_of_file(path, STEP):
+        if interrupted():
+            break
+        crc = crc32(piece, crc)
+        progress(len(piece))
+    return crc

@@ -6,17 +6,20 @@ import json
 import math
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import DTYPES
+from megazoo.errors import UserError
+from megazoo.files import open_own
 
 PIECE_BYTES = 8 << 20  # of a tensor that are in memory at a time while it is written
 BLOCK = 4096  # of a disk, or a multiple of it
+METADATA = {"format": "pt", "writer": "megazoo"}  # of every safetensors file that is written here
 BytesWritten = Callable[[int], None]  # is called with the number of bytes that were just written
 
 
@@ -39,9 +42,9 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | LazyTensor])
     """Stream tensors into a safetensors file; returns its {"size", "crc32"}.
 
     The format is eight bytes of header length (little-endian), a JSON header, and the raw bytes of
-    the tensors.
+    the tensors. UserError names a tensor that is not finite.
     """
-    header, end = {"__metadata__": {"format": "pt", "writer": "megazoo"}}, 0
+    header, end = {"__metadata__": METADATA}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {
@@ -56,8 +59,9 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | LazyTensor])
     buffer = _pages(max([PIECE_BYTES, *rows]))  # a rank may own no tensor
     with NewFile(path, len(front) + end) as file:
         file.write(torch.frombuffer(front, dtype=torch.uint8))
-        for tensor in tensors.values():
+        for name, tensor in tensors.items():
             for piece in _pieces(tensor, buffer):
+                _check_finite(name, piece)
                 file.write(piece.view(-1).view(torch.uint8))
     return {"size": file.size, "crc32": file.crc32}
 
@@ -93,7 +97,7 @@ class NewFile:
 
     def write(self, data: torch.Tensor) -> None:
         """Append bytes: uint8 [size]."""
-        self.crc32 = zlib.crc32(data.numpy(), self.crc32)
+        self.crc32 = crc32(data.numpy(), self.crc32)
         while len(data):
             count = min(len(data), len(self._buffer) - self._held)
             # torch copies without holding up other threads
@@ -142,6 +146,17 @@ def _pieces(tensor: torch.Tensor | LazyTensor, buffer: torch.Tensor) -> Iterator
             yield tensor.detach()[start : start + rows].cpu().contiguous()
 
 
+def _check_finite(name: str, piece: torch.Tensor) -> None:
+    """Raise UserError for NaN or infinity in a piece of a tensor.
+
+    One pass, at 16 (bfloat16, float16) to 31 GB/s (float32) on a core where crc32 takes 24.
+    """
+    if piece.numel() and not all(math.isfinite(bound) for bound in torch.aminmax(piece)):
+        dtype = str(piece.dtype).removeprefix("torch.")
+        larger = ": numbers above 65504 need bfloat16 or float32" if dtype == "float16" else ""
+        raise UserError(f"{name} is not finite (NaN or infinite) as {dtype}{larger}", exit_code=1)
+
+
 def write_json(path: Path, value) -> dict:
     """Write JSON to the disk; returns its {"size", "crc32"}."""
     return write_atomically(path, json_bytes(value))
@@ -155,12 +170,12 @@ def json_bytes(value) -> bytes:
 def write_atomically(path: Path, data: bytes) -> dict:
     """Write a file that is there whole or not at all; returns its {"size", "crc32"}."""
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
+    with open_own(partial, truncate=True) as file:
         file.write(data)
         file.flush()
         sync(file.fileno())
     os.replace(partial, path)
-    return {"size": len(data), "crc32": zlib.crc32(data)}
+    return {"size": len(data), "crc32": crc32(data)}
 
 
 def sync(descriptor: int) -> None:

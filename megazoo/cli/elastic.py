@@ -2,6 +2,7 @@
 or stalls."""
 
 import os
+import select
 import signal
 import sys
 import time
@@ -11,6 +12,8 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
+from megazoo.cli.deaths import name_of
+from megazoo.environment import is_child_of_launcher, is_rank_zero, restarts
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
@@ -18,27 +21,33 @@ from megazoo.torch_internals import default_store
 
 # Seconds from a signal to the end of the step; then SIGTERM does what it does by itself.
 PATIENCE = 20.0
+# Seconds within which signals are one Ctrl-C: a launcher passes on what a rank has got itself.
+SAME = 0.5
 GRACE = 3.0  # seconds in which ranks that wait in vain tell each other so
 OUT_OF_REACH = 5.0  # seconds more, after which the job's store is taken to be out of reach
 
 
 def is_restart() -> bool:
     """Return whether torchrun has started this program again after a rank died (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return restarts() > 0
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGUSR1 (which Slurm sends before the time is up) instead of dying of them.
+    """Notes SIGINT (Ctrl-C), SIGTERM and SIGUSR1 (which Slurm sends before the time is up) instead
+    of dying of them.
 
     Use it as a context; `agreed` tells all ranks together whether any of them was told to stop. A
     rank that is stuck and can't answer SIGTERM dies of it after all: a launcher sends it, too, to
-    end what is left of a broken job.
+    end what is left of a broken job. A second Ctrl-C ends the process at once.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    LAUNCHER_DIED = 1000  # no signal's number
+    END = b"\0"  # no signal's number, either
 
     def __init__(self, ctx: ParallelContext):
         self.ctx, self.noted, self._answered = ctx, 0, Event()
+        self._parent = os.getppid()
 
     def __enter__(self) -> "StopSignal":
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
@@ -51,35 +60,73 @@ class StopSignal:
         self._watcher.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         write, before = self._write
         signal.set_wakeup_fd(before)
         self._answered.set()
-        os.close(write)  # ends the thread
+        # Ends the thread. Closing is not enough: a forked child may hold the pipe, too.
+        os.write(write, self.END)
         # Waited for: if the last reference to the context went with a thread while the interpreter
         # ends, torch would abort the process (it takes the lock again after it has freed a process
         # group).
         self._watcher.join()
+        for end in (self._read, write):
+            os.close(end)
+        if self.noted and isinstance(error, Exception) and is_of_communication(error):
+            # Others are gone, and this rank was told to go, too: a traceback would only hide why.
+            raise SystemExit(128 + self.noted)
 
     def agreed(self) -> str | None:
-        """Return the name of a signal that some rank was sent, the same on every rank; None if none
-        was."""
-        number = torch.tensor(self.noted, device=self.ctx.device)
+        """Return what stops the run, the same on every rank: the name of a signal that some rank
+        was sent, or the death of a launcher. None if nothing does."""
+        orphaned = is_child_of_launcher() and os.getppid() != self._parent
+        number = torch.tensor(
+            self.LAUNCHER_DIED if orphaned else self.noted, device=self.ctx.device
+        )
         all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
-        if number:
-            self._answered.set()
-        return signal.Signals(number.item()).name if number else None
+        if not number:
+            return None
+        self._answered.set()
+        if number == self.LAUNCHER_DIED:
+            return "the launcher's death"
+        return signal.Signals(number.item()).name
 
     def _note(self, number: int, _frame) -> None:
         self.noted = number
 
     def _watch(self) -> None:
-        while numbers := os.read(self._read, 16):
-            if signal.SIGTERM in numbers and not self._answered.wait(PATIENCE):
-                os._exit(128 + signal.SIGTERM)
-        os.close(self._read)
+        """Do what can't wait until Python's handlers run: they wait while a collective does."""
+        interrupted, deadline = None, None
+        while True:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            if not select.select([self._read], [], [], left)[0]:
+                if not self._answered.is_set():
+                    os._exit(128 + signal.SIGTERM)
+                deadline = None
+                continue
+            numbers, now = os.read(self._read, 16), time.monotonic()
+            if self.END in numbers:
+                return
+            ending = signal.SIGINT in numbers or signal.SIGTERM in numbers
+            if ending and interrupted and now > interrupted + SAME:
+                os._exit(128 + signal.SIGINT)
+            if signal.SIGINT in numbers and not interrupted:
+                interrupted = now
+                self._say_what_follows()
+            if signal.SIGTERM in numbers and deadline is None:
+                deadline = now + PATIENCE
+
+    @staticmethod
+    def _say_what_follows() -> None:
+        if is_rank_zero():
+            print(
+                "Ctrl-C: the run ends after this step, and saves if there is --save; "
+                "a second one ends it at once",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 @contextmanager
@@ -122,15 +169,10 @@ def _tell_absent(ctx: ParallelContext, reason: str) -> None:
     absent = [rank for rank in range(ctx.world_size) if rank not in there]
     # Without a timeout a connection broke: the launcher says whose.
     if ctx.rank == min(there) and "timed out" in reason.lower():
-        who = ", ".join(f"rank {rank} ({_place(rank, ctx)})" for rank in absent)
+        who = ", ".join(name_of(rank, ctx) for rank in absent)
         print(
             f"no word from {who or 'no rank: all waited for each other'}: "
             f"it stalled longer than the timeout, or died ({reason})",
             file=sys.stderr,
             flush=True,
         )
-
-
-def _place(rank: int, ctx: ParallelContext) -> str:
-    place = ctx.place_of(rank)
-    return f"tp {place['tp']}, pp {place['pp']}, dp {place['dp']}"

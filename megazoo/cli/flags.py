@@ -9,11 +9,12 @@ import textwrap
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import tyro
 
 from megazoo.errors import UserError, nearest
+from megazoo.files import brief, convert
 
 
 def optional(kind: type, metavar: str, default: str):
@@ -30,23 +31,28 @@ Argument = tyro.conf.Positional[
 ]
 
 
-def parse_flags(kind: type, arguments: list[str], description: str):
+def parse_flags(kind: type, arguments: list[str], description: str, settings: dict | None = None):
     """Fill a dataclass from a command line by tyro; `kind` has a default for every flag.
 
-    Prints the help and exits 0 on --help. Raises UserError with one line for an unknown flag,
-    naming the nearest known one, or a value of the wrong type.
+    settings: what the command line overrides, as `typed_settings` gives it. Prints the help and
+    exits 0 on --help. Raises UserError with one line for an unknown flag, naming the nearest known
+    one, or a value that is of the wrong type, empty, too large for an int, or no text.
     """
     _check_names(arguments, {flag_of(name) for name in settings_of(kind)} | {"--help"})
+    _check_words(arguments, kinds_of(kind))
     if {"--help", "-h"} & set(arguments):
         _give_help(kind)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(kind, args=arguments, description=description)
+            default = filled(kind, settings) if settings else None
+            options = tyro.cli(kind, args=arguments, description=description, default=default)
     except SystemExit as stop:
         if not stop.code:
             raise
         raise UserError(_message_in(printed.getvalue()) or "bad arguments") from None
+    _check_integers(options)
+    return options
 
 
 def flag_of(argument: str) -> str:
@@ -65,6 +71,133 @@ def settings_of(kind: type) -> dict:
         else:
             settings[f.name.rstrip("_")] = default
     return settings
+
+
+def kinds_of(kind: type) -> dict:
+    """Return the name and type of every setting of a dataclass, those of its groups included."""
+    kinds, hints = {}, get_type_hints(kind, include_extras=True)
+    for f in fields(kind):
+        if f.default_factory is not MISSING and is_dataclass(f.default_factory):
+            kinds |= kinds_of(f.default_factory)
+        else:
+            kinds[f.name.rstrip("_")] = hints[f.name]
+    return kinds
+
+
+def typed_settings(kind: type, settings: dict, origin: str, *, words: bool = False) -> dict:
+    """Return settings that a file has, by their names, each of the type that its field has in the
+    dataclass `kind`.
+
+    None goes through a command line, so that no text in a file is ever a flag. A single value may
+    stand for a list of one, and a number for its text in a list of texts, as words on a command
+    line do. UserError begins with `origin`, and names the setting.
+
+    words: a text may stand for the number in it, too.
+    """
+    kinds = kinds_of(kind)
+    try:
+        for name in settings.keys() - kinds.keys():
+            raise UserError(f"unknown setting {brief(name)}{nearest(name, kinds)}")
+        return {name: _typed(name, value, kinds[name], words) for name, value in settings.items()}
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from None
+
+
+def filled(kind: type, settings: dict):
+    """Return a dataclass of settings, which may have groups, with these typed settings in it."""
+    options = kind()
+    for f in fields(kind):
+        value = getattr(options, f.name)
+        if is_dataclass(value):
+            setattr(options, f.name, filled(type(value), settings))
+        elif f.name.rstrip("_") in settings:
+            setattr(options, f.name, settings[f.name.rstrip("_")])
+    return options
+
+
+def _typed(name: str, value, kind, words: bool):
+    several = get_origin(kind) is tuple
+    if several and not isinstance(value, list | tuple):
+        value = [value]
+    if several and str in get_args(kind):
+        value = [str(v) if type(v) in (int, float) else v for v in value]
+    for word in value if several else [value]:
+        if isinstance(word, str):
+            check_text(name, word)
+            _check_empty(name, word, kind)
+        _check_integer(name, word)
+    if words and not _takes_text(kind):
+        value = [_number_in(v) for v in value] if several else _number_in(value)
+    return convert(value, kind, name, dec_hook=_as_path)
+
+
+def _takes_text(kind) -> bool:
+    return kind in (str, Path) or isinstance(kind, str) or any(map(_takes_text, get_args(kind)))
+
+
+def _number_in(value):
+    """Return the number that a text holds; else the value as it is."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def _as_path(kind: type, value) -> Path:
+    if not issubclass(kind, Path) or not isinstance(value, str):
+        raise ValueError("it must be a path")
+    return Path(value)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise UserError for text, of what is known as `name`, that no file's name and no line on a
+    terminal can have in it."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{name} is {brief(text)}: it must be text in UTF-8, without NUL")
+
+
+def _check_empty(name: str, text: str, kind) -> None:
+    """Refuse an empty path or name: as a path it would be the directory that the program is in."""
+    is_name = any(getattr(hint, "metavar", "") == "NAME" for hint in get_args(kind)[1:])
+    if not text and (is_name or get_origin(kind) is tuple or _is_path(kind)):
+        raise UserError(f"{name} is empty: name {'it' if is_name else 'a directory or file'}")
+
+
+def _is_path(kind) -> bool:
+    return kind is Path or any(map(_is_path, get_args(kind)))
+
+
+def _check_words(arguments: list[str], kinds: dict) -> None:
+    """Refuse words that are no text, and those that are empty where a path or a name is meant."""
+    name, values = "", 0
+    for argument in arguments:
+        check_text("an argument" if argument.startswith("--") else name or "an argument", argument)
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            name, values = flag_of(name), 0
+            kind = kinds.get(name.removeprefix("--").replace("-", "_"))
+            if equals:
+                _check_empty(name, value, kind)
+        elif name and (values == 0 or get_origin(kind) is tuple) and kind is not bool:
+            _check_empty(name, argument, kind)
+            values += 1
+        else:
+            _check_empty("an argument", argument, Path)
+
+
+def _check_integers(options) -> None:
+    """Refuse integers that are too large to be counted with."""
+    for f in fields(options):
+        value = getattr(options, f.name)
+        if is_dataclass(value):
+            _check_integers(value)
+        else:
+            _check_integer(flag_of(f.name), value)
+
+
+def _check_integer(name: str, value) -> None:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{name} is {brief(value)}: it must be below 2**63")
 
 
 def _give_help(kind: type) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megazoo.cli.flags import Argument, Name
 from megazoo.cli.launch import data_parallel_size, start_missing_ranks
-from megazoo.cli.options import AS_STORED, ImportOption
+from megazoo.cli.options import AS_STORED, ImportOption, VerifyOption
 from megazoo.cli.parsing import required
 from megazoo.cli.rules import parse_stage_layers
 from megazoo.cli.tokenizer import find_tokenizer
@@ -22,7 +22,7 @@ from megazoo.tokenizer import Tokenizer, open_tokenizer
 
 
 @dataclass
-class InferenceOptions(ImportOption):
+class InferenceOptions(ImportOption, VerifyOption):
     """What the tools that run a model take."""
 
     source: Argument = None
@@ -43,11 +43,16 @@ class InferenceOptions(ImportOption):
     """byte, or the directory or file of a tokenizer; by default what is beside the model, or what
     it was trained on."""
 
+    @property
+    def one_rank(self) -> bool:
+        """Whether this process runs the model alone: then nobody else reads what it reads."""
+        return world_size() == self.tp * self.pp == 1
+
 
 def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
     """Start the missing ranks, and return this rank's part of the model and its tokenizer."""
     (path,) = required(options, "source")
-    source = open_source(path)
+    source = open_source(path, verify=options.verify)
     where = options.tokenizer or source.tokenizer
     if where is None:
         raise UserError(

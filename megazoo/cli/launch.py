@@ -1,23 +1,30 @@
 """How a program starts and ends: it starts the ranks that are missing, and tells a user's mistake
 in one line."""
 
+import ctypes
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
+from megazoo.cli.mistakes import is_of_network, line_of, tell_bug
 from megazoo.environment import (
-    LAUNCHER_NAMES,
-    LAUNCHER_PREFIXES,
     adopt_launcher,
+    check_meeting_point,
+    is_child_of_launcher,
     is_rank_zero,
+    megazoos_launcher,
     world_size,
 )
 from megazoo.errors import Advice, UserError
+from megazoo.files import reason_of
 
 # Seconds that other ranks wait before they print a mistake: one that all have found is printed by
 # rank 0, and the launcher ends the others meanwhile.
@@ -27,12 +34,16 @@ REPORT_DELAY = 10.0
 def data_parallel_size(tp: int, pp: int) -> int:
     """Return the dp that follows from the world, 1 if the ranks are still to be started. UserError
     with the right command if the world does not fit."""
-    # This loads torch, which --help does not need.
+    # These load torch, which --help does not need.
+    import torch.distributed as dist
+
     from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
 
     world = world_size()
     if world == 1:
         return 1
+    if not dist.is_initialized():
+        check_meeting_point()
     try:
         return data_parallel_size_for(world, tp, pp)
     except UserError as error:
@@ -50,11 +61,14 @@ def after_rank_zero(work: Callable[[], None]):
     """
     import torch.distributed as dist
 
+    from megazoo.parallel.context import meeting
+
     if world_size() == 1 or dist.is_initialized():
         if is_rank_zero():
             work()
         return None
-    store, rank, _ = next(dist.rendezvous("env://"))
+    with meeting():
+        store, rank, _ = next(dist.rendezvous("env://"))
     if rank == 0:
         work()
         store.set("megazoo/done", "")
@@ -65,54 +79,116 @@ def after_rank_zero(work: Callable[[], None]):
 
 def start_missing_ranks(tp: int, pp: int) -> None:
     """In a world of one, become the launcher of tp x pp local ranks of this program, if more than
-    one is needed."""
+    one is needed: start them, wait for their end, and exit."""
     ranks = tp * pp
     if world_size() > 1 or ranks == 1:
         return
     print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
-    }
-    environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores itself
-    # --standalone lets the launcher find a free port.
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-    ]
-    os.execve(sys.executable, [*launcher, *sys.argv], environment)
+    # This loads torch, which --help does not need.
+    from megazoo.cli.local_ranks import LocalRanks
+
+    sys.exit(LocalRanks(tp, pp, [sys.executable, "-u", *sys.argv]).run())
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send this process SIGTERM when its launcher, if it has one, dies, be it of
+    SIGKILL, so that no rank goes on alone. It does nothing where the kernel can't (Linux can)."""
+    if not is_child_of_launcher() or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+    ctypes.CDLL(None).prctl(set_parent_death_signal, ctypes.c_ulong(signal.SIGTERM))
+    if _is_orphan():  # the launcher died before the kernel was asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_orphan() -> bool:
+    """Say whether this rank's launcher has died, as far as that can be known: torchrun does not
+    tell its process number."""
+    if launcher := megazoos_launcher():
+        return not _lives(launcher)
+    if os.getppid() != 1:
+        return False
+    # An orphan's parent is the first process of the machine; in a container that may be torchrun
+    # itself, which is a Python.
+    try:
+        return "python" not in os.readlink("/proc/1/exe")
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it is another user's
+
+
+def _lives(pid: int) -> bool:
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def run_program(main: Callable[[list[str]], None]) -> None:
-    """Run main(arguments) and exit: 0, or a UserError's exit code after its one line on stderr.
+    """Run main(arguments) and exit: 0, or after one line on stderr for a mistake, with a
+    UserError's exit code, else 1. Of a bug, the traceback is printed, too.
 
     A mistake that all ranks find is printed by rank 0; the launcher ends the others, which wait.
     """
-    sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
     usual = warnings.formatwarning
 
     def formatted(message, category, *where) -> str:
         return f"warning: {message}\n" if category is Advice else usual(message, category, *where)
 
     warnings.formatwarning = formatted
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):  # a notebook's can't be
+            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
-        main(sys.argv[1:])
+        sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
+        end_with_launcher()
+        try:
+            main(sys.argv[1:])
+        except SystemExit:  # after --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except UserError as error:
-        if not is_rank_zero():
-            time.sleep(REPORT_DELAY)
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    except RuntimeError as error:
-        # gloo says so of a peer that ended; what that one prints comes first.
-        if "Connection" in str(error):
-            time.sleep(REPORT_DELAY)
-        raise
+        _end(str(error), error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        lost = _lost_output()
+        if isinstance(lost, BrokenPipeError):  # of `| head`, say, which has read enough
+            sys.exit(128 + signal.SIGPIPE)
+        if lost:
+            _end(f"standard output: {reason_of(lost)}")
+        if is_of_network(error):
+            # gloo says so of a peer that ended; what that one prints comes first.
+            if "Connection" in str(error):
+                time.sleep(REPORT_DELAY)
+            raise
+        if line := line_of(error):
+            _end(line)
+        tell_bug(error)
+        sys.exit(1)
+
+
+def _end(line: str, exit_code: int = 1) -> NoReturn:
+    """Print why the program ends, on ranks above 0 after a moment, and exit."""
+    rank = os.environ.get("RANK", "")  # as it stands: it may be what is wrong
+    if rank.isdecimal() and rank.strip("0"):
+        time.sleep(REPORT_DELAY)
+    line = " ".join(line.split())
+    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(exit_code)
+
+
+def _lost_output() -> OSError | None:
+    """Return why what was printed can't be written, if it can't. Python's end does not try again
+    then."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:

@@ -2,15 +2,20 @@
 TensorBoard, Weights & Biases, traces."""
 
 import json
+import os
 import resource
+import stat
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from megazoo.errors import UserError
+from megazoo.errors import UserError, advise
+from megazoo.files import open_at_once, reason_of
 from megazoo.terminal import clock
 
 # TFLOP/s of dense bf16 products (fp16 on the V100), by a part of the device's name; the first that
@@ -57,7 +62,10 @@ class Metrics:
     path: the file. tensorboard: TensorBoard's directory; what it has of steps after `step`, where
     this start begins, is hidden. wandb: the project of Weights & Biases. run: the id there of the
     run that is resumed; a new one by default. settings: shown on the run's page there. UserError
-    if Weights & Biases refuses.
+    if one of them can't be opened.
+
+    What can't be written later, to a full disk for one, does not end a run: a line on stderr says
+    so once, and the rest goes on. lost: by its flag, since when and why.
     """
 
     def __init__(
@@ -71,13 +79,17 @@ class Metrics:
         settings: dict | None = None,
     ):
         self.path, self.board, self.wandb_run = path, None, None
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # seconds, and much memory
-
-            self.board = SummaryWriter(str(tensorboard), purge_step=step + 1)
+        self.lost: dict[str, str] = {}
+        flag = f"--metrics {path}"
+        try:
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.close(open_at_once(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+            flag = f"--tensorboard {tensorboard}"
+            if tensorboard:
+                self.board = _open_board(tensorboard, step)
+        except OSError as error:
+            raise UserError(f"{flag}: {reason_of(error)}", exit_code=1) from error
         if wandb:
             self.wandb_run = _open_run(wandb, run, settings)
 
@@ -90,8 +102,9 @@ class Metrics:
         """Write the numbers of a step, or of an evaluation after it; the names of the latter begin
         with eval_ or test_. None: there is no such number."""
         if self.path:
-            with open(self.path, "a") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+            line = json.dumps({"step": step, **values}) + "\n"
+            if not kept("--metrics", step, self.lost, lambda: _append(self.path, line.encode())):
+                self.path = None
         named = {}  # in groups: train/loss, eval/loss
         for key, value in values.items():
             kind, name = (
@@ -99,18 +112,69 @@ class Metrics:
             )
             if value is not None:
                 named[f"{kind}/{name}"] = value
-        if self.board:
-            for name, value in named.items():
-                self.board.add_scalar(name, value, step)
+        if self.board and not kept(
+            "--tensorboard", step, self.lost, lambda: self._show(named, step)
+        ):
+            self.board = None
         if self.wandb_run:
             self.wandb_run.log({"step": step, **named})
 
     def close(self) -> None:
         """Close what was opened of TensorBoard and of Weights & Biases."""
         if self.board:
-            self.board.close()
+            kept("--tensorboard", None, self.lost, self.board.close)
         if self.wandb_run:
             self.wandb_run.finish()
+
+    def _show(self, named: dict, step: int) -> None:
+        for name, value in named.items():
+            self.board.add_scalar(name, value, step)
+
+
+def kept(flag: str, step: int | None, lost: dict[str, str], write: Callable[[], None]) -> bool:
+    """Write what a flag asks for, and return whether that went well. If not, say so on stderr and
+    in `lost`, and go on: the run is worth more.
+
+    step: after which it is written, None at the end.
+    """
+    try:
+        write()
+    except OSError as error:
+        since = "at the end" if step is None else f"at step {step}"
+        lost[flag] = f"{since}: {reason_of(error)}"
+        advise(f"{flag} could not be written {lost[flag]}; the run goes on without it")
+        return False
+    return True
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Append a line to a file, whole or not at all."""
+    with open(path, "ab", buffering=0, opener=open_at_once) as file:
+        before = os.fstat(file.fileno())
+        try:
+            written = file.write(line)
+            if written < len(line):  # the next byte finds no room
+                file.write(line[written:])
+        except OSError:
+            if stat.S_ISREG(before.st_mode):
+                file.truncate(before.st_size)
+            raise
+
+
+def _open_board(directory: Path, step: int):
+    """Open TensorBoard's files. Their thread tells what it could not write to who writes next, and
+    prints no traceback of its own."""
+    from torch.utils.tensorboard import SummaryWriter  # seconds, and much memory
+
+    usual = threading.excepthook
+
+    def hook(failure) -> None:
+        its_own = type(failure.thread).__module__.startswith("tensorboard.")
+        if not its_own or not isinstance(failure.exc_value, OSError):
+            usual(failure)
+
+    threading.excepthook = hook
+    return SummaryWriter(str(directory), purge_step=step + 1)
 
 
 def _open_run(project: str, run: str | None, settings: dict | None):
@@ -129,9 +193,14 @@ def _open_run(project: str, run: str | None, settings: dict | None):
 
 
 @contextmanager
-def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
+def traced_steps(
+    directory: Path | None, steps: tuple[int, int], rank: int, lost: dict[str, str] | None = None
+):
     """Yield what to call after each step. The first and last of `steps`, counted from 1, and those
-    between are traced by torch.profiler, into directory/rank_N.json.gz."""
+    between are traced by torch.profiler, into directory/rank_N.json.gz.
+
+    lost: see Metrics.
+    """
     if not directory:
         yield lambda: None
         return
@@ -140,11 +209,15 @@ def traced_steps(directory: Path | None, steps: tuple[int, int], rank: int):
     directory.mkdir(parents=True, exist_ok=True)
     first, last = steps
     wait, warmup = max(first - 2, 0), min(first - 1, 1)
+    file, lost = directory / f"rank_{rank}.json.gz", {} if lost is None else lost
+
+    def export(trace) -> None:
+        if not kept("--profile", last, lost, lambda: trace.export_chrome_trace(str(file))):
+            file.unlink(missing_ok=True)
+
     with profiler.profile(
         schedule=profiler.schedule(wait=wait, warmup=warmup, active=last - first + 1, repeat=1),
-        on_trace_ready=lambda trace: trace.export_chrome_trace(
-            str(directory / f"rank_{rank}.json.gz")
-        ),
+        on_trace_ready=export,
     ) as trace:
         yield trace.step
 

@@ -187,7 +187,15 @@ class DataOptions:
 
 
 @dataclass
-class CheckpointOptions:
+class VerifyOption:
+    """What every program takes that reads a model."""
+
+    verify: bool = True
+    """Compare the files of a checkpoint with its checksums while they are read."""
+
+
+@dataclass
+class CheckpointOptions(VerifyOption):
     """What is kept. Checkpoints load in any layout."""
 
     save: File = None
@@ -243,7 +251,7 @@ class ImportOption:
 
 
 @dataclass
-class ConversionOptions(ImportOption):
+class ConversionOptions(ImportOption, VerifyOption):
     """What the tools that write a model take."""
 
     source: Argument = None
@@ -254,7 +262,7 @@ class ConversionOptions(ImportOption):
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Type of the weights that are written."""
     overwrite: bool = False
-    """Replace the output if it is there."""
+    """Replace the output if it is there, and megazoo wrote all that it holds."""
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

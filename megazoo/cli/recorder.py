@@ -2,6 +2,7 @@
 user's own functions; and what ends it early."""
 
 import math
+import uuid
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
@@ -28,8 +29,8 @@ class Recorder:
     """Records the steps and the evaluations of a run, and saves it. All ranks enter it together.
 
     Within, a rank that fails ends all with its message; ranks that no longer answer are named; and
-    SIGTERM and SIGUSR1 are noted. The saver is entered first and left last: whatever fails, the
-    last checkpoint is then on disk.
+    Ctrl-C, SIGTERM and SIGUSR1 are noted. Only what notes them is entered before the saver, which
+    is left after all else: whatever fails, the last checkpoint is then on disk.
 
     step: the last that was recorded. losses: the last of training, validation and test. stopped_by:
     the name of the signal that ends the run.
@@ -40,6 +41,8 @@ class Recorder:
         self.step, self.losses, self.stopped_by = run.first_step, {}, None
         self.consumed_samples = run.state["consumed_samples"]
         self.consumed_tokens = run.state["consumed_tokens"]
+        # A checkpoint of an older version has none: then its steps count as another run's.
+        self.run_id = run.state.get("run") or uuid.uuid4().hex
         self.loss_scale = optimizer.loss_scale and optimizer.loss_scale.value
         training, log = run.options.training, run.options.logging
         # FLOPs that a token takes of each rank, and FLOP/s that its device has at most
@@ -60,14 +63,15 @@ class Recorder:
             after=lambda step, path: callbacks.after_save(step, path, self.model),
         )
         with ExitStack() as stack:
-            self.saver = stack.enter_context(saver)
-            # A launcher that ends the job must not cut short the ranks that tell why.
+            # A launcher that ends the job must cut short neither the saver nor the ranks that tell
+            # why.
             self.signals = stack.enter_context(StopSignal(ctx))
+            self.saver = stack.enter_context(saver)
             stack.enter_context(naming_absent_ranks(ctx))
             stack.enter_context(failing_together(ctx))
             self.metrics = stack.enter_context(closing(_open_metrics(self.run, ctx)))
             self.traced = stack.enter_context(
-                traced_steps(log.profile, log.profile_steps, ctx.rank)
+                traced_steps(log.profile, log.profile_steps, ctx.rank, self.metrics.lost)
             )
             self._stack = stack.pop_all()
         return self
@@ -117,8 +121,10 @@ class Recorder:
         if not keep.save:
             return
         trainer = {
+            "run": self.run_id,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
+            "data": self.run.fingerprints,
         }
         if wandb_run := self.metrics.run or self.run.state.get("wandb_run"):
             trainer["wandb_run"] = wandb_run

@@ -6,8 +6,10 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
+from megazoo.checkpoint.locks import run_lock
 from megazoo.cli.options import ModelOptions, Options, TrainingOptions
 from megazoo.errors import UserError
+from megazoo.files import brief, reason_of
 from megazoo.models.registry import find_config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import check_schedule
@@ -17,6 +19,22 @@ AT_LEAST_1 = (
     "hidden_size layers heads kv_heads ffn_size vocab_size max_positions recompute_interval "
     "initial_loss_scale loss_scale_window hysteresis"
 ).split()
+# Far above what any run needs, and small enough that nothing that is counted with them overflows.
+MOST = 10**12
+AT_MOST = {
+    "timeout": 31_536_000,  # a year
+    "tp": 2**16,
+    "pp": 1024,
+    "virtual_pp": 1024,
+    "global_batch_size": 2**30,
+    "micro_batch_size": 2**20,
+    "seq_length": 2**27,
+    "data_workers": 1000,
+    "seed": 2**63 - 1,
+    "vocab_size": 2**63 - 1,  # the model's sizes have limits of their own: see `check_sizes`
+    "max_positions": 2**63 - 1,
+}
+LONGEST_PATTERN = 1000
 BELOW_1 = ("dropout", "beta1", "beta2")
 
 
@@ -147,6 +165,8 @@ def _check_outputs(options: Options) -> None:
     for flag, directory in directories.items():
         if directory:
             _check_writable(flag, directory)
+    if options.checkpoint.save:
+        run_lock(options.checkpoint.save).check()
     for package, wanted in {"tensorboard": log.tensorboard, "wandb": log.wandb}.items():
         found = importlib.util.find_spec(package) if wanted else None
         # A directory of that name, which runs leave behind, is found without an origin.
@@ -162,7 +182,11 @@ def _check_outputs(options: Options) -> None:
 
 def _check_writable(flag: str, directory: Path) -> None:
     """Refuse a directory that can't be made or written, before the work that it is for."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    above = (directory, *directory.absolute().parents)
+    try:
+        existing = next(path for path in above if path.exists())
+    except OSError as error:  # of a name that is too long, say
+        raise UserError(f"{flag} {brief(str(directory))}: {reason_of(error)}") from error
     if not existing.is_dir():
         raise UserError(f"{flag}: {existing} is not a directory")
     if not os.access(existing, os.W_OK):
@@ -194,18 +218,28 @@ def check_steps(options: Options, first_step: int) -> None:
 
 
 def check_values(options: Options) -> None:
-    """Raise UserError for a number that is out of its range."""
+    """Raise UserError for a value that is out of its range."""
     for group in (getattr(options, f.name) for f in fields(options) if f.name != "config"):
         for f in fields(group):
-            value, name = getattr(group, f.name), f.name.replace("_", "-")
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                continue
-            if f.name in AT_LEAST_1 and value < 1:
-                raise UserError(f"{name} {value} must be at least 1")
-            if not math.isfinite(value) or value < 0:
-                raise UserError(f"{name} {value} must be 0 or more")
-            if f.name in BELOW_1 and value >= 1:
-                raise UserError(f"{name} {value} must be below 1")
+            check_value(f.name, getattr(group, f.name))
     optimizer = options.optimizer
     if optimizer.min_lr > optimizer.lr:
         raise UserError(f"min-lr {optimizer.min_lr} exceeds lr {optimizer.lr}: give both")
+
+
+def check_value(setting: str, value, origin: str = "") -> None:
+    """Raise UserError if a setting's value is out of its range. origin: the file that has it."""
+    name = f"{origin}: {setting}" if origin else setting.replace("_", "-")
+    if setting == "train_only" and value and len(value) > LONGEST_PATTERN:
+        raise UserError(f"{name} has {len(value)} characters: at most {LONGEST_PATTERN}")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if setting in AT_LEAST_1 and value < 1:
+        raise UserError(f"{name} {value} must be at least 1")
+    if not math.isfinite(value) or value < 0:
+        raise UserError(f"{name} {value} must be 0 or more")
+    if setting in BELOW_1 and value >= 1:
+        raise UserError(f"{name} {value} must be below 1")
+    most = AT_MOST.get(setting, MOST if isinstance(value, int) else math.inf)
+    if value > most:
+        raise UserError(f"{name} {brief(value)} must be at most {most:,}")

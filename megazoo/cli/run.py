@@ -1,17 +1,25 @@
 """What is known of a run before its ranks start: its settings, checked, and where it goes on."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from megazoo.checkpoint import Checkpoint
+from megazoo.checkpoint.places import TRAINER
+from megazoo.checkpoint.schema import TrainingState, checked_state
 from megazoo.cli.elastic import is_restart
-from megazoo.cli.options import Options
+from megazoo.cli.flags import typed_settings
+from megazoo.cli.options import DataOptions, OptimizerOptions, Options, TrainingOptions
 from megazoo.cli.rules import check_steps, settle_steps
 from megazoo.data.dataset import Sources
 from megazoo.errors import UserError
+from megazoo.files import brief
 from megazoo.models.source import ModelSource
 from megazoo.optim.learning_rate import learning_rate
 from megazoo.parallel.context import ParallelContext
 from megazoo.tokenizer import Tokenizer
+
+# The groups of settings that a checkpoint keeps.
+KEPT = (TrainingOptions, OptimizerOptions, DataOptions)
 
 
 @dataclass
@@ -21,7 +29,7 @@ class Run:
     arguments: the command line, with what a restart adds to it. config: the model's. sources: of
     the data. source: the model that --load names. resuming: whether the run goes on from there; it
     may take the weights alone. state: see `resumed_state`. finished: whether torchrun has started
-    the program again after the last step.
+    the program again after the last step. fingerprints: of the data, on rank 0.
     """
 
     arguments: list[str]
@@ -33,6 +41,7 @@ class Run:
     resuming: bool
     state: dict
     finished: bool = False
+    fingerprints: list[dict] = field(default_factory=list)
 
     @property
     def first_step(self) -> int:
@@ -108,12 +117,45 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
             f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}; "
             "--load-weights-only starts a new run with its weights"
         )
-    return checkpoint.trainer
+    file = checkpoint.path / TRAINER
+    settings = checked_state(checkpoint.trainer, TrainingState, file).settings
+    _check_kept(settings, file)
+    return {**checkpoint.trainer, "settings": typed_settings(Options, settings, str(file))}
+
+
+def note_on_data(run: Run) -> str | None:
+    """Return what to say of the data of a run that is resumed: that the checkpoint names it, or
+    that it is other data than the checkpoint's."""
+    before, now = run.state["settings"].get("data"), run.options.data.data
+    if before is None or before == now == DataOptions.data:
+        return None
+    if before == now:
+        return f"data: {' '.join(now)}, as the checkpoint says"
+    return f"data: {' '.join(now)}; the checkpoint's run had {' '.join(before)}"
+
+
+def _check_kept(settings: dict, file: Path) -> None:
+    """Refuse settings that no run keeps: paths of what it writes, above all. The types and ranges
+    of those that it keeps are checked where they are read: see `parse_options`.
+
+    A setting that this version does not know is refused, too, for to leave it out might change what
+    is computed.
+    """
+    kept = [f.name for group in KEPT for f in fields(group)]
+    for name, value in settings.items():
+        if name not in kept:
+            name = name if name.isidentifier() else brief(name)
+            raise UserError(f"{file}: settings has {name}, which a run does not keep")
+        if name == "tokenizer" and value != "byte":
+            raise UserError(
+                f"{file}: tokenizer is {brief(value)}: a checkpoint may name only byte, "
+                "or have a tokenizer's files"
+            )
 
 
 def settings_to_resume(options: Options) -> dict:
     """Return what a checkpoint keeps, so that a run goes on as it was: all settings but the layout,
     and what is printed or saved."""
-    groups = (options.training, options.optimizer, options.data)
+    groups = (options.training, options.optimizer, options.data)  # those of KEPT
     settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
     return {name: value for name, value in settings.items() if value is not None}

@@ -30,6 +30,7 @@ def summary(run: Run, recorder: Recorder) -> str:
             f"  metrics       {metrics}",
             f"  loss curve    {python_line([str(metrics)], program='tools/plot_metrics.py')}",
         ]
+    lines += [f"  {flag} lost {why}" for flag, why in recorder.metrics.lost.items()]
     return "\n".join(lines)
 
 

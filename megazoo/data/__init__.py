@@ -10,6 +10,8 @@ _PLACES = {
     "PackedDataset": "samples",
     "check_data": "dataset",
     "check_template": "dataset",
+    "changes": "fingerprint",
+    "fingerprints": "fingerprint",
     "json_files": "dataset",
     "open_datasets": "dataset",
     "prepare_datasets": "dataset",

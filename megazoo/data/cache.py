@@ -13,6 +13,7 @@ from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import preprocess
 from megazoo.data.text_files import first_object
 from megazoo.errors import UserError
+from megazoo.files import open_own
 from megazoo.terminal import byte_bar
 from megazoo.tokenizer import tokenizer_files
 
@@ -77,6 +78,6 @@ def _name(recipe: Recipe) -> str:
 def _locked(path: Path):
     """Hold a lock within this block, which no other process has then. A process that dies gives it
     back."""
-    with open(path, "w") as file:
+    with open_own(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

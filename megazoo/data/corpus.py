@@ -1,6 +1,7 @@
 """The corpus that every machine has: the source of the Python standard library, about 12 MB of
 text."""
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -10,7 +11,13 @@ LEFT_OUT = {"test", "tests", "site-packages", "dist-packages"}
 def standard_library() -> list[bytes]:
     """Return the standard library's source files, in UTF-8, in the order of their paths. Tests and
     installed packages are left out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    chosen = sorted(path.as_posix() for path in paths if not LEFT_OUT.intersection(path.parts))
-    return [(root / path).read_bytes() for path in chosen]
+    return [path.read_bytes() for path in standard_library_files()]
+
+
+def standard_library_files() -> list[Path]:
+    """Return the paths of what `standard_library` reads."""
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    for directory, folders, files in os.walk(root):
+        folders[:] = [folder for folder in folders if folder not in LEFT_OUT]
+        found += [Path(directory, file) for file in files if file.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())

@@ -16,6 +16,7 @@ from typing import NoReturn
 import numpy as np
 
 from megazoo.errors import UserError
+from megazoo.files import open_own
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -170,7 +171,7 @@ def write_index(
     documents = np.arange(len(lengths) + 1) if documents is None else documents
     code = next(code for code, kind in DTYPES.items() if kind == dtype)
     partial = Path(f"{path}.partial")
-    with open(partial, "wb") as file:
+    with open_own(partial, truncate=True) as file:
         file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(documents)))
         for array, kind in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
             file.write(np.ascontiguousarray(array, kind).data)

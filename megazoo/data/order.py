@@ -57,6 +57,8 @@ def interleaved(shares: np.ndarray, first: int, count: int) -> tuple[np.ndarray,
     the time (k + (i + 1/2) / n) / share, so that after any number of samples each source has had
     its share, but for one or two.
     """
+    # All goes on as from the start after SHARES samples: so no product is ever too large for int64.
+    periods, first = divmod(first, SHARES)
     sources = len(shares)
     phases = (2 * np.arange(sources) + 1) * SHARES
 
@@ -74,7 +76,7 @@ def interleaved(shares: np.ndarray, first: int, count: int) -> tuple[np.ndarray,
     unit = 2 * sources * shares[source]
     whole, rest = np.divmod(2 * sources * SHARES * number + phases[source], unit)
     order = np.lexsort((source, rest / unit, whole))[first - start.sum() :][:count]
-    return source[order], number[order]
+    return source[order], number[order] + periods * shares[source[order]]
 
 
 def shares_of(weights: Sequence[float]) -> np.ndarray:

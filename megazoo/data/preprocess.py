@@ -17,7 +17,7 @@ from megazoo.data.encoding import Encoded, Recipe, encoding_workers
 from megazoo.data.indexed import dtype_for, write_index
 from megazoo.data.text_files import Chunk, read_chunks
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import json_object, open_own, regular_file
 from megazoo.tokenizer import open_tokenizer
 
 CHUNK = 1 << 20  # bytes of lines that a worker gets at a time
@@ -77,7 +77,7 @@ def input_files(paths: list[Path]) -> tuple[str, ...]:
             found = sorted(
                 p for p in path.rglob("*") if p.is_file() and not p.name.endswith(WRITTEN)
             )
-        if not found or not found[0].is_file():
+        if not found or not regular_file(found[0]).is_file():
             raise UserError(
                 f"{path}: no such file" if not path.is_dir() else f"{path} has no files"
             )
@@ -180,33 +180,37 @@ class _Output:
 
     def save_progress(self) -> None:
         """Put what was written on the disk, and then how much it is."""
-        for file in self._all_files():
-            file.flush()
-            os.fsync(file.fileno())
+        self._sync()
         partial = self.state.with_suffix(".partial")
-        partial.write_text(json.dumps({"recipe": self.identity, "done": asdict(self.progress)}))
+        with open_own(partial, truncate=True) as file:
+            text = json.dumps({"recipe": self.identity, "done": asdict(self.progress)})
+            file.write(text.encode())
         os.replace(partial, self.state)
 
     def finish(self) -> None:
         """Give the files their names, and write their indices."""
-        for file in self._all_files():
-            file.flush()
+        self._sync()
         self.state.unlink(missing_ok=True)  # from here on there is nothing to go on from
         for key, (tokens, lengths) in self.partial.items():
             final = Path(f"{self.prefix}_{key}_document")
             Path(f"{final}.idx").unlink(missing_ok=True)  # of tokens that are now replaced
             os.replace(tokens, f"{final}.bin")
-            write_index(f"{final}.idx", np.fromfile(lengths, "<i4"), self.dtype)
-            lengths.unlink()
+            counts = np.fromfile(lengths, "<i4")
+            lengths.unlink()  # before the index, which says that there is nothing left to do
+            write_index(f"{final}.idx", counts, self.dtype)
 
-    def _all_files(self) -> list:
-        return [file for pair in self.files.values() for file in pair]
+    def _sync(self) -> None:
+        """Put what was written on the disk."""
+        for pair in self.files.values():
+            for file in pair:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _open_alone(path: Path):
     """Open a file to read and write, while no other process has it; UserError if one does, as both
     would spoil it."""
-    file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115, the caller closes it
+    file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

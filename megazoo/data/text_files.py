@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megazoo.errors import UserError
+from megazoo.files import regular_file
 
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
 COMPRESSED = (".gz", ".zst")
@@ -106,7 +107,7 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 @contextmanager
 def _opened(path: Path):
     """Open a file: the file itself, and a file of its contents, decompressed."""
-    with open(path, "rb") as raw:
+    with open(regular_file(path), "rb") as raw:
         if path.suffix.lower() == ".gz":
             with gzip.open(raw) as file:
                 yield raw, file

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
@@ -55,8 +55,13 @@ class Batch:
         the model's longest sequence. own_loss: the labels are for a loss of the user's own. seed,
         step: of the dropout.
         """
+        check_number("num_microbatches", count, 1, whole=True)
         tokens = {f.name: getattr(self, f.name) for f in fields(self)}
-        tokens = {name: tensor for name, tensor in tokens.items() if tensor is not None}
+        tokens = {
+            name: tensor if name in ("labels", "attention_mask") else ids_of(name, tensor)
+            for name, tensor in tokens.items()
+            if is_tensor(name, tensor)
+        }
         if ctx.pp_rank == 0 and "input_ids" not in tokens:
             raise UserError("the first stage needs input_ids")
         # Labels that are not of tokens have a shape of their own.
@@ -90,6 +95,23 @@ class Batch:
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
         return _cut(tensors, padded_shape, length=shape[1], dropout_seeds=seeds)
+
+
+def is_tensor(name: str, tensor) -> bool:
+    """Return whether there is a tensor, or None; UserError for anything else."""
+    if tensor is not None and not isinstance(tensor, torch.Tensor):
+        raise UserError(f"{name} must be a tensor, not {type(tensor).__name__}: torch.tensor(...)")
+    return tensor is not None
+
+
+def ids_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return numbers of tokens, positions or documents as int64; UserError if they are not whole
+    numbers."""
+    is_tensor(name, tensor)
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{name} must be whole numbers, int64, not {kind}")
+    return tensor.long()
 
 
 def check_range(

@@ -14,6 +14,7 @@ from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.pipeline import run_pipeline
 from megazoo.engine.shares import share_of
 from megazoo.errors import UserError
+from megazoo.generate.decoding import not_finite
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import together
@@ -37,7 +38,7 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     input_ids, targets: int64 [batch, sequence], padded on the right; targets[b, s] is the token
     that position s is to predict, or -100 where there is none. Call it with the same inputs on
     every rank: replicas share the rows, and each stage works on one part of them while another
-    travels. Raises UserError as `Model.forward` does.
+    travels. Raises UserError as `Model.forward` does, and if the logits are no numbers.
     """
     if model.num_labels:
         raise UserError("a classifier does not score tokens")
@@ -70,6 +71,8 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
             scores[part] = result
     broadcast_from_stage(scores, ctx.pp_size - 1, ctx)
     all_reduce(scores, ctx.dp_group)  # each replica has its rows, and zeros
+    if not bool(scores.isfinite().all()):
+        raise not_finite(model.dtype)
     return Scores(scores[:, 0], scores[:, 1].long(), scores[:, 2].bool())
 
 

@@ -5,10 +5,22 @@ from dataclasses import dataclass
 
 import torch
 
+from megazoo.errors import UserError
 from megazoo.generate.settings import GenerationSettings
 from megazoo.parallel.random import derive_seed
 
 NOTHING = -1e9  # the score of a beam that is not there
+
+
+def not_finite(dtype: torch.dtype) -> UserError:
+    """Return the error of a model whose logits are no numbers. dtype: the model's."""
+    kind = str(dtype).removeprefix("torch.")
+    hint = "" if dtype == torch.float32 else "; --dtype float32 takes larger numbers"
+    return UserError(
+        "the model's logits are not finite (NaN or infinite): "
+        f"its weights are broken, or overflow in {kind}{hint}",
+        exit_code=1,
+    )
 
 
 @dataclass
@@ -28,19 +40,32 @@ class _Chooser:
     """What both ways of choosing share: they adjust the scores and see which rows end.
 
     prompt: int64 [prompts, tokens]; real: which of them are not padding, bool, or None for all.
+    broken: nothing could be chosen, as the logits were no numbers.
     """
 
     def __init__(
         self, settings: GenerationSettings, prompt: torch.Tensor, real: torch.Tensor | None
     ):
-        self.settings = settings
+        self.settings, self.searches = settings, settings.num_beams > 1
         self.prompt = prompt.repeat_interleave(settings.rows_of_prompt, 0)  # [rows, tokens]
         self.real = None if real is None else real.repeat_interleave(settings.rows_of_prompt, 0)
         self.step = 0  # new tokens so far
+        self.broken = False
         self.ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=prompt.device)
         self.seen: torch.Tensor | None = None  # the tokens that a row has: bool [rows, vocabulary]
         # the newest tokens in which a stop string can be that ends now
         self.window = max((len(stop.encode()) for stop in settings.stop), default=0) + 4
+
+    def choose(self, logits: torch.Tensor) -> Choice:
+        """Choose the next token of every row: see `advance`. If the logits are no numbers, the
+        group ends, and each token is -1."""
+        finite = logits.amax().isfinite()  # NaN is the largest
+        choice = self.advance(logits)  # a GPU has it to do before the host waits for `finite`
+        if finite:
+            return choice
+        self.broken = True
+        nothing = torch.full_like(self.prompt[:, 0], -1)
+        return Choice(nothing, torch.zeros_like(nothing) if self.searches else None, True)
 
     def _of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocabulary]; the first ones are of the prompts."""
@@ -168,7 +193,8 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Not torch.multinomial, whose draws would depend on the device and on who else is in the batch.
     """
     sums = scores.double().softmax(dim=-1).cumsum(dim=-1)
-    return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+    tokens = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+    return tokens.clamp(max=scores.shape[-1] - 1)  # of sums that are NaN, too
 
 
 def repeating(tokens: torch.Tensor, size: int, vocabulary: int) -> torch.Tensor:

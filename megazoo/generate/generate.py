@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from megazoo.engine.batch import ids_of, is_tensor
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.shares import share_of
 from megazoo.errors import UserError
-from megazoo.generate.decoding import BeamSearch, Choice, Sampler
+from megazoo.generate.decoding import BeamSearch, Choice, Sampler, not_finite
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import KVCache
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
@@ -32,6 +33,8 @@ def generate(
     ctx.require_ranks()
     if model.num_labels:
         raise UserError("a classifier does not generate")
+    input_ids = ids_of("input_ids", input_ids)
+    is_tensor("attention_mask", attention_mask)
     if input_ids.dim() != 2 or not input_ids.numel():
         raise UserError(
             f"input_ids are of shape {list(input_ids.shape)}, not [batch, at least one token]"
@@ -195,7 +198,7 @@ def _run(model, groups: list[_Group], steps: int, streamer) -> None:
             for group in groups:
                 if step > 0 and stage is model.stages[0] and not group.done:
                     choice = traffic.choice_for(group)
-                    if streamer is not None:
+                    if streamer is not None and int(choice.tokens[0]) >= 0:
                         streamer.put(choice.tokens)
                     group.take(choice)
                 if not group.done:
@@ -213,7 +216,7 @@ def _forward(model, stage: Stage, group: _Group, traffic: "_Traffic") -> None:
         group.cache.advance(batch.shape[1])
     if stage.last:
         logits = model.whole_logits(model.outputs(x, batch), batch)[:, -1]
-        group.choice = group.chooser.advance(logits.float())
+        group.choice = group.chooser.choose(logits.float())
         traffic.send_choice(group.choice)
     else:
         traffic.send_activations(stage, x)
@@ -276,18 +279,24 @@ class _Traffic:
 def _new_tokens(
     model, groups: list[_Group], input_ids: torch.Tensor, settings: GenerationSettings
 ) -> torch.Tensor:
-    """Return what was generated, of all replicas, on every rank: int64 [batch, new]."""
+    """Return what was generated, of all replicas, on every rank: int64 [batch, new]. UserError, on
+    every rank, if the logits of a row were no numbers."""
     ctx, each = model.ctx, settings.num_return_sequences
-    # of each row how many tokens there are, and the tokens
+    # of each row how many tokens there are, -1 where the logits were no numbers, and the tokens
     new = input_ids.new_zeros(len(input_ids) * each, 1 + settings.max_new_tokens)
     for group in groups if model.stages[-1].last else ():
-        result = group.chooser.result()  # [rows, tokens]
         rows = new[group.numbers.start * each : group.numbers.stop * each]
+        if group.chooser.broken:
+            rows[:, 0] = -1
+            continue
+        result = group.chooser.result()  # [rows, tokens]
         rows[:, 0] = result.shape[1]
         rows[:, 1:] = settings.padding
         rows[:, 1 : 1 + result.shape[1]] = result
     broadcast_from_stage(new, ctx.pp_size - 1, ctx)
     all_reduce(new, ctx.dp_group)  # each replica has its rows, and zeros
+    if bool((new[:, 0] < 0).any()):
+        raise not_finite(model.dtype)
     return new[:, 1 : 1 + int(new[:, 0].max())]
 
 

@@ -1,5 +1,6 @@
 """The settings of generation: the names and meanings are transformers'."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -15,6 +16,9 @@ WHOLE_NUMBERS = (
     "top_k",
     "seed",
 )
+COLDEST = 1e-30  # temperature: scores divided by less may be more than float32 holds
+MOST_ROWS = 1 << 20  # of a prompt
+NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,11 @@ class GenerationSettings:
             raise UserError("max_new_tokens and max_length exclude each other: give one")
         ends = () if self.eos_token_id is None else self.eos_token_id
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        self._set("eos_token_id", tuple(torch.as_tensor(ends).flatten().tolist()))
+        self._set("eos_token_id", _ids("eos_token_id", ends))
+        if self.pad_token_id is not None:
+            _ids("pad_token_id", self.pad_token_id)
+        if not all(isinstance(stop, str) for stop in stops):
+            raise UserError(f"stop {self.stop!r} is not a string, nor several")
         self._set("stop", tuple(stop for stop in stops if stop))
         self._set("top_k", self.top_k or 0)
         self._set("top_p", 1.0 if self.top_p is None else self.top_p)
@@ -78,6 +86,10 @@ class GenerationSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise UserError(f"{name} {value!r} is not a whole number")
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise UserError(f"{name} {value!r} is not a number")
 
     def _set(self, name: str, value) -> None:
         """Set an attribute while this is made; afterwards it is frozen."""
@@ -112,13 +124,14 @@ class GenerationSettings:
         wrong = {
             "max_new_tokens": self.max_new_tokens < 1,
             "min_new_tokens": not 0 <= self.min_new_tokens <= self.max_new_tokens,
-            "temperature": not self.temperature > 0,
+            "temperature": not COLDEST < self.temperature < math.inf,
             "top_k": self.top_k < 0,
             "top_p": not 0 < self.top_p <= 1,
-            "repetition_penalty": not self.repetition_penalty > 0,
+            "repetition_penalty": not 0 < self.repetition_penalty < math.inf,
+            "length_penalty": not math.isfinite(self.length_penalty),
             "no_repeat_ngram_size": self.no_repeat_ngram_size < 0,
             "num_beams": not 1 <= self.num_beams <= vocab_size // self.candidates,
-            "num_return_sequences": self.num_return_sequences < 1,
+            "num_return_sequences": not 1 <= self.num_return_sequences <= MOST_ROWS,
             "early_stopping": self.early_stopping not in (True, False, "never"),
         }
         for name, is_wrong in wrong.items():
@@ -157,3 +170,14 @@ class GenerationSettings:
         """How many tokens of each beam are looked at: so many that, if all that end a row are among
         the best, as many beams as before still go on."""
         return max(2, 1 + len(self.eos_token_id))
+
+
+def _ids(name: str, value) -> tuple[int, ...]:
+    """Return the ids of tokens that a setting names, one or several; UserError if they are none."""
+    try:
+        ids = tuple(torch.as_tensor(value).flatten().tolist())
+    except (TypeError, ValueError, RuntimeError):
+        ids = (value,)
+    if not all(type(token) is int for token in ids):
+        raise UserError(f"{name} {value!r} is not the id of a token")
+    return ids

@@ -26,6 +26,7 @@ OPTIONS = {  # that may be given, too
     "mscale_all_dim",
     "truncate",
 }
+LARGEST = 2.0**60  # of the numbers of a scaling, so that none of what follows overflows
 
 
 class Rotary:
@@ -55,7 +56,9 @@ class Rotary:
         self._kept: dict[torch.device, tuple[torch.Tensor, float]] = {}
         if head_size % 2:
             raise UserError(f"rotary positions need heads of an even size, not {head_size}")
-        if self.kind not in SCALINGS:
+        if not 1 < theta < math.inf:
+            raise UserError(f"the base of rotary positions must be above 1, not {theta}")
+        if not isinstance(self.kind, str) or self.kind not in SCALINGS:
             raise UserError(
                 f"rope_type {self.kind!r} is not supported: there are {', '.join(SCALINGS)}"
             )
@@ -68,6 +71,12 @@ class Rotary:
             raise UserError(
                 f"{name} {self.scaling[name]!r} is not supported with rope_type {self.kind!r}"
             )
+        for name in self.scaling.keys() - {"rope_type", "truncate"}:
+            value = self.scaling[name]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            unused = value is None or (name.startswith("mscale") and is_number and value == 0)
+            if not unused and not (is_number and 0 < value < LARGEST):
+                raise UserError(f"{name} of rotary positions must be a number above 0, not {value}")
 
     def __call__(
         self, positions: torch.Tensor, dtype: torch.dtype, length: int | None = None

@@ -11,7 +11,7 @@ from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.step import TrainingStep
-from megazoo.errors import UserError, advise
+from megazoo.errors import UserError, advise, check_number
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import ClassificationHead, VocabParallelEmbedding, VocabParallelHead
@@ -229,6 +229,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """
         if mode not in MODES:
             raise UserError(f"unknown recompute {mode!r}: there are {', '.join(MODES)}")
+        check_number("interval", interval, 1, whole=True)
         self._recompute, self._interval = mode, interval
         for module in self.modules():
             if isinstance(getattr(module, "recompute", None), bool):
@@ -285,14 +286,18 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """Write the model: see `megazoo.models.pretrained.save_parallelized`."""
         save_parallelized(self, directory, **options)
 
-    def from_parallelized(self, directory=None, *, load_directory=None) -> "Model":
+    @together
+    def from_parallelized(
+        self, directory=None, *, load_directory=None, verify: bool = True
+    ) -> "Model":
         """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns
         self.
 
-        load_directory: OSLO's name for directory. UserError if they are of another model.
+        load_directory: OSLO's name for directory. verify: as in `from_pretrained`. UserError if
+        they are of another model.
         """
         directory = one_of("from_parallelized", directory, "load_directory", load_directory)
-        load_weights(open_directory(directory), self)
+        load_weights(open_directory(directory, verify=verify), self)
         return self
 
     @together

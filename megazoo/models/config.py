@@ -1,8 +1,10 @@
 """What the rest of megazoo asks of any model's config, and the sizes that fit a layout."""
 
+import math
 from dataclasses import dataclass
 
 from megazoo.errors import UserError
+from megazoo.files import brief
 from megazoo.layers.classification import PROBLEMS
 from megazoo.parallel.shard import nearly_even
 
@@ -29,6 +31,19 @@ class ModelConfig:
     pad_token_id: int | None = None
 
 
+# The largest sizes that are built, so that the number of any tensor's bytes is one that torch can
+# count, and a model of a forged config is refused instead of begun.
+LARGEST = {
+    "vocab_size": 2**40,
+    "max_positions": 2**40,
+    "hidden_size": 2**20,
+    "layers": 10_000,
+    "heads": 2**16,
+    "kv_heads": 2**16,
+    "head_size": 2**16,
+    "ffn_size": 2**24,
+    "num_labels": 2**20,
+}
 OPTIONAL = ("kv_heads", "head_size", "tie_embeddings", "num_labels", "problem_type", "pad_token_id")
 
 
@@ -61,10 +76,20 @@ def _check_one_by_one(config) -> None:
     for name in ("vocab_size", "max_positions", "hidden_size", "layers", "heads", "ffn_size"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} {getattr(config, name)} must be at least 1")
-    if config.kv_heads < 0:
-        raise UserError(f"kv_heads {config.kv_heads} must be at least 1")
+    for name in ("kv_heads", "head_size"):
+        if getattr(config, name) < 0:
+            raise UserError(f"{name} {getattr(config, name)} must be at least 1")
+    if config.num_labels < 0:
+        raise UserError(f"num_labels {config.num_labels} must be 0 or more")
+    for name, largest in LARGEST.items():
+        if getattr(config, name) > largest:
+            raise UserError(f"{name} {brief(getattr(config, name))} must be at most {largest}")
+    if abs(config.pad_token_id or 0) > LARGEST["vocab_size"]:
+        raise UserError(f"pad_token_id {brief(config.pad_token_id)} is no token's")
+    _check_rates(config)
     if not config.head_size and config.hidden_size % config.heads:
-        fits = [n for n in range(1, config.hidden_size + 1) if config.hidden_size % n == 0]
+        most = min(config.hidden_size, LARGEST["heads"])
+        fits = [n for n in range(1, most + 1) if config.hidden_size % n == 0]
         raise UserError(
             f"heads {config.heads} don't divide hidden-size {config.hidden_size}: "
             f"use heads {_any_of(fits)}"
@@ -76,6 +101,18 @@ def _check_one_by_one(config) -> None:
         )
     if config.heads % (config.kv_heads or config.heads):
         raise UserError(f"kv-heads {config.kv_heads} don't divide heads {config.heads}")
+
+
+def _check_rates(config) -> None:
+    """Refuse probabilities of dropout, and the small numbers that keep norms from dividing by 0,
+    that are out of their range."""
+    for name, value in vars(config).items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if name.endswith("dropout") and not 0 <= value < 1:
+            raise UserError(f"{name} {value} must be 0 or more, and below 1")
+        if name.endswith("epsilon") and not 0 <= value < math.inf:
+            raise UserError(f"{name} {value} must be 0 or more")
 
 
 def _check_tensor_parallel(config, tp: int) -> None:

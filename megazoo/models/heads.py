@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from megazoo.engine.batch import check_range
+from megazoo.engine.batch import check_range, ids_of
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.layers import VocabParallelHead, classification, vocab_parallel_cross_entropy
@@ -41,6 +41,8 @@ class LanguageModeling:
 
         shape: (batch, sequence). own_loss: labels are for a loss of the user's own: of any shape.
         """
+        if labels is not None and not own_loss:
+            labels = ids_of("labels", labels)
         if labels is not None and tuple(labels.shape) == shape and not labels.is_floating_point():
             targets = torch.full_like(labels, IGNORE_INDEX)
             targets[:, :-1] = labels[:, 1:]

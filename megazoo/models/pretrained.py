@@ -1,34 +1,49 @@
 """Models from checkpoints and Hugging Face directories, and back: what users call."""
 
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.directories import remove, replace_directory
-from megazoo.checkpoint.places import MANIFEST, NoCheckpoint, find_checkpoint
-from megazoo.checkpoint.saving import saving_together
-from megazoo.checkpoint.shards import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.directories import output_directory
+from megazoo.checkpoint.ownership import foreign_entry
+from megazoo.checkpoint.places import (
+    CONFIG,
+    MANIFEST,
+    TRAINER,
+    NoCheckpoint,
+    find_checkpoint,
+    present,
+)
+from megazoo.checkpoint.saving import run_together
+from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.directory import CONFIG, HuggingFaceDirectory
-from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_hugging_face
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
 from megazoo.models.source import ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.module import initialize
+from megazoo.parallel.failure import failing_together
+from megazoo.parallel.module import Entry, initialize
 from megazoo.parallel.random import derive_seed
 
 CLASSIFIER_HEAD = "score.weight"
 
 
-def open_source(path: str | Path) -> ModelSource:
+def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
     """Open a checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError
-    if it is neither."""
-    path = Path(path)
+    if it is neither.
+
+    verify: compare what is read with the checkpoint's checksums; a Hugging Face directory has none.
+    """
+    path = present(Path(path))
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         return HuggingFaceDirectory(path)
     try:
-        return SavedModel(find_checkpoint(path))
+        return SavedModel(find_checkpoint(path), verify=verify)
     except NoCheckpoint as error:
         missing = f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
         raise UserError(missing) from None
@@ -42,6 +57,7 @@ def from_pretrained(
     seed: int = 0,
     num_labels: int | None = None,
     pad_token_id: int | None = None,
+    verify: bool = True,
 ) -> torch.nn.Module:
     """Build this rank's part of a model that is on disk; each rank reads only what it owns,
     straight into its parameters.
@@ -49,22 +65,31 @@ def from_pretrained(
     path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by
     default. dtype: as it is stored, by default. seed: of the dropout. num_labels: make a classifier
     of sequences of it; the head of a language model gives way to one that is drawn from the seed.
-    pad_token_id: of such a classifier, if the files don't say it. Raises UserError, with what is
-    wrong, if it can't be read or cut; a name is never downloaded.
+    pad_token_id: of such a classifier, if the files don't say it. verify: compare what is read with
+    the checkpoint's checksums, beside the reading. Every rank of the context calls it. Raises
+    UserError, with what is wrong, if it can't be read or cut; a name is never downloaded.
     """
-    source = open_directory(path)
-    dtype = dtype or source.dtype_of(next(iter(source.specs)))
-    config = source.config
-    if num_labels is not None and num_labels != config.num_labels:
-        if config.num_labels:
-            raise UserError(
-                f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}"
-            )
-        pad = source.pad_token_id if pad_token_id is None else pad_token_id
-        config = replace(config, num_labels=num_labels, pad_token_id=pad)
-    model = source.model.empty(config, ctx or current_context(), dtype=dtype, seed=seed)
-    load_weights(source, model)
+    ctx = ctx or current_context()
+    with failing_together(ctx):
+        source = open_directory(path, verify=verify)
+        config = _with_labels(source, num_labels, pad_token_id)
+        dtype = dtype or source.dtype_of(next(iter(source.specs)))
+        model = source.model.empty(config, ctx, dtype=dtype, seed=seed)
+        load_weights(source, model)
     return model
+
+
+def _with_labels(source: ModelSource, num_labels: int | None, pad_token_id: int | None):
+    """Return the config of a source, or of the classifier that is made of it."""
+    config = source.config
+    if num_labels is None or num_labels == config.num_labels:
+        return config
+    if config.num_labels:
+        raise UserError(
+            f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}"
+        )
+    pad = source.pad_token_id if pad_token_id is None else pad_token_id
+    return replace(config, num_labels=num_labels, pad_token_id=pad)
 
 
 def from_parallelized(
@@ -83,9 +108,9 @@ def from_parallelized(
     return from_pretrained(directory, ctx, **options)
 
 
-def open_directory(path: str | Path) -> ModelSource:
+def open_directory(path: str | Path, *, verify: bool = True) -> ModelSource:
     """Open a directory that a user has named for its weights; UserError says what to do if there is
-    none."""
+    none. verify: see `open_source`."""
     if isinstance(path, torch.nn.Module):
         raise UserError(GIVE_A_DIRECTORY)
     if not isinstance(path, str | Path):
@@ -93,7 +118,7 @@ def open_directory(path: str | Path) -> ModelSource:
             f"weights are read from a directory, not from {type(path).__name__}: "
             "for random ones, megazoo.from_config"
         )
-    if not Path(path).exists():
+    if not present(Path(path)).exists():
         is_preset = str(path) in presets()
         random = f"; for random weights call megazoo.from_config({str(path)!r}, ctx)"
         raise UserError(
@@ -101,7 +126,7 @@ def open_directory(path: str | Path) -> ModelSource:
             "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
             f"{random if is_preset else ''}"
         )
-    return open_source(path)
+    return open_source(path, verify=verify)
 
 
 def one_of(function: str, directory, name: str, named):
@@ -119,8 +144,22 @@ def load_weights(source: ModelSource, model) -> None:
     """Fill this rank's parameters from an open source; its sidecar files travel on.
 
     A classifier takes a language model's weights, too; its head is then drawn from the model's
-    seed. UserError if the weights are another model's.
+    seed. Every rank calls it. UserError if the weights are another model's, or a file has changed
+    since it was written.
     """
+    with failing_together(model.ctx):
+        entries = _entries_to_read(source, model)
+        files = source.files_of([(entry.name, entry.spec) for entry in entries], model.ctx)
+        with verifying(source, files, model.ctx):
+            for entry in entries:
+                source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
+            model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
+            model.generation = source.generation
+
+
+def _entries_to_read(source: ModelSource, model) -> list[Entry]:
+    """Return this rank's parameters that a source has, and draw a classifier's new head; UserError
+    if the weights are another model's."""
     entries = list(model.entries())
     if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
         new = next((entry for entry in entries if entry.name == CLASSIFIER_HEAD), None)
@@ -137,10 +176,7 @@ def load_weights(source: ModelSource, model) -> None:
     if type(model) is not source.model or other:
         reason = f"its {other[0]} is another" if other else f"it is a {source.model.__name__}"
         raise UserError(f"{source.path} is not of this {type(model).__name__}: {reason}")
-    for entry in entries:
-        source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
-    model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
-    model.generation = source.generation
+    return entries
 
 
 def save_parallelized(
@@ -160,38 +196,35 @@ def save_parallelized(
     directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
     ctx = model.ctx
     ctx.require_ranks()
-    shards = directory.parent / f".{directory.name}.shards" if merge_checkpoints else directory
-    staging = shards.parent / f".{shards.name}.writing"
+    together = partial(run_together, directory=directory, ctx=ctx)
 
-    def begin() -> None:
+    def begin() -> Path:
         if merge_checkpoints:
             hugging_face_config(model.config)  # raises before anything is written
             parse_size(max_shard_size)
-        _check_ours(directory)
-        remove(staging)
-        staging.mkdir(parents=True)
+        return stack.enter_context(output_directory(directory, lambda: _check_ours(directory)))
 
     def complete() -> None:
         write_manifest(staging, model.family, model.config, ctx, written, {}, model.sidecar_files)
-        with replace_directory(staging, shards):
-            pass
         if merge_checkpoints:
-            write_hugging_face(
-                SavedModel(shards), directory, max_shard_size=max_shard_size, overwrite=True
-            )
-            remove(shards)
+            write_model(SavedModel(staging, verify=False), staging, max_shard_size=max_shard_size)
+            shards = (name for part in written for name in part["files"])
+            for name in (MANIFEST, TRAINER, *shards):
+                (staging / name).unlink()
+        stack.close()
 
-    with saving_together(directory, staging, ctx) as run_together:
-        run_together(begin, only_rank_zero=True)
+    with ExitStack() as stack:  # of rank 0: it removes what was begun, if one fails
+        staging, *_ = together(begin, only_rank_zero=True)
         files = files_of_rank(model, lambda entry: entry.parameter, None)
-        written = run_together(lambda: write_rank(staging, files, ctx))
-        run_together(complete, only_rank_zero=True)
+        written = together(lambda: write_rank(staging, files, ctx))
+        together(lambda: check_rank(staging, written[ctx.rank]))
+        together(complete, only_rank_zero=True)
 
 
 def _check_ours(directory: Path) -> None:
     """Raise UserError if a directory would be replaced that megazoo didn't write."""
-    if not directory.is_dir() or not any(directory.iterdir()) or (directory / MANIFEST).is_file():
-        return
-    weights = sorted(directory.glob("model*.safetensors"))
-    if not weights or b'"writer":"megazoo"' not in weights[0].read_bytes()[:1000]:
-        raise UserError(f"{directory} is not empty, and not of megazoo's writing: choose another")
+    if name := foreign_entry(directory):
+        raise UserError(
+            f"{directory} is not empty, and not of megazoo's writing: choose another; "
+            f"it holds {name}"
+        )

@@ -1,13 +1,17 @@
 """The families of models by name, and the configs that names and files stand for."""
 
 import dataclasses
+import math
 import tomllib
+from dataclasses import MISSING
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from megazoo.errors import UserError, nearest
-from megazoo.files import json_object, read_bytes
+from megazoo.files import brief, convert, json_object, read_bytes
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.parallel.context import ParallelContext, current_context
 
@@ -105,18 +109,56 @@ def find_config(what):
     return what
 
 
+def family_named(name: str) -> type:
+    """Return a family's class; UserError names the nearest name."""
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
+        raise UserError(
+            f"unknown model family {brief(name)}{hint}; there are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
 def config_from_dict(family: str, values: dict):
     """Return a family's config from the dictionary that `dataclasses.asdict` made of it."""
-    if family not in FAMILIES:
-        raise UserError(
-            f"unknown model family {family!r}{nearest(family, FAMILIES)}; "
-            f"there are {', '.join(FAMILIES)}"
-        )
-    cls = FAMILIES[family].Config
+    cls = family_named(family).Config
     unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
         raise UserError(f"unknown {family} setting {min(unknown)!r}")
-    return cls(**values)
+    return cls(**_typed_values(cls, values))
+
+
+def _typed_values(cls: type, values: dict) -> dict:
+    """Return the values of a config's fields, as a file has them, each of its field's type.
+
+    UserError for one that is of another type or not finite, and for a field that is not there. Of a
+    user's own types nothing is known, and what a field has by default it may have in a file.
+    """
+    try:
+        kinds = get_type_hints(cls)
+    except (NameError, TypeError):  # annotations that only a type checker can look up
+        kinds = {}
+    typed = dict(values)
+    for field in dataclasses.fields(cls):
+        required = field.init and MISSING is field.default is field.default_factory
+        if required and field.name not in values:
+            raise UserError(f"{field.name} is missing")
+        value = values.get(field.name, field.default)
+        is_default = type(value) is type(field.default) and value == field.default
+        if field.name in values and not is_default and _is_plain(kinds.get(field.name)):
+            typed[field.name] = value = convert(value, kinds[field.name], field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{field.name} is {value}: it must be finite")
+    return typed
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a type is made of those that JSON has."""
+    if get_origin(kind) is Literal:
+        return True
+    if get_origin(kind) in (Union, UnionType, list, tuple, dict):
+        return all(part is ... or _is_plain(part) for part in get_args(kind))
+    return kind in (int, float, str, bool, NoneType, dict, list, tuple, Any)
 
 
 def config_from_file(path: Path):
@@ -127,7 +169,7 @@ def config_from_file(path: Path):
         values = tomllib.loads(data.decode()) if path.suffix == ".toml" else json_object(path, data)
     except UserError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
     if not {"model", "model_type"} & values.keys():
         raise UserError(f"{path} says neither model_type (Hugging Face's name) nor model (ours)")
@@ -145,6 +187,8 @@ def config_from_hugging_face(values: dict):
     UserError names a field that changes the mathematics and is not supported, with its value.
     """
     family = values["model_type"]
+    if not isinstance(family, str):
+        raise UserError(f"model_type is {brief(family)}: it must be a string")
     known = {name for name, model in FAMILIES.items() if hasattr(model.Config, "from_hugging_face")}
     if family not in known:
         raise UserError(
@@ -153,6 +197,7 @@ def config_from_hugging_face(values: dict):
     fields = ConfigReader(values)
     config = FAMILIES[family].Config.from_hugging_face(fields)
     fields.finish()
+    _typed_values(type(config), vars(config))
     one_layer = dataclasses.replace(config, layers=min(config.layers, 1))
     FAMILIES[family].on_meta(one_layer, ParallelContext())  # refuses what the layers don't know
     return config

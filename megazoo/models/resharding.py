@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.directories import check_replaceable, new_directory
-from megazoo.checkpoint.shards import files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.directories import new_directory
+from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import BytesWritten, LazyTensor
 from megazoo.files import in_threads
 from megazoo.models.source import ModelSource
@@ -30,7 +31,6 @@ def write_shards(
     """
     config, family = source.config, source.model
     family.check(config, tp, pp)
-    check_replaceable(directory, overwrite)
 
     def write(rank: int) -> dict:
         ctx = ParallelContext.virtual(tp, pp, rank=rank)
@@ -51,8 +51,11 @@ def write_shards(
         files = files_of_rank(model, weight_of, states_of if source.has_states else None)
         return write_rank(staging, files, ctx)
 
-    with new_directory(directory) as staging:
-        written = in_threads(write, range(tp * pp))
+    with new_directory(directory, overwrite, source.path) as staging:
+        with verifying(source, source.all_files(states=True), ParallelContext()):
+            written = in_threads(write, range(tp * pp))
+        for of_rank in written:
+            check_rank(staging, of_rank)
         layout = ParallelContext.virtual(tp, pp)
         write_manifest(
             staging, family.family, config, layout, written, source.trainer, source.sidecar_files

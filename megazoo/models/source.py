@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
+from megazoo.checkpoint.format import spec_from_manifest
+from megazoo.checkpoint.places import MANIFEST
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
-from megazoo.models.registry import FAMILIES, config_from_dict, family_of
+from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.tokenizer import has_tokenizer
@@ -41,7 +43,9 @@ class ModelSource(TensorSource):
         trained with."""
         if has_tokenizer(self.path):
             return str(self.path)
-        return self.trainer.get("settings", {}).get("tokenizer")
+        settings = self.trainer.get("settings")
+        named = settings.get("tokenizer") if isinstance(settings, dict) else None
+        return "byte" if named == "byte" else None  # a path is never taken from a checkpoint
 
     @property
     def pad_token_id(self) -> int | None:
@@ -56,6 +60,18 @@ class ModelSource(TensorSource):
             for name, spec in self.specs.items()
         )
 
+    def all_files(self, states: bool) -> set[str]:
+        """Return the files of all weights, and with `states` those of the optimizer's state, too;
+        none where there are no checksums."""
+        tensors = list(self.specs.items())
+        if states:
+            tensors += [
+                (f"{name}.{state}", spec)
+                for name, spec in tensors
+                for state in self.states_of(name)
+            ]
+        return self.files_of(tensors, ParallelContext())
+
     def total_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of the weights, and of the optimizer state if there is one."""
         return self.weight_bytes(dtype) + sum(
@@ -69,14 +85,32 @@ class SavedModel(ModelSource, Checkpoint):
     """A checkpoint whose config is one of a known family. UserError if its tensors are not what the
     config says."""
 
-    def __init__(self, path: str | Path):
-        super().__init__(path)
-        self.config = config_from_dict(self.family, self.values)
-        if self.config.layers > len(self.tensors):
-            raise UserError(
-                f"{self.path} has {len(self.tensors)} tensors for {self.config.layers} layers"
-            )
-        for name, spec in self.specs.items():
+    def __init__(self, path: str | Path, *, verify: bool = True):
+        super().__init__(path, verify=verify)
+        family_named(self.family)
+        try:
+            self.config = config_from_dict(self.family, self.values)
+            layers, count = self.config.layers, len(self.tensors)
+            if layers > count:
+                raise UserError(f"it has {count} tensors for {layers} layers")
+            specs = self.specs  # refuses sizes that no model has
+        except UserError as error:
+            raise UserError(f"{self.path / MANIFEST}: {error}") from None
+        for name, spec in specs.items():
             self.check_shape(name, spec)
+        self._check_cuts()
+        states = {f"{name}.{state}" for name in specs for state in self.states_of(name)}
+        if unexpected := self.tensors.keys() - specs.keys() - states:
+            raise UserError(f"{self.path / MANIFEST}: its config knows no {min(unexpected)}")
         if self.total_bytes() > sum(self.file_sizes().values()):
             raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")
+
+    def _check_cuts(self) -> None:
+        """Raise UserError if a weight is not cut as the model cuts it for the layout of the run
+        that wrote it: its rows would be taken for others."""
+        writers = ParallelContext.virtual(self.layout["tp"])
+        for entry in self.model.on_meta(self.config, writers).entries():
+            if spec_from_manifest(self.tensors[entry.name]).shard != entry.spec.shard:
+                raise UserError(
+                    f"{self.path / MANIFEST}: {entry.name} is not cut as the model's is"
+                )

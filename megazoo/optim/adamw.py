@@ -2,13 +2,13 @@
 
 import torch
 
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.optim.base import ModelOptimizer
-from megazoo.optim.clip import check_model, element_range, global_norm
+from megazoo.optim.clip import check_max_norm, check_model, element_range, global_norm
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over, gather_ranges
-from megazoo.parallel.failure import together
+from megazoo.parallel.failure import failing_together, together
 from megazoo.parallel.module import Entry
 from megazoo.torch_internals import fused_adamw
 
@@ -59,14 +59,15 @@ class AdamW(ModelOptimizer):
         loss_scale: LossScale | None = None,
     ):
         check_model(model, "AdamW(model, lr=...)")
-        if zero not in (0, 1):
-            raise UserError(f"zero {zero} is neither 0 nor 1")
         self.model, self.ctx, self.clip_grad = model, model.ctx, clip_grad
+        self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        with failing_together(self.ctx):
+            _check_settings(self.defaults, clip_grad, zero)
+            model.agree_on_frozen()
         if model.dtype == torch.float16:
             model.loss_scale = loss_scale or LossScale()
         self.loss_scale, self.skipped = model.loss_scale, False
         self.device = torch.device("cpu") if offload else self.ctx.device
-        model.agree_on_frozen()
         self.entries = model.trained_entries()
         self.replicas = self.ctx.gradient_axis
         self.sharded = bool(zero) and self.replicas.size > 1
@@ -75,7 +76,6 @@ class AdamW(ModelOptimizer):
         self.ranges = {
             entry.name: self.range_of(entry, self.replicas.rank) for entry in self.entries
         }
-        self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         matrices = [entry for entry in self.entries if entry.parameter.dim() > 1]
         vectors = [entry for entry in self.entries if entry.parameter.dim() <= 1]
         self.param_groups = [self._group(matrices, weight_decay), self._group(vectors, 0.0)]
@@ -94,6 +94,8 @@ class AdamW(ModelOptimizer):
         """
         if closure is not None:
             raise UserError("AdamW takes no closure: run backward before the step")
+        for group in self.param_groups:
+            check_number("lr", float(group["lr"]), 0)
         self._check_gradients()
         if self.loss_scale:
             self.skipped = self._overflowed()
@@ -200,3 +202,17 @@ class AdamW(ModelOptimizer):
         for e, part in zip(entries, mine, strict=True):
             if MASTER in self.state[e.name]:
                 part.copy_(self.state[e.name][MASTER])
+
+
+def _check_settings(settings: dict, clip_grad: float, zero: int) -> None:
+    """Raise UserError for a setting that would make no step, or a step to nowhere."""
+    for name in ("lr", "eps", "weight_decay"):
+        check_number(name, settings[name], 0)
+    betas = settings["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise UserError(f"betas must be two numbers, not {betas!r}")
+    for beta in betas:
+        check_number("beta", beta, 0, 1)
+    check_max_norm("clip_grad", clip_grad)
+    if zero not in (0, 1):
+        raise UserError(f"zero {zero} is neither 0 nor 1")

@@ -1,9 +1,11 @@
 """The global norm of the gradients, and clipping by it."""
 
+import math
+
 import torch
 from torch import nn
 
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.failure import failing_together
@@ -22,6 +24,7 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
     """
     check_model(model, "clip_grad_norm(model, max_norm)")
     with failing_together(model.ctx):
+        check_max_norm("max_norm", max_norm)
         buckets, entries = model.fit_buckets(), model.trained_entries()
         buckets.check()
         norm = global_norm(entries, buckets)
@@ -79,6 +82,12 @@ def square_sum(tensor: torch.Tensor) -> torch.Tensor:
     pieces = (tensor,) if tensor.is_cuda else tensor.reshape(-1).split(1 << 15)
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     return torch.stack(norms).square().sum()
+
+
+def check_max_norm(name: str, value: float) -> None:
+    """Raise UserError unless a value is a largest norm: from 0 to infinity, which never clips."""
+    if value != math.inf:
+        check_number(name, value, 0)
 
 
 def check_model(model, call: str) -> None:

@@ -3,6 +3,8 @@ backward."""
 
 from dataclasses import dataclass
 
+from megazoo.errors import check_number
+
 STATE = ("value", "good_steps", "patience")
 
 
@@ -24,6 +26,9 @@ class LossScale:
     patience: int = 0
 
     def __post_init__(self):
+        check_number("the loss scale's value", self.value, 1)
+        for name, least in (("growth_interval", 1), ("hysteresis", 1), ("good_steps", 0)):
+            check_number(f"the loss scale's {name}", getattr(self, name), least, whole=True)
         self.patience = self.patience or self.hysteresis
 
     def update(self, overflow: bool) -> None:

@@ -4,6 +4,7 @@ import math
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megazoo import environment
 from megazoo.errors import UserError
 from megazoo.parallel.device import choose_device, share_cores
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
 AXES = ("pp", "dp", "tp")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+LONGEST_TIMEOUT = timedelta(days=365)
 NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not run it"
 
 
@@ -74,6 +77,7 @@ class ParallelContext:
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
     name: str = field(default="", repr=False)  # the same on all ranks, and of no other context
     calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT, repr=False)  # of every wait on every group
 
     def __post_init__(self):
         place = self.place_of(self.rank)
@@ -116,6 +120,10 @@ class ParallelContext:
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
         UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
+        if timeout > LONGEST_TIMEOUT:
+            raise UserError(f"timeout must be at most {LONGEST_TIMEOUT.days} days, not {timeout}")
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
@@ -142,13 +150,14 @@ class ParallelContext:
             if "WORLD_SIZE" not in os.environ:
                 return replace(here, device=device)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timeout)
+            with meeting():
+                dist.init_process_group(backend, timeout=timeout)
         ranks = torch.arange(world).view(here.sizes)
         groups = [_new_group_along(dim, ranks, timeout) for dim in range(len(AXES))]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
-        return replace(here, device=device, mesh=mesh, name=name[0])
+        return replace(here, device=device, mesh=mesh, name=name[0], timeout=timeout)
 
     @classmethod
     def virtual(
@@ -208,10 +217,12 @@ class ParallelContext:
         """
         return self.axis("dp")
 
-    def new_cpu_group(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup | None:
+    def new_cpu_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         """Make a group of all ranks for CPU tensors, for a thread of its own; every rank calls it.
-        None for one rank."""
-        return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+        None for one rank. timeout: the context's by default."""
+        if self.world_size == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=timeout or self.timeout)
 
     def require_ranks(self) -> None:
         """Raise UserError in a virtual context: without its other ranks a model would give wrong
@@ -271,11 +282,27 @@ def current_context() -> ParallelContext:
     return _ambient.get()[-1]
 
 
+@contextmanager
+def meeting():
+    """Raise UserError if the ranks do not find each other within this block."""
+    try:
+        yield
+    except dist.DistError as error:
+        where = " ".join(
+            f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")
+        )
+        raise UserError(
+            f"rank {environment.rank()} of {environment.world_size()} did not meet the others at "
+            f"{where}: {str(error).splitlines()[0]}",
+            exit_code=1,
+        ) from error
+
+
 def _world_and_rank() -> tuple[int, int]:
     """Return the size of the world, and this rank, as torch.distributed or the launcher says."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
-    return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    return environment.world_size(), environment.rank()
 
 
 def _check_size(name: str, size) -> None:

@@ -1,6 +1,7 @@
 """How a parameter is cut: boxes of global tensors, and values that depend on the global tensor
 alone."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -157,6 +158,11 @@ def overlap(a: Box, b: Box) -> Box | None:
     """What two boxes of one tensor share, or None."""
     box = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
+
+
+def volume(box: Box) -> int:
+    """The number of elements in a box."""
+    return math.prod(stop - start for start, stop in box)
 
 
 @dataclass(frozen=True)

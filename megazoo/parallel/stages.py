@@ -1,6 +1,9 @@
 """Stages of the pipeline: which rank has which, and how layers are cut into them."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import accumulate
 
 from megazoo.errors import UserError
 
@@ -57,22 +60,30 @@ def cut_into_stages(
                 f"stage-layers {','.join(map(str, how))} must be {count} numbers above 0 "
                 f"that add up to {layers}"
             )
-        counts = list(how)
+        counts = how
     elif how in ("uniform", "balanced"):
         layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)
-        load, counts = [0.0] * count, [0] * count
-        load[0] += first
-        load[-1] += last
-        for _ in range(layers):
-            cheapest = min(range(count), key=lambda stage: load[stage])
-            load[cheapest] += layer
-            counts[cheapest] += 1
+        counts = _balanced(layers, count, layer, first, last)
     else:
         raise UserError(
             f"stage-layers {how!r} is neither balanced nor uniform nor numbers such as 5,6,6,5"
         )
-    ends = [sum(counts[: stage + 1]) for stage in range(count)]
     return [
         Stage(stage, count, range(end - n, end))
-        for stage, (end, n) in enumerate(zip(ends, counts, strict=True))
+        for stage, (end, n) in enumerate(zip(accumulate(counts), counts, strict=True))
     ]
+
+
+@lru_cache  # every rank of a plan asks
+def _balanced(layers: int, count: int, layer: float, first: float, last: float) -> tuple[int, ...]:
+    """Return the layers of each stage, of which the slowest is as fast as can be."""
+    load, counts = [0.0] * count, [0] * count
+    load[0] += first
+    load[-1] += last
+    cheapest_first = [(cost, stage) for stage, cost in enumerate(load)]
+    heapify(cheapest_first)
+    for _ in range(layers):
+        cost, stage = cheapest_first[0]
+        counts[stage] += 1
+        heapreplace(cheapest_first, (cost + layer, stage))
+    return tuple(counts)

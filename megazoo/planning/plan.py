@@ -45,6 +45,7 @@ from megazoo.planning.meter import (
 )
 from megazoo.planning.static import Static, measure_static
 
+MOST_ACTIONS = 1_000_000  # of a step: each is scheduled by itself
 # What a plan repeats of the options it was made for.
 LAYOUT_OPTIONS = (
     "tp",
@@ -140,6 +141,13 @@ class Planner:
         check_values(options)
         if dp < 1:
             raise UserError(f"dp {dp} must be at least 1")
+        microbatches = training.global_batch_size // (training.micro_batch_size * dp)
+        stages = parallel.pp * parallel.virtual_pp
+        if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward
+            raise UserError(
+                f"{microbatches} micro-batches a step are more than can be planned"
+                + (f" with {stages} stages" if stages > 1 else "")
+            )
         check_run(options, self.family, self.config, SimpleNamespace(vocab_size=0), dp)
 
     def plan(self, parallel: ParallelOptions, training: TrainingOptions, dp: int = 1) -> Plan:

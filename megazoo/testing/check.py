@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.models.registry import family_of, find_config
 from megazoo.testing.causes import Comparison
 from megazoo.testing.layouts import Layout
@@ -65,6 +65,7 @@ def check_parallel(
     nothing. import_: the Python file that registers the model, if one does. UserError for a layout
     that can't be.
     """
+    check_number("tolerance", tolerance, 0)
     config = find_config(model) if isinstance(model, str) else model
     subject = Subject(
         family_of(config), asdict(config), load and Path(load), import_ and Path(import_).resolve()

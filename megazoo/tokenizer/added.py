@@ -29,6 +29,12 @@ class AddedToken(NamedTuple):
     def from_json(cls, entry: dict, token_id: int) -> "AddedToken":
         """Return what tokenizer.json or tokenizer_config.json says of one token. Raises UserError,
         KeyError or TypeError."""
+        for name in ("single_word", "special", "normalized", "lstrip", "rstrip"):
+            if not isinstance(entry.get(name), bool | None):
+                raise UserError(
+                    f"added token {entry['content']!r}: {name} is {entry[name]!r}, "
+                    "not true or false"
+                )
         if entry.get("single_word"):
             raise UserError(f"added token {entry['content']!r}: single_word is not supported")
         check_id(token_id, entry["content"])

@@ -3,6 +3,7 @@
 A field is used, or refused by name, or known not to change the mathematics.
 """
 
+import math
 from typing import Any
 
 from megazoo.errors import UserError
@@ -69,6 +70,8 @@ class ConfigReader:
             raise UserError(
                 f"{self.inside}{name} is {value!r}, not of the type {type(default).__name__}"
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{self.inside}{name} is {value}: it must be finite")
         return value
 
     def nested(self, name: str) -> "ConfigReader":

@@ -10,19 +10,19 @@ from pathlib import Path
 import torch
 
 from megazoo.checkpoint.format import GENERATION, SIDECAR_FILES
+from megazoo.checkpoint.generation import TOKEN_IDS, generation_config, with_token_ids
+from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import json_object, read_bytes
 from megazoo.models.hugging_face.names import HFNames, hf_names
 from megazoo.models.registry import config_from_file
 from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
 
-CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 LM_HEAD = "lm_head.weight"
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class HuggingFaceDirectory(ModelSource):
@@ -49,7 +49,7 @@ class HuggingFaceDirectory(ModelSource):
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
         found = {
-            name: (self.path / name).read_bytes()
+            name: read_bytes(self.path / name)
             for name in SIDECAR_FILES
             if (self.path / name).is_file()
         }
@@ -57,16 +57,20 @@ class HuggingFaceDirectory(ModelSource):
 
     @property
     def pad_token_id(self) -> int | None:
-        theirs = json.loads((self.path / CONFIG).read_text()).get("pad_token_id")
+        theirs = self._config_values().get("pad_token_id")
         return super().pad_token_id if theirs is None else theirs
 
     @cached_property
     def generation(self) -> dict:
         file = self.path / GENERATION
         if file.is_file():
-            return json_object(file, file.read_bytes())
-        config = json.loads((self.path / CONFIG).read_text())  # its ids may stand there instead
+            return generation_config(file, read_bytes(file))
+        config = self._config_values()  # its ids may stand there instead
         return {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
+
+    def _config_values(self) -> dict:
+        file = self.path / CONFIG
+        return with_token_ids(file, json_object(file, read_bytes(file)))
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self.files.dtype([(self._file_of[part], part) for part in self._names[name].names])

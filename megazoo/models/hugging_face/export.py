@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.directories import check_replaceable, new_directory
+from megazoo.checkpoint.directories import new_directory
+from megazoo.checkpoint.places import CONFIG, INDEX
+from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import (
     BytesWritten,
     LazyTensor,
@@ -15,9 +17,10 @@ from megazoo.checkpoint.writing import (
 )
 from megazoo.errors import UserError
 from megazoo.files import in_threads
-from megazoo.models.hugging_face.directory import CONFIG, TOKEN_IDS
+from megazoo.models.hugging_face.directory import TOKEN_IDS
 from megazoo.models.hugging_face.names import hf_names
 from megazoo.models.source import ModelSource
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Piece
 
 
@@ -35,17 +38,31 @@ def write_hugging_face(
     dtype: as stored, by default. max_shard_size: the largest file, in bytes or as "5GB".
     UserError if transformers' model can't represent the config, with the field that it lacks.
     """
+    parse_size(max_shard_size), hugging_face_config(source.config)  # raise before all else
+    with new_directory(directory, overwrite, source.path) as staging:
+        write_model(source, staging, dtype=dtype, max_shard_size=max_shard_size, progress=progress)
+
+
+def write_model(
+    source: ModelSource,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: BytesWritten = lambda _: None,
+) -> None:
+    """Write the files of a Hugging Face model into a directory that is there: see
+    `write_hugging_face`."""
     limit, config = parse_size(max_shard_size), hugging_face_config(source.config)
-    check_replaceable(directory, overwrite)
     tensors = _hf_tensors(source, dtype, progress)
     # Without these, transformers assumes the ids of its own models.
     config = {name: source.generation.get(name) for name in TOKEN_IDS} | config
     config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    with new_directory(directory) as staging:
-        write_json(staging / CONFIG, config)
-        for name, data in source.sidecar_files.items():
-            write_atomically(staging / name, data)
-        _write_weights(staging, _cut_into_files(tensors, limit))
+    write_json(directory / CONFIG, config)
+    for name, data in source.sidecar_files.items():
+        write_atomically(directory / name, data)
+    with verifying(source, source.all_files(states=False), ParallelContext()):
+        _write_weights(directory, _cut_into_files(tensors, limit))
 
 
 def hugging_face_config(config) -> dict:
@@ -145,4 +162,4 @@ def _write_weights(directory: Path, files: list[dict[str, LazyTensor]]) -> None:
     }
     file_of = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
     index = {"metadata": totals, "weight_map": dict(sorted(file_of.items()))}
-    write_json(directory / "model.safetensors.index.json", index)
+    write_json(directory / INDEX, index)

@@ -59,7 +59,8 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     older_epsilon = fields.take("layer_norm_epsilon", defaults.norm_epsilon)
     values["norm_epsilon"] = fields.take("norm_eps", older_epsilon)
     values["logit_scale"] = _read_logit_scale(fields, hidden)
-    values["ffn_size"] = int(hidden * fields.take("expansion_ratio", 4.0))
+    ratio = min(fields.take("expansion_ratio", 4.0), 1e6)
+    values["ffn_size"] = int(hidden * ratio)
     _check_feed_forward(fields.nested("ffn_config"))
     attention = _read_attention(fields.nested("attn_config"), heads, bias)
     return {**values, **attention, **fields.head(), "bias": bias}

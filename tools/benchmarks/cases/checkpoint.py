@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from benchmarks.memory import proportional
 from benchmarks.results import Result, Setup
-from benchmarks.turns import TOOLS, Side, alone, in_turn, seconds_in_turn
+from benchmarks.turns import TOOLS, Side, alone, in_turn, on_ranks, seconds_in_turn
 
 
 def cases(setup: Setup) -> Iterator[Result]:
@@ -24,6 +25,7 @@ def cases(setup: Setup) -> Iterator[Result]:
         copying = Side([["cp", "-r", hf, copy], sync], copy)
         yield in_turn("convert_hf, against cp -r", setup.pairs, ours, copying)
         shutil.rmtree(copy)
+        yield verifying(shards, setup)
         resaving = Side([[sys.executable, TOOLS / "benchmarks/resave.py", hf, saved], sync], saved)
         name = "convert_hf, against transformers' from_pretrained and save_pretrained"
         yield in_turn(name, setup.pairs, ours, resaving)
@@ -33,6 +35,25 @@ def conversion(hf: Path, shards: Path) -> list:
     """Return the command that converts a Hugging Face directory."""
     tool = TOOLS / "convert_hf.py"
     return [sys.executable, tool, hf, shards, "--tp", 2, "--pp", 2, "--overwrite"]
+
+
+def verifying(shards: Path, setup: Setup) -> Result:
+    """Compare loading with checksums and without, on two ranks of a world, from the page cache."""
+    seconds = on_ranks(loads, 2, shards, setup.pairs)[0]
+    return Result("load at tp 2, checksums compared, against not", *seconds)
+
+
+def loads(shards: Path, pairs: int) -> list[list[float]]:
+    """Return the seconds of loading with checksums, and without."""
+    import megazoo
+
+    ctx = megazoo.ParallelContext.from_torch(2, device="cpu")
+
+    def load(verify: bool) -> None:
+        megazoo.from_pretrained(shards, ctx, verify=verify)
+        dist.barrier()
+
+    return seconds_in_turn([partial(load, True), partial(load, False)], pairs)
 
 
 def growth(setup: Setup) -> Result:

@@ -1,0 +1,144 @@
+"""What megazoo has written in a directory: told from all else, and removed without it."""
+
+import errno
+import json
+import os
+import re
+import stat
+from pathlib import Path
+
+from megazoo.checkpoint.format import SIDECAR_FILES
+from megazoo.checkpoint.places import CONFIG, INDEX, LATEST, MANIFEST, TRAINER, is_step_name
+from megazoo.checkpoint.writing import METADATA
+from megazoo.errors import UserError
+
+WEIGHTS = re.compile(r"(model|optimizer)(_tp_\d+_pp_\d+(_dp_\d+)?|-\d+-of-\d+)?\.safetensors")
+SMALL_FILES = (MANIFEST, TRAINER, CONFIG, INDEX, *SIDECAR_FILES)
+HEADER = b'{"__metadata__":' + json.dumps(METADATA, separators=(",", ":")).encode()
+
+
+def remove(directory: Path, heir: Path | None = None) -> bool:
+    """Remove what megazoo wrote in a directory, if it is there, and the directory if it is then
+    empty; returns whether it has files of others. The manifest goes first, so that what is left
+    never looks whole.
+
+    heir: the directory that has taken its place, to which other files move.
+    """
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    (directory / MANIFEST).unlink(missing_ok=True)
+    foreign = []
+    for name in sorted(os.listdir(directory)):
+        if _is_our_name(name) and _is_file(directory / name):
+            (directory / name).unlink()
+        elif heir and heir.is_dir() and not os.path.lexists(heir / name):
+            os.rename(directory / name, heir / name)
+        else:
+            foreign.append(name)
+    if not foreign:
+        try:
+            directory.rmdir()
+        except OSError as error:
+            # On NFS a file that some process has open keeps a name until it is closed.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    return bool(foreign)
+
+
+def is_of_run(step: Path, run) -> bool:
+    """Whether a directory is a whole step of the run with this id, and no link."""
+    if step.is_symlink() or not is_step_name(step.name) or not (step / MANIFEST).is_file():
+        return False
+    try:
+        return json.loads((step / TRAINER).read_bytes()).get("run") == run
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def check_place(path: Path) -> None:
+    """Raise UserError if a directory can't be written there: for a symbolic link, and for a
+    file."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link: name what it points to")
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is not a directory")
+
+
+def check_replaceable(directory: Path, overwrite: bool = False, source: Path | None = None) -> None:
+    """Raise UserError unless a new directory may take this one's place: it is absent or empty; or
+    it may be overwritten, and megazoo wrote all that is there.
+
+    source: what is read meanwhile, which is never overwritten.
+    """
+    if source:
+        _check_apart(directory, source)
+    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
+        raise UserError(f"{directory} is not empty: choose another, or --overwrite")
+    if name := foreign_entry(directory):
+        if name == LATEST or is_step_name(name):
+            raise UserError(f"{directory} holds {name}: it is a run's; choose another")
+        raise UserError(
+            f"{directory} holds {name}, which megazoo did not write: move it, or choose another"
+        )
+
+
+def foreign_entry(directory: Path) -> str | None:
+    """Return the first name in a directory that is not of a file of the one checkpoint, or of the
+    one Hugging Face model, that megazoo wrote there; None if there is nothing else."""
+    names = sorted(os.listdir(directory)) if directory.is_dir() else []
+    ours = _files_of_checkpoint(directory) or _files_of_export(directory, names)
+    foreign = (name for name in names if name not in ours or not _is_file(directory / name))
+    return next(foreign, None)
+
+
+def _check_apart(output: Path, source: Path) -> None:
+    """Raise UserError for an output that is its own input, holds it, or lies in it."""
+    there, input_ = output.resolve(), source.resolve()
+    if there == input_:
+        raise UserError(f"{output} is the input, too: choose another")
+    if there in input_.parents:
+        raise UserError(f"{output} holds the input, {source}: choose another")
+    if input_ in there.parents:
+        raise UserError(f"{output} lies in the input, {source}: choose another")
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is a file, and no link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _is_our_name(name: str) -> bool:
+    """Whether megazoo gives files this name, whole or while it writes them."""
+    small = re.fullmatch(r"\.(.*)\.partial", name)
+    return (small[1] if small else name) in SMALL_FILES or bool(WEIGHTS.fullmatch(name))
+
+
+def _files_of_checkpoint(directory: Path) -> set[str]:
+    """Return the names of a checkpoint's files, as its manifest has them; none without one."""
+    if not _is_file(directory / MANIFEST):
+        return set()
+    try:
+        return {MANIFEST, *json.loads((directory / MANIFEST).read_bytes())["files"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+
+
+def _files_of_export(directory: Path, names: list[str]) -> set[str]:
+    """Return the names of the files of a Hugging Face directory that megazoo wrote; none if it
+    wrote no weights there."""
+    weights = {
+        name
+        for name in names
+        if WEIGHTS.fullmatch(name) and _is_file(directory / name) and _is_signed(directory / name)
+    }
+    return {*weights, CONFIG, INDEX, *SIDECAR_FILES} if weights else set()
+
+
+def _is_signed(file: Path) -> bool:
+    """Whether megazoo's writer is named at the beginning of a safetensors file's header, which
+    follows the eight bytes of its length."""
+    with open(file, "rb") as opened:
+        return opened.read(8 + len(HEADER))[8:] == HEADER

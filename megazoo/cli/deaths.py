@@ -1,0 +1,141 @@
+"""Telling at once which rank has died, and of what, before the launcher's own report."""
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+
+from megazoo.environment import megazoos_launcher
+from megazoo.parallel.collectives import all_gather_objects
+from megazoo.parallel.context import ParallelContext
+from megazoo.torch_internals import default_store
+
+# Signals by which launchers and users end a job: a rank that dies of one is nobody's surprise.
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Of <linux/pidfd.h>: a request, the bit that asks it for the wait status, and what it fills, whose
+# first field are such bits, and whose last is the status.
+PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO = 0xC040FF0B, 8, struct.Struct("2Q12i")
+
+
+def name_of(rank: int, ctx: ParallelContext) -> str:
+    """Return a rank's number and its place in the layout."""
+    place = ctx.place_of(rank)
+    return f"rank {rank} (tp {place['tp']}, pp {place['pp']}, dp {place['dp']})"
+
+
+def death_by(number: int) -> str:
+    """Return what is said of a process that died of a signal."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = f"signal {number}"
+    hint = ": out of memory, perhaps" if number == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+@contextmanager
+def naming_dead_ranks(ctx: ParallelContext):
+    """Name on stderr the ranks of this machine that die within; all ranks enter it together.
+
+    Each rank watches the next one of its machine, and the one after that when that one has died.
+    It does nothing where processes can't be watched (Linux can), and under megazoo's own launcher,
+    which tells it itself.
+    """
+    if ctx.world_size == 1 or megazoos_launcher():
+        yield
+        return
+    here = _machine()
+    ranks = all_gather_objects((here, os.getpid()), ctx)
+    others = [*range(ctx.rank + 1, ctx.world_size), *range(ctx.rank)]
+    neighbours = [rank for rank in others if here and ranks[rank][0] == here]
+    watch = _Watch([(name_of(rank, ctx), rank, ranks[rank][1]) for rank in neighbours])
+    try:
+        yield
+        with suppress(RuntimeError):  # the store is gone, with its launcher or rank 0
+            default_store().set(_left(ctx.rank), "")
+    finally:
+        watch.close()
+
+
+class _Watch:
+    """A thread that waits for the death of processes, one after the other, and tells it."""
+
+    def __init__(self, neighbours: list[tuple[str, int, int]]):
+        self._neighbours, self._handles = [], []
+        for name, rank, pid in neighbours:
+            with suppress(OSError):  # it has ended, or a container forbids it
+                self._handles.append(os.pidfd_open(pid))
+                self._neighbours.append((name, rank, pid))
+        self._closing, self._close = os.pipe()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and wait until it no longer uses the store."""
+        os.write(self._close, b"end")  # closing is not enough: a forked child may hold it, too
+        self._thread.join()
+        for handle in (*self._handles, self._closing, self._close):
+            os.close(handle)
+
+    def _watch(self) -> None:
+        for handle, (name, rank, pid) in zip(self._handles, self._neighbours, strict=True):
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            poll.register(self._closing, select.POLLIN)
+            if any(ready == self._closing for ready, _ in poll.poll()):
+                return
+            text = _death(handle, pid, rank)
+            if text is None:  # what came after it, it has told itself
+                return
+            print(f"{name} on {os.uname().nodename} {text}", file=sys.stderr, flush=True)
+
+
+def _death(handle: int, pid: int, rank: int) -> str | None:
+    """Return what to say of a process that has ended; None if it ended in order, said something
+    itself, or was told to end."""
+    status = _wait_status(handle, pid)
+    if status is None:
+        with suppress(RuntimeError):
+            if default_store().check([_left(rank)]):
+                return None
+        return "has died"
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in ENDING:
+        return death_by(os.WTERMSIG(status))
+    return None
+
+
+def _wait_status(handle: int, pid: int) -> int | None:
+    """Return what waitpid tells the parent of a process that has ended; None if it has told it
+    already, and the kernel has forgotten it since (before Linux 6.15)."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] in "ZX":
+            return int(fields[-1])
+    info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+    with suppress(OSError):
+        fcntl.ioctl(handle, PIDFD_GET_INFO, info)
+        told, *_, status = PIDFD_INFO.unpack(info)
+        if told & PIDFD_INFO_EXIT:
+            return status
+    return None
+
+
+def _left(rank: int) -> str:
+    """Return the key of the job's store by which a rank says that it has left in order."""
+    return f"megazoo/left/{rank}"
+
+
+def _machine() -> tuple | None:
+    """Return what is equal for processes that can watch each other; None where none can."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return boot, os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None

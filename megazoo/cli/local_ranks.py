@@ -1,0 +1,139 @@
+"""The launcher of ranks on this machine, for a program that was started as one process.
+
+It does what `torchrun --standalone` does, without its reports of 60 lines, and knows what the ranks
+do with signals. Ctrl-C: they save and end; a second one ends them at once.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from megazoo.cli.deaths import death_by, name_of
+from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES, of_local_rank
+from megazoo.parallel.context import ParallelContext
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+# Seconds within which two Ctrl-C are one: some programs between the terminal and this one pass it
+# on to who has got it already.
+SAME = 0.5
+PATIENCE = 30.0  # seconds that ranks have to end after one has failed, as with torchrun
+POLL = 0.05
+
+
+class LocalRanks:
+    """The ranks of a program, as processes of this machine."""
+
+    def __init__(self, tp: int, pp: int, command: list[str]):
+        self.layout, self.command = ParallelContext.virtual(tp, pp), command
+        # The ranks meet here: no port has to be chosen that another program could take meanwhile.
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.processes: list[subprocess.Popen] = []
+        self.told: int | None = None  # the first signal that was sent to the launcher
+        self.at_once = False
+        self._first_interrupt: float | None = None
+
+    def run(self) -> int:
+        """Start the ranks, wait for their end, and return the exit code of them all."""
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._pass_on)
+        try:
+            for rank in range(self.layout.world_size):
+                if self.told is None:
+                    self._start(rank)
+            if self.told is not None:  # it may have come before the last rank could be told
+                self._send(self.told)
+            return self._exit_code(self._wait())
+        finally:  # of whatever fails here, no rank is left
+            self._send(signal.SIGKILL)
+
+    def _wait(self) -> int | None:
+        """Wait until all ranks have ended. Return the first that failed, after which the others are
+        ended."""
+        failed, deadline, running = None, None, True
+        while running:
+            time.sleep(POLL)
+            running = self._running()  # before the look at who failed, which then misses none
+            if failed is None:
+                failed = next((rank for rank, p in enumerate(self.processes) if p.poll()), None)
+                if failed is not None:
+                    self._report(failed)
+                    self._send(signal.SIGTERM)
+                    deadline = time.monotonic() + PATIENCE
+            elif time.monotonic() > deadline:
+                self._send(signal.SIGKILL)
+        return failed
+
+    def _start(self, rank: int) -> None:
+        ranks, environment = self.layout.world_size, os.environ.copy()
+        for name in os.environ:
+            if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
+                del environment[name]
+        environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores
+        environment |= of_local_rank(rank, ranks, self.store.port)
+        # Of a session of its own: a terminal's Ctrl-C comes to the launcher alone, which passes it
+        # on.
+        self.processes.append(
+            subprocess.Popen(self.command, env=environment, start_new_session=True)
+        )
+
+    def _running(self) -> list[subprocess.Popen]:
+        return [process for process in self.processes if process.poll() is None]
+
+    def _pass_on(self, number: int, _frame) -> None:
+        """Pass a signal on to the ranks. A second Ctrl-C ends them."""
+        now = time.monotonic()
+        self.told = self.told or number
+        if number == signal.SIGINT and self._first_interrupt is None:
+            self._first_interrupt = now
+        elif number == signal.SIGINT and now > self._first_interrupt + SAME:
+            self.at_once, number = True, signal.SIGKILL
+        elif number == signal.SIGINT:
+            return
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for process in self._running():
+            # A rank that is not training yet has nothing to save. Of SIGINT it would die with a
+            # traceback.
+            waits = number == signal.SIGINT and not _catches(process.pid, signal.SIGUSR1)
+            with suppress(ProcessLookupError, PermissionError):  # of one that has just ended
+                os.killpg(process.pid, signal.SIGTERM if waits else number)
+
+    def _report(self, rank: int) -> None:
+        """Tell which rank has failed first, unless they were told to end, or it has told why
+        itself: a program of megazoo's ends with 1 or 2 after a line of its own."""
+        code = self.processes[rank].returncode
+        if self.told is None and code not in (1, 2):
+            what = death_by(-code) if code < 0 else f"ended with exit code {code}"
+            where = f"{name_of(rank, self.layout)} on {os.uname().nodename}"
+            print(f"{where} {what}", file=sys.stderr, flush=True)
+
+    def _exit_code(self, failed: int | None) -> int:
+        """Return 0 if all ranks ended well, what the first that failed ended with, and of a signal
+        128 and its number, as shells do."""
+        if self.at_once:
+            return 128 + signal.SIGINT
+        if failed is None:
+            return 0 if len(self.processes) == self.layout.world_size else 128 + self.told
+        code = self.processes[failed].returncode
+        ended = (-signal.SIGTERM, -self.told, 128 + signal.SIGTERM) if self.told else ()
+        if self.told and code in ended:
+            return 128 + self.told
+        return 128 - code if code < 0 else code
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Say whether a process has a handler for a signal; yes where nobody tells."""
+    status = ""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+    caught = re.search(r"SigCgt:\s*(\w+)", status)
+    return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)
