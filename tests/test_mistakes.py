@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_pretrain import ROOT, SMALL, TORCHRUN, start
+from helpers_pretrain import ROOT, SMALL
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pretrain_gpt
@@ -388,17 +388,3 @@ def test_memory_that_torch_can_not_have_is_told_in_one_line(run, monkeypatch):
     code, err = run(TRAIN)
     check_line(err, "pretrain_gpt", "out of memory (")
     assert code == 1
-
-
-def test_a_mistake_of_all_ranks_is_told_once(tmp_path):
-    done = start(
-        [*TORCHRUN, "--nproc-per-node=2"],
-        *shlex.split(JOB),
-        "--tp",
-        2,
-        "--metrics",
-        tmp_path / LONG,
-    )
-    assert done.returncode == 1
-    assert done.stderr.count("pretrain_gpt.py: error: ") == 1
-    assert "File name too long" in done.stderr

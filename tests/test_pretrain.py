@@ -236,3 +236,18 @@ def test_a_restart_goes_on_from_a_step_that_latest_does_not_name_yet(tmp_path, m
     (tmp_path / "run" / "latest").unlink()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert pretrain_gpt.prepare([*run, "--steps", "3"]).first_step == 2
+
+
+def test_a_mistake_of_all_ranks_is_told_once(tmp_path):
+    done = start(
+        [*TORCHRUN, "--nproc-per-node=2"],
+        *SMALL,
+        *"--layers 1 --eval-steps 0 --steps 2 --data mock".split(),
+        "--tp",
+        2,
+        "--metrics",
+        tmp_path / ("a" * 300),
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("pretrain_gpt.py: error: ") == 1
+    assert "File name too long" in done.stderr

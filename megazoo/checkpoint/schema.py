@@ -106,7 +106,7 @@ class DataSource:
 @dataclass
 class TrainingState:
     """What trainer.json has of a run of the training program. settings: see
-    `megazoo.cli.run.kept_settings`."""
+    `megazoo.cli.run.settings_to_resume`."""
 
     step: Count
     consumed_samples: Count

@@ -16,13 +16,11 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from megazoo.cli.deaths import death_by, name_of
+from megazoo.cli.elastic import SAME
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES, of_local_rank
 from megazoo.parallel.context import ParallelContext
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-# Seconds within which two Ctrl-C are one: some programs between the terminal and this one pass it
-# on to who has got it already.
-SAME = 0.5
 PATIENCE = 30.0  # seconds that ranks have to end after one has failed, as with torchrun
 POLL = 0.05
 

@@ -120,10 +120,7 @@ class ParallelContext:
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
         UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
-        if timeout > LONGEST_TIMEOUT:
-            raise UserError(f"timeout must be at most {LONGEST_TIMEOUT.days} days, not {timeout}")
+        _check_timeout(timeout)
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
@@ -142,10 +139,7 @@ class ParallelContext:
             stage_layers=stage_layers,
         )
         device = choose_device(device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        else:
-            share_cores()
+        _take(device)
         if not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ:
                 return replace(here, device=device)
@@ -309,6 +303,21 @@ def _check_size(name: str, size) -> None:
     """Refuse what is not a whole number above 0: text, 2.0 and True, too."""
     if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
         raise UserError(f"{name} must be a whole number of at least 1, not {size!r}")
+
+
+def _check_timeout(timeout) -> None:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
+    if timeout > LONGEST_TIMEOUT:
+        raise UserError(f"timeout must be at most {LONGEST_TIMEOUT.days} days, not {timeout}")
+
+
+def _take(device: torch.device) -> None:
+    """Make a device this rank's; of the CPU, its share of the cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        share_cores()
 
 
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
