@@ -1,0 +1,63 @@
+"""Stands in for what torch.cuda has of its own where it is built without CUDA: streams, events and
+generators, which do nothing here."""
+
+import contextlib
+
+import torch
+
+from fakecuda.audit import audit
+
+
+class Generator:
+    def get_state(self):
+        return None
+
+    def set_state(self, state) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"{seed} is no seed")
+
+
+class Stream:
+    """A stream, or an event: nothing waits for it, but a host that does is counted."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_, **__):
+        self.device = torch.device("cuda", 0)
+
+    def record(self, *_) -> None:
+        pass
+
+    def record_event(self, *_) -> "Stream":
+        return self
+
+    def wait(self, *_) -> None:
+        pass
+
+    wait_stream = wait_event = wait
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _) -> float:
+        return 0.0
+
+    def synchronize(self) -> None:
+        audit.sync("a stream is waited for")
+
+
+def install() -> None:
+    """Put these into torch.cuda."""
+    torch.cuda.default_generators = (Generator(),)
+    torch.cuda.Stream = torch.cuda.Event = Stream
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: Stream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.synchronize = lambda device=None: audit.sync("the device is waited for")
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    # In inference mode torch.tensor(..., device="cuda") fails on fake tensors.
+    torch.inference_mode = lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()

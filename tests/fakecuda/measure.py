@@ -1,0 +1,124 @@
+"""What a process with the fake device runs: a model's micro-batch, a step of its optimizer, or its
+generation, watched."""
+
+import contextlib
+import copy
+import dataclasses
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import megazoo
+from fakecuda import groups
+from fakecuda.attention import Chooser
+from fakecuda.audit import CUDA, Audit, Pinning, Watcher, audit, told
+from megazoo.models.registry import FAMILIES, family_of, find_config
+from megazoo.optim import AdamW
+from megazoo.parallel.context import AXES, ParallelContext
+
+NO_DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
+
+
+@contextlib.contextmanager
+def watched():
+    """Within this block tensors are fake, and what is done with them is noted in `audit`."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Watcher(), Chooser(), Pinning():
+        audit.clear()
+        yield audit
+
+
+def context(tp: int = 1, pp: int = 1, dp: int = 1, rank: int = 0, **options) -> ParallelContext:
+    """Return a rank's context on the fake device. options: those of ParallelContext.virtual."""
+    ctx = ParallelContext.virtual(tp, pp, dp, rank=rank, **options)
+    mesh = groups.Mesh(
+        {name: groups.Group(ctx.axis(name).size, ctx.axis(name).rank, name) for name in AXES}
+    )
+    return dataclasses.replace(ctx, device=CUDA, mesh=mesh)
+
+
+def build(preset, ctx: ParallelContext, dtype=torch.bfloat16, *, initialized=False, **changes):
+    """Build a rank's model. preset: its name, or a config. changes: of the config."""
+    config = find_config(preset) if isinstance(preset, str) else preset
+    config = dataclasses.replace(config, **changes)
+    family = FAMILIES[family_of(config)]
+    return (family.build if initialized else family.empty)(config, ctx, dtype=dtype)
+
+
+def seen() -> Audit:
+    """Return a copy of what was noted since the last call, and forget it."""
+    noted = copy.deepcopy(audit)
+    audit.clear()
+    return noted
+
+
+def training(
+    preset,
+    rows: int = 4,
+    length: int = 16,
+    *,
+    layout: dict | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    padding: bool = False,
+    documents: bool = False,
+    optimizer: dict | None = None,
+    **changes,
+) -> tuple[Audit, Audit]:
+    """Train a batch, then step; returns what was seen of each.
+
+    layout: the arguments of `context`. padding, documents: the batch has some. optimizer: options
+    of AdamW. changes: of the config.
+    """
+    with watched():
+        model = build(preset, context(**(layout or {})), dtype, **changes).recompute(recompute)
+        adamw = AdamW(model, **(optimizer or {}))
+        ids = torch.zeros(rows, length, dtype=torch.int64, device=CUDA)
+        batch = {"input_ids": ids, "labels": ids}
+        if padding:
+            batch["attention_mask"] = torch.ones_like(ids)
+        if documents:
+            batch["document_ids"] = torch.zeros_like(ids)
+        told.clear()
+        told.extend([rows, length, 0, int(padding or documents)])
+        seen()
+        model.train_batch(**batch, num_microbatches=microbatches, schedule=schedule)
+        trained = seen()
+        adamw.step()
+        return trained, seen()
+
+
+def generation(
+    preset,
+    rows: int = 2,
+    prompt: int = 16,
+    new: int = 4,
+    *,
+    layout: dict | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    padding: bool = False,
+    settings: dict | None = None,
+    **changes,
+) -> Audit:
+    """Generate some tokens; returns what was seen."""
+    with watched():
+        model = build(preset, context(**(layout or {})), dtype, **changes)
+        ids = torch.zeros(rows, prompt, dtype=torch.int64)
+        mask = torch.ones_like(ids) if padding else None
+        seen()
+        model.generate(ids, mask, max_new_tokens=new, **(settings or {}))
+        return seen()
+
+
+def whole_model(measure, layers: int, **options) -> dict[str, float]:
+    """Return the FLOPs, elementwise bytes and launches of a model of so many layers, from those of
+    one layer and of two. measure(layers=...) returns an Audit."""
+    one, two = measure(layers=1, **options), measure(layers=2, **options)
+    return {
+        name: getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name))
+        for name in ("flops", "bytes", "launches")
+    }
+
+
+__all__ = ["NO_DROPOUT", "build", "context", "generation", "megazoo", "training", "whole_model"]
