@@ -8,7 +8,6 @@ import dataclasses
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import megazoo
 from fakecuda import groups
 from fakecuda.attention import Chooser
 from fakecuda.audit import CUDA, Audit, Pinning, Watcher, audit, told
@@ -63,30 +62,68 @@ def training(
     recompute: str = "none",
     padding: bool = False,
     documents: bool = False,
+    train_only: str | None = None,
+    own_loop: bool = False,
     optimizer: dict | None = None,
     **changes,
 ) -> tuple[Audit, Audit]:
     """Train a batch, then step; returns what was seen of each.
 
-    layout: the arguments of `context`. padding, documents: the batch has some. optimizer: options
-    of AdamW. changes: of the config.
+    layout: the arguments of `context`. padding, documents: the batch has some. train_only: all
+    other parameters are frozen. own_loop: backward is called in a loop over micro-batches.
+    optimizer: options of AdamW. changes: of the config.
     """
     with watched():
         model = build(preset, context(**(layout or {})), dtype, **changes).recompute(recompute)
+        if train_only:
+            model.train_only(train_only)
         adamw = AdamW(model, **(optimizer or {}))
-        ids = torch.zeros(rows, length, dtype=torch.int64, device=CUDA)
-        batch = {"input_ids": ids, "labels": ids}
-        if padding:
-            batch["attention_mask"] = torch.ones_like(ids)
-        if documents:
-            batch["document_ids"] = torch.zeros_like(ids)
-        told.clear()
-        told.extend([rows, length, 0, int(padding or documents)])
+        batch = batch_of(model, rows, length, padding, documents)
         seen()
-        model.train_batch(**batch, num_microbatches=microbatches, schedule=schedule)
+        if own_loop:
+            for output in model.microbatches(**batch, num_microbatches=microbatches):
+                output.loss.backward()
+        else:
+            model.train_batch(**batch, num_microbatches=microbatches, schedule=schedule)
         trained = seen()
         adamw.step()
         return trained, seen()
+
+
+def batch_of(model, rows: int, length: int, padding: bool, documents: bool) -> dict:
+    """Return a batch on the device, as a loader that works ahead gives it."""
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=CUDA)
+    batch = {"input_ids": ids, "labels": ids[:, 0] if model.num_labels else ids}
+    if padding:
+        batch["attention_mask"] = torch.ones_like(ids)
+    if documents:
+        batch["document_ids"] = torch.zeros_like(ids)
+    told.clear()
+    told.extend([rows, length, 0, int(padding or documents)])
+    return batch
+
+
+def evaluation(
+    preset,
+    rows: int = 4,
+    length: int = 16,
+    *,
+    layout: dict | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    forward: bool = False,
+    **changes,
+) -> Audit:
+    """Evaluate a batch, or call the model as a function; returns what was seen."""
+    with watched():
+        model = build(preset, context(**(layout or {})), dtype, **changes)
+        batch = batch_of(model, rows, length, padding=False, documents=False)
+        seen()
+        if forward:
+            with torch.no_grad():
+                model(**batch)
+        else:
+            model.eval_batch(**batch)
+        return seen()
 
 
 def generation(
@@ -119,6 +156,3 @@ def whole_model(measure, layers: int, **options) -> dict[str, float]:
         name: getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name))
         for name in ("flops", "bytes", "launches")
     }
-
-
-__all__ = ["NO_DROPOUT", "build", "context", "generation", "megazoo", "training", "whole_model"]
