@@ -48,7 +48,7 @@ class Upload:
         while start < count:
             stop = min(count, (first + start) // step * step + step - first)
             part = destination[start:stop]
-            buffer = self._free_buffer(part.nbytes)
+            buffer = self._free_buffer(min(step, count) * row)
             rows = buffer[: part.nbytes].view(part.dtype).view(part.shape)
             yield start, rows
             self._copies[self._turn] = start_copy(part, rows)
