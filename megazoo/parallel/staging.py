@@ -13,7 +13,7 @@ def pinned(nbytes: int) -> torch.Tensor:
 
     torch rounds the size up to a power of two, and keeps what is dropped for the next who asks.
     """
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Upload:
