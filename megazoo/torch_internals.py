@@ -18,7 +18,6 @@ __all__ = [
     "flash_attention_operators",
     "flop_formulas",
     "fused_adamw",
-    "has_amx",
     "profiler_runs",
     "renamed_collective",
     "results_are_new",
@@ -118,14 +117,6 @@ def profiler_runs() -> bool:
     Naming a block for it, which the public record_function does, costs time even where none does.
     """
     return torch.autograd._profiler_enabled()
-
-
-def has_amx() -> bool:
-    """Say whether this CPU multiplies matrices in bfloat16 by units of their own (AMX, on x86).
-
-    torch.cpu.get_capabilities says it too, but only in newer versions.
-    """
-    return torch.cpu._is_amx_tile_supported()
 
 
 def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

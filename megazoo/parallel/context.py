@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megazoo import environment
 from megazoo.errors import UserError
+from megazoo.parallel.cpu import products
 from megazoo.parallel.device import choose_device, share_cores
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
@@ -149,9 +150,12 @@ class ParallelContext:
         ranks = torch.arange(world).view(here.sizes)
         groups = [_new_group_along(dim, ranks, timeout) for dim in range(len(AXES))]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name)
-        return replace(here, device=device, mesh=mesh, name=name[0], timeout=timeout)
+        measures = rank == 0 and device.type == "cpu"
+        told = [uuid.uuid4().hex, products.widening_pays() if measures else None]
+        dist.broadcast_object_list(told)
+        name, verdict = told
+        products.follow(verdict)
+        return replace(here, device=device, mesh=mesh, name=name, timeout=timeout)
 
     @classmethod
     def virtual(
