@@ -158,7 +158,8 @@ def test_no_thread_outlives_the_watch(ranks):
         assert (within, after) == (before + 1, before)
 
 
-def test_a_store_that_does_not_answer_is_told(capfd, monkeypatch):
+@pytest.mark.parametrize(("rank", "local", "tells"), [(4, 0, True), (5, 1, False), (7, 3, True)])
+def test_a_store_that_does_not_answer_is_told(capfd, monkeypatch, rank, local, tells):
     class Deaf:
         def set(self, *_):
             if threading.current_thread() is not threading.main_thread():
@@ -169,13 +170,15 @@ def test_a_store_that_does_not_answer_is_told(capfd, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENCE", 0.1)
     monkeypatch.setattr(heartbeat, "OUT_OF_REACH", 0.1)
     monkeypatch.setattr(heartbeat, "store_of_a_thread", Deaf)
-    monkeypatch.setattr(heartbeat, "all_gather_objects", lambda value, _: [value] * 3)
-    heart = heartbeat._Heart(ParallelContext.virtual(dp=3, rank=1))
+    monkeypatch.setattr(heartbeat, "all_gather_objects", lambda value, _: [value] * 8)
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    heart = heartbeat._Heart(ParallelContext.virtual(dp=8, rank=rank))
     heart._thread.join(SOON)
     heart.close()
     answers.set()
-    said = f"rank 1 on {os.uname().nodename} has not reached the job's store for 0 s: "
-    assert capfd.readouterr().err == said + "is its machine or the network down?\n"
+    said = f"rank {rank} on {os.uname().nodename} has had no answer of the job's store for 0 s: "
+    said += "is its machine or the network down?\n"
+    assert capfd.readouterr().err == (said if tells else "")
 
 
 class Clock:

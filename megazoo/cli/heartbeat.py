@@ -31,9 +31,9 @@ def heartbeat(ctx: ParallelContext):
     """Name on stderr the ranks that are silent, or late for a call, within; all ranks enter it
     together.
 
-    Rank 0 tells; of rank 0 itself, where it is silent, the last rank does; and of a store that
-    doesn't answer, one rank of each machine. A rank is late half of the groups' timeout after
-    others have entered a call that it has not, and has not entered any since.
+    Rank 0 tells; where rank 0 itself is silent, the last rank does; of a store that does not
+    answer, both and the first rank of each machine. A rank is late when others have entered a call
+    half of the groups' timeout before, and it has entered none since.
     """
     if ctx.world_size == 1 or ctx.mesh is None:
         yield
@@ -79,10 +79,10 @@ class _Heart:
                 exchange, began = Thread(target=self._exchange, daemon=True), time.monotonic()
                 exchange.start()
             elif time.monotonic() - began > self.silence:
-                if local_rank() == 0:
+                if self._watch or local_rank() == 0:
                     _say(
-                        f"rank {self._rank} on {os.uname().nodename} has not reached the job's "
-                        f"store for {self.silence:.0f} s: is its machine or the network down?"
+                        f"rank {self._rank} on {os.uname().nodename} has had no answer of the "
+                        f"job's store for {self.silence:.0f} s: is its machine or the network down?"
                     )
                 return
         if exchange is not None:
