@@ -24,6 +24,7 @@ __all__ = [
     "run_backward",
     "shares_storage",
     "storage_key",
+    "store_of_a_thread",
     "timeout_of",
 ]
 
@@ -42,6 +43,15 @@ def default_store() -> dist.Store:
     init_process_group makes it from the launcher's environment, and nothing public gives it back.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+def store_of_a_thread() -> dist.Store:
+    """Return the store through which the ranks met, by a connection that no other thread uses.
+
+    One connection serves one call at a time: a thread that waits for a key keeps others waiting.
+    Nothing public gives back the store that is copied here.
+    """
+    return default_store().clone()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -18,6 +18,7 @@ from megazoo import environment
 from megazoo.errors import UserError
 from megazoo.parallel.cpu import products
 from megazoo.parallel.device import choose_device, share_cores
+from megazoo.parallel.groups import allow_sockets, groups_of, warm_up
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
 AXES = ("pp", "dp", "tp")
@@ -48,6 +49,7 @@ class Axis:
     """One axis of the mesh, as a rank sees it: the ranks that differ from it in this axis alone.
 
     rank: which of the `size` ranks it is. group: through which they talk; None in a world of one.
+    Where only the axis is of size 1, the group is of this rank alone (see groups.py).
     """
 
     size: int
@@ -141,14 +143,16 @@ class ParallelContext:
         )
         device = choose_device(device)
         _take(device)
+        allow_sockets(world)
         if not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ:
                 return replace(here, device=device)
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with meeting():
-                dist.init_process_group(backend, timeout=timeout)
+                _initialize(device, world, timeout)
         ranks = torch.arange(world).view(here.sizes)
-        groups = [_new_group_along(dim, ranks, timeout) for dim in range(len(AXES))]
+        groups = groups_of(ranks, timeout)
+        if device.type == "cuda":
+            warm_up(groups, groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
         measures = rank == 0 and device.type == "cpu"
         told = [uuid.uuid4().hex, products.widening_pays() if measures else None]
@@ -324,6 +328,19 @@ def _take(device: torch.device) -> None:
         share_cores()
 
 
+def _initialize(device: torch.device, world: int, timeout: timedelta) -> None:
+    """Initialise torch.distributed: gloo for CPU tensors, NCCL for those of a GPU.
+
+    NCCL is told this rank's device: it then connects the world here, where all ranks are, and makes
+    each other group out of the world's. In a world of one rank it has nothing to connect.
+    """
+    if device.type == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    bound = {"device_id": device} if world > 1 else {}
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **bound)
+
+
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
     """Return the data-parallel size of `world` ranks; UserError if tp x pp (x dp) doesn't fit."""
     if min(tp, pp) < 1:
@@ -338,14 +355,3 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) 
 def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
     """Return how many ranks to start for a layout instead of `world`: whole replicas, enough."""
     return tp * pp * (dp or -(-world // (tp * pp)))
-
-
-def _new_group_along(dim: int, ranks: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
-    """Make the groups along one dimension of the mesh, and return this rank's.
-
-    ranks: of the world, as they lie in the mesh. Every rank makes every group, in the same order.
-    """
-    rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-    # new_group does not inherit the world's timeout
-    groups = [dist.new_group(row, timeout=timeout) for row in rows]
-    return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
