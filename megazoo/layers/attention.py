@@ -113,7 +113,7 @@ def takes_groups(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
     """
     if q.device.type != "cuda" or (mask is None and q.dtype in HALF):
         return True
-    return attention_kernel(q, k, v, mask, dropout) is not SDPBackend.MATH
+    return attention_kernel(q, k, v, mask, dropout) != SDPBackend.MATH
 
 
 class CausalSelfAttention(nn.Module):
