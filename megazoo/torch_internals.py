@@ -4,16 +4,19 @@ A new version of torch may change any of it; what then breaks is mended here. Ea
 what the function does, and why nothing public will do. All of it works with torch 2.11 to 2.13.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "TorchDispatchMode",  # the only way to see every operator that runs, as FLOP counters do
     "allow_recompilations",
+    "attention_kernel",
     "default_store",
     "flash_attention_operators",
     "flop_formulas",
@@ -26,6 +29,7 @@ __all__ = [
     "storage_key",
     "store_of_a_thread",
     "timeout_of",
+    "varlen_attention",
 ]
 
 
@@ -151,6 +155,47 @@ def flop_formulas() -> dict:
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
+
+
+def attention_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+) -> SDPBackend:
+    """Return the kernel that scaled_dot_product_attention would choose on q's device, k and v
+    having as many heads as q or fewer.
+
+    The public torch.backends.cuda.can_use_flash_attention and the like know one kernel each, and
+    not which of them is preferred.
+    """
+    causal = mask is None and q.shape[2] == k.shape[2]
+    options = {"is_causal": causal, "enable_gqa": k.shape[1] < q.shape[1]}
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, mask, dropout, **options))
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return the causal attention of sequences of several lengths, one after the other: [tokens,
+    heads, head_size] of each.
+
+    boundaries, longest: as in megazoo.layers.Packed. It is public, but since torch 2.12 it must be
+    told that there are fewer heads of keys than of queries, which the kernel has always taken.
+    Imports torch._dynamo (0.7 s, 70 MB).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {"scale": scale, "window_size": (-1, 0)}  # all that is before, nothing after: causal
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = k.shape[1] < q.shape[1]
+    return varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **options)
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:

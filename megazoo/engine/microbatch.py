@@ -67,8 +67,9 @@ class MicroBatch:
     is to predict, or -100; of a classifier its labels, of any shape that begins with the batch.
     None on all stages but the last. labels: what a loss of the user's own is given.
     position_ids: None for 0, 1, 2 ... segments: tokens see those of the same number only; None
-    where there is one segment. scored: [batch], the position of each row that a classifier judges
-    it by. dropout_seed: what its dropout is drawn from.
+    where there is one segment. boundaries: int32 [documents + 1], as in layers.Packed, where each
+    segment is one run of tokens and the device has a kernel for that. scored: [batch], the position
+    of each row that a classifier judges it by. dropout_seed: what its dropout is drawn from.
 
     While generating: cache, the KVCache of the tokens before, if they are kept (segments are then
     of these, too). longest: the tokens of the whole batch's longest row. last_only: only the last
@@ -80,6 +81,7 @@ class MicroBatch:
     targets: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     segments: torch.Tensor | None = None
+    boundaries: torch.Tensor | None = None
     dropout_seed: int = 0
     scored: torch.Tensor | None = None
     labels: torch.Tensor | None = None

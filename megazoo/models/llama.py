@@ -37,12 +37,12 @@ from megazoo.layers import (
     RMSNorm,
     Rotary,
     activation_named,
-    segment_mask,
 )
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
@@ -184,7 +184,7 @@ class Llama(Model):
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
         rotary = self.rotary(batch.positions(x.device), x.dtype, batch.longest)
-        mask = segment_mask(batch.segments, batch.shape[1])
+        mask = mask_of(batch, self.layers, Block, x.dtype)
         x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
         return self.norm(x) if stage.last else x
 

@@ -152,6 +152,10 @@ class Watcher(TorchDispatchMode):
         if packet is aten.index and any(t is not None and t.dtype == torch.bool for t in args[1]):
             audit.sync("an index by a mask")
             return args[0].new_empty(args[0].numel() // 2)
+        if str(packet) == "torch_attn._varlen_attn":
+            q, k = args[:2]
+            what = f"q {list(q.shape)} k {list(k.shape)} {str(q.dtype)[6:]}"
+            audit.attention[f"sm90 varlen, sm80 varlen: {what} boundaries {len(args[3])}"] += 1
         if packet in (aten._to_copy, aten.copy_):
             self._watch_copy(packet, args, kwargs)
         result = function(*args, **kwargs)
