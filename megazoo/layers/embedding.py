@@ -106,7 +106,7 @@ class VocabParallelEmbedding(_VocabParallel):
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
             elsewhere[..., None], 0
         )
-        return leave_tensor_parallel(found, self.ctx)
+        return leave_tensor_parallel(found, self.ctx, in_place=True)
 
 
 class VocabParallelHead(_VocabParallel):

@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from megazoo.parallel.collectives import (
+    all_gather_sequence,
+    begin_all_gather_sequence,
+    begin_reduce_scatter_sequence,
+    begin_sum,
+)
 from megazoo.parallel.compile import untraced
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.recompute import replay
@@ -93,16 +100,79 @@ class _Linear(torch.autograd.Function):
             x_grad = (grad @ weight.to(dtype)).to(x.dtype)
             if ctx.recompute:
                 (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
-        grad_rows, input_rows = grad.flatten(0, -2), inputs.detach().flatten(0, -2).to(dtype)
-        weight_grad = bias_grad = None
-        if ctx.needs_input_grad[3]:
-            if ctx.queue:
-                ctx.queue.put(weight, lambda: grad_rows.t() @ input_rows)
-            else:
-                weight_grad = grad_rows.t() @ input_rows
-        if ctx.needs_input_grad[4]:
-            bias_grad = grad_rows.sum(0)
-        return None, None, x_grad, weight_grad, bias_grad
+        return None, None, x_grad, *_gradients_of_weights(ctx, grad, inputs.to(dtype))
+
+
+def _gradients_of_weights(ctx, grad: torch.Tensor, inputs: torch.Tensor) -> tuple:
+    """Return the gradients of a linear layer's weight, unless it waits in the queue, and bias.
+
+    ctx: of an autograd function whose last arguments, the fourth and fifth, are those two. grad,
+    inputs: of what it returned, and what was multiplied: [..., outputs] and [..., inputs].
+    """
+    # the queue multiplies where autograd records
+    grad_rows, input_rows = grad.flatten(0, -2), inputs.detach().flatten(0, -2)
+    weight_grad = bias_grad = None
+    if ctx.needs_input_grad[3]:
+        if ctx.queue:
+            ctx.queue.put(ctx.weight, lambda: grad_rows.t() @ input_rows)
+        else:
+            weight_grad = grad_rows.t() @ input_rows
+    if ctx.needs_input_grad[4]:
+        bias_grad = grad_rows.sum(0)
+    return weight_grad, bias_grad
+
+
+def hides_communication(x: torch.Tensor) -> bool:
+    """Say whether entered_linear pays for x: in training on CUDA, whose collectives run beside the
+    products. On CPUs both would share the same cores."""
+    return x.is_cuda and torch.is_grad_enabled()
+
+
+def entered_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    parallel: ParallelContext,
+    *,
+    queue: WeightQueue | None = None,
+) -> torch.Tensor:
+    """Enter the tensor-parallel region with x and multiply, with the backward's communication under
+    its products.
+
+    Same as: linear(enter_tensor_parallel(x), weight, bias).
+
+    While x's gradient is summed over the ranks (scattered, under sequence parallelism), the
+    weight's is computed; and while x's is computed, this rank's part of x is gathered again. The
+    sum takes the memory of the product that it is the sum of.
+    """
+    return _entered_linear(parallel, queue, x, weight, bias)
+
+
+@untraced
+def _entered_linear(parallel, queue, x, weight, bias) -> torch.Tensor:
+    return _EnteredLinear.apply(parallel, queue, x, weight, bias)
+
+
+class _EnteredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parallel, queue, x, weight, bias):
+        ctx.parallel, ctx.queue, ctx.weight = parallel, queue, weight
+        ctx.save_for_backward(x)
+        cut, group = parallel.sequence_parallel, parallel.tp_group
+        return F.linear(all_gather_sequence(x, group) if cut else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), x_grad = ctx.saved_tensors, None
+        cut, group = ctx.parallel.sequence_parallel, ctx.parallel.tp_group
+        gathered = begin_all_gather_sequence(x, group) if cut and ctx.needs_input_grad[3] else None
+        if ctx.needs_input_grad[2]:
+            x_grad = grad @ ctx.weight
+            summed = (begin_reduce_scatter_sequence if cut else begin_sum)(x_grad, group)
+        gradients = _gradients_of_weights(ctx, grad, gathered() if gathered else x)
+        if ctx.needs_input_grad[2]:
+            x_grad = summed()
+        return None, None, x_grad, *gradients
 
 
 def split_heads(
