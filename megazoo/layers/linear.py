@@ -83,17 +83,20 @@ def column_parallel_linear(
     bias: torch.Tensor | None,
     ctx: ParallelContext,
     queue: WeightQueue | None,
+    *,
+    align: bool = False,
 ) -> torch.Tensor:
     """Enter the tensor-parallel region with x, where its gradient is summed over tp, and multiply.
 
-    Under sequence parallelism this rank's part of x is kept, and gathered again in backward.
+    Under sequence parallelism this rank's part of x is kept, and gathered again in backward. align:
+    as in `linear`.
     """
     if ctx.tp_size > 1 and hides_communication(x):
-        return entered_linear(x, weight, bias, ctx, queue=queue)
+        return entered_linear(x, weight, bias, ctx, queue=queue, align=align)
     enter = partial(enter_tensor_parallel, ctx=ctx)
     if ctx.sequence_parallel:
-        return linear(x, weight, bias, recompute=enter, queue=queue)
-    return linear(enter(x), weight, bias, queue=queue)
+        return linear(x, weight, bias, recompute=enter, queue=queue, align=align)
+    return linear(enter(x), weight, bias, queue=queue, align=align)
 
 
 class RowParallelLinear(ShardedModule):

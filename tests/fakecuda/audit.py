@@ -205,7 +205,7 @@ class Watcher(TorchDispatchMode):
         audit.launches_of[where] += launches(packet.__name__, args)
         if packet in flop_registry:
             audit.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-            for t in ins:
+            for t in ins + outs:
                 if t.dim() == 2 and t.element_size() == 2 and t.numel() and max(t.stride()) % 8:
                     audit.misaligned[f"{packet.__name__} {list(t.shape)} at {where}"] += 1
             return
