@@ -7,8 +7,11 @@ import pytest
 import torch
 from helpers import MODELS, context, train_and_keep_gradients, world
 from helpers_layouts import case_name
+from torch.distributed.device_mesh import DeviceMesh
 
+from megazoo.cli.parsing import parse_options
 from megazoo.layers import ColumnParallelLinear, fused, linear
+from megazoo.parallel.context import ParallelContext
 
 
 def overlapped():
@@ -86,3 +89,33 @@ def test_under_sequence_parallelism_the_input_is_gathered_while_its_gradient_is_
     assert ranks(order_of_backward, 2, True, False)[0] == expected
     without_the_weights = [scatter, "weights", "wait"]
     assert ranks(order_of_backward, 2, True, True)[0] == without_the_weights
+
+
+def cuts_the_sequence(device):
+    context(tp=2)  # takes the device that there is
+    name = "megazoo.parallel.context."
+    mesh = DeviceMesh.from_group
+    with (
+        mock.patch(name + "choose_device", return_value=torch.device(device)),
+        mock.patch(name + "_take"),
+        mock.patch.object(
+            DeviceMesh, "from_group", lambda groups, _, **kw: mesh(groups, "cpu", **kw)
+        ),
+    ):
+        return [
+            ParallelContext.from_torch(2, sequence_parallel=asked).sequence_parallel
+            for asked in (None, False, True)
+        ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_unless_told_the_sequence_is_cut_on_cuda(ranks, device):
+    assert ranks(cuts_the_sequence, 2, device)[0] == [device == "cuda", False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("", None), ("--sequence-parallel --tp 2", True), ("--tp 2 --no-sequence-parallel", False)],
+)
+def test_the_flag_may_be_left_out(words, expected):
+    assert parse_options(words.split(), "").parallel.sequence_parallel is expected
