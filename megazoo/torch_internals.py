@@ -26,6 +26,7 @@ __all__ = [
     "results_are_new",
     "run_backward",
     "shares_storage",
+    "silu_backward",
     "storage_key",
     "store_of_a_thread",
     "timeout_of",
@@ -136,6 +137,14 @@ def profiler_runs() -> bool:
 def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two tensors are views of the same memory."""
     return storage_key(one.untyped_storage()) == storage_key(other.untyped_storage())
+
+
+def silu_backward(grad: torch.Tensor, x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Write the gradient of silu's x to `out`, which may be `grad` itself.
+
+    torch.autograd.grad computes the same and takes new memory for it.
+    """
+    return torch.ops.aten.silu_backward.grad_input(grad, x.detach(), grad_input=out)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -81,9 +81,9 @@ class ParallelOptions:
     stage_layers: str = "balanced"
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
-    sequence_parallel: bool = False
-    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their
-    memory."""
+    sequence_parallel: optional(bool, "", "on CUDA") = None
+    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their memory
+    and of the work there."""
     schedule: ScheduleName = "1f1b"
     """Order of the pipeline's forwards and backwards: one of these, or what --import adds. zb-h1
     leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more

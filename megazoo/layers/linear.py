@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from megazoo.errors import UserError
-from megazoo.layers.fused import linear
+from megazoo.layers.fused import entered_linear, hides_communication, linear
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.module import ShardedModule
@@ -83,15 +83,20 @@ def column_parallel_linear(
     bias: torch.Tensor | None,
     ctx: ParallelContext,
     queue: WeightQueue | None,
+    *,
+    align: bool = False,
 ) -> torch.Tensor:
     """Enter the tensor-parallel region with x, where its gradient is summed over tp, and multiply.
 
-    Under sequence parallelism this rank's part of x is kept, and gathered again in backward.
+    Under sequence parallelism this rank's part of x is kept, and gathered again in backward. align:
+    as in `linear`.
     """
+    if ctx.tp_size > 1 and hides_communication(x):
+        return entered_linear(x, weight, bias, ctx, queue=queue, align=align)
     enter = partial(enter_tensor_parallel, ctx=ctx)
     if ctx.sequence_parallel:
-        return linear(x, weight, bias, recompute=enter, queue=queue)
-    return linear(enter(x), weight, bias, queue=queue)
+        return linear(x, weight, bias, recompute=enter, queue=queue, align=align)
+    return linear(enter(x), weight, bias, queue=queue, align=align)
 
 
 class RowParallelLinear(ShardedModule):
@@ -159,5 +164,5 @@ class RowParallelLinear(ShardedModule):
         alone = self.ctx.tp_size == 1  # there is no sum over ranks that the bias has to wait for
         bias = self.bias if alone else None
         y = linear(x, self.weight, bias, recompute=recompute, queue=self.weight_queue)
-        y = leave_tensor_parallel(y, self.ctx)
+        y = leave_tensor_parallel(y, self.ctx, in_place=True)
         return y if alone or self.bias is None else y + self.replicated("bias")

@@ -102,7 +102,7 @@ class ParallelContext:
         pipeline_parallel_size: int = 1,
         data_parallel_size: int | None = None,
         *,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = False,
         virtual_pipeline_size: int = 1,
         stage_layers: str | Sequence[int] = "balanced",
         device: str | torch.device = "auto",
@@ -116,7 +116,7 @@ class ParallelContext:
         bounds every wait on every group.
         sequence_parallel: between tensor-parallel regions cut the activations along the sequence
         (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
-        in return backward gathers once more what a column-parallel layer takes.
+        in return backward gathers once more what a column-parallel layer takes. None: on CUDA.
         virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule.
         stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
         included; "uniform" by layers; or the number of layers of each.
@@ -142,6 +142,8 @@ class ParallelContext:
             stage_layers=stage_layers,
         )
         device = choose_device(device)
+        if sequence_parallel is None:
+            here = replace(here, sequence_parallel=device.type == "cuda")
         _take(device)
         allow_sockets(world)
         if not dist.is_initialized():

@@ -9,6 +9,7 @@ import torch
 from megazoo.parallel.collectives import (
     all_gather_last_dim,
     all_gather_sequence,
+    all_reduce,
     reduce_scatter_sequence,
     summed,
 )
@@ -31,6 +32,18 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         return summed(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.mark_dirty(x)
+        all_reduce(x, group)
+        return x
 
     @staticmethod
     def backward(ctx, grad):
@@ -98,14 +111,20 @@ def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
     return copy_to_tensor_parallel(x, ctx)
 
 
-def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+def leave_tensor_parallel(
+    x: torch.Tensor, ctx: ParallelContext, *, in_place: bool = False
+) -> torch.Tensor:
     """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as
     it is.
 
     Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
+    in_place: the sum may take x's memory: nobody else has x, and the backward of what made it does
+    not need it.
     """
     if ctx.sequence_parallel:
         return _apply(_ReduceScatterSequence, x, ctx.tp_group)
+    if in_place and ctx.tp_size > 1:
+        return _apply(_ReduceInPlace, x, ctx.tp_group)
     return reduce_from_tensor_parallel(x, ctx)
 
 

@@ -198,7 +198,7 @@ class Planner:
             parallel.tp,
             parallel.pp,
             dp,
-            sequence_parallel=parallel.sequence_parallel,
+            sequence_parallel=bool(parallel.sequence_parallel),
             virtual=parallel.virtual_pp,
             stage_layers=parse_stage_layers(parallel.stage_layers),
         )

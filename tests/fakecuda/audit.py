@@ -31,6 +31,10 @@ FREE = {
     aten.set_,
     torch.ops.prim.device,
 }
+# They don't read what they overwrite.
+WRITING = {aten.copy_, aten.fill_, aten.zero_}
+# They touch a few elements of their first tensor: as many as there are indices or results.
+INDEXED = {aten.gather, aten.embedding, aten.index_select, aten.scatter_add_}
 # Functions that go on only if what they ask of a tensor is true: `choose`, if all logits are
 # finite, and `_check`, if no prompt ends with padding.
 TRUE_IN = {"choose", "_check"}
@@ -193,7 +197,9 @@ class Watcher(TorchDispatchMode):
             audit.sync(f"{'' if locked else 'pageable '}copy to the {target}")
 
     def _count(self, function, args, kwargs, result) -> None:
-        ins = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        written = {argument.name for argument in function._schema.arguments if argument.is_out}
+        read = [value for name, value in kwargs.items() if name not in written]
+        ins = [*tensors_in(args), *tensors_in(read)]
         outs, returns = list(tensors_in(result)), function._schema.returns
         packet = function._overloadpacket
         views = returns and all(r.alias_info and not r.alias_info.is_write for r in returns)
@@ -203,13 +209,18 @@ class Watcher(TorchDispatchMode):
         audit.launches_of[where] += launches(packet.__name__, args)
         if packet in flop_registry:
             audit.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-            for t in ins:
+            for t in ins + outs:
                 if t.dim() == 2 and t.element_size() == 2 and t.numel() and max(t.stride()) % 8:
                     audit.misaligned[f"{packet.__name__} {list(t.shape)} at {where}"] += 1
             return
         new = [t for t, r in zip(outs, returns, strict=False) if r.alias_info is None]
-        moved = [t for t in ins + (new or outs[:1]) if t.device.type == "cuda"]
-        audit.bytes_of[where] += sum(t.numel() * t.element_size() for t in moved)
+        out = (new or outs[:1]) * (2 if packet in INDEXED else 1)
+        moved = ins[packet in WRITING or packet in INDEXED :] + out
+        if packet is aten.scatter_add_:
+            moved = [*ins[1:], ins[2], ins[2]]
+        audit.bytes_of[where] += sum(
+            t.numel() * t.element_size() for t in moved if t.device.type == "cuda"
+        )
 
 
 class Pinning(TorchFunctionMode):

@@ -49,8 +49,19 @@ class Stream:
         audit.sync("a stream is waited for")
 
 
+def _register_kernels() -> torch.library.Library:
+    """Tell torch of operators that CUDA has a kernel of its own for, forward and backward, and that
+    torch would otherwise take apart into others. (Shapes come from the fake tensors.)"""
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward"):
+        library.impl(name, lambda *_: None, "CUDA")
+    return library
+
+
 def install() -> None:
     """Put these into torch.cuda."""
+    global kernels  # as long as the library lives, they are known
+    kernels = _register_kernels()
     torch.cuda.default_generators = (Generator(),)
     torch.cuda.Stream = torch.cuda.Event = Stream
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: Stream()
