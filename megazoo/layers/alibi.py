@@ -25,16 +25,19 @@ def alibi_bias(
     dtype: torch.dtype,
     device: torch.device,
     mask: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return slope x (key - query), and -inf for keys that come after the query: [heads, queries,
     keys].
 
     slopes: fp32, those of the heads wanted. queries: how many of the last tokens look, of `keys` in
     all. mask: where a query may look, bool [batch, 1, queries, keys], if that is less; the bias
-    then has a batch dimension, too. Computed in fp32: bf16 can't count above 256.
+    then has a batch dimension, too. position: int64 [1], where the only query is, if it is not the
+    last of the keys. Computed in fp32: bf16 can't count above 256.
     """
     positions = torch.arange(keys, device=device)
+    looking = positions[keys - queries :] if position is None else position
     # key - query, 0 or less where it may look
-    distance = positions[None, :] - positions[keys - queries :, None]
+    distance = positions[None, :] - looking[:, None]
     bias = slopes.to(device)[:, None, None] * distance
     return bias.masked_fill(distance > 0 if mask is None else ~mask, -torch.inf).to(dtype)

@@ -224,8 +224,11 @@ class CausalSelfAttention(nn.Module):
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)
+            mask = cache.hide(self, mask, q)
         if self.dropout.active:
             y = self._attend_with_dropout(q, k, v, mask, seed)
+        elif cache is not None and q.shape[2] == 1 and k.shape[1] < q.shape[1]:
+            y = self._attend_once(q, k, v, mask)
         else:
             y = self._scaled_dot_product(q, k, v, mask)
         return rearrange(y, "batch heads seq size -> batch seq (heads size)")
@@ -245,6 +248,19 @@ class CausalSelfAttention(nn.Module):
             scale=self.scale,
             enable_gqa=k.shape[1] < q.shape[1],
         )
+
+    def _attend_once(self, q, k, v, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attend with one query of each head, which may look at all keys that the mask leaves.
+
+        Same as: _scaled_dot_product. The queries that share a key-value head become the queries of
+        one head: each kernel takes these, and none has to expand the keys.
+        """
+        kv_heads = k.shape[1]
+        grouped = q.unflatten(1, (kv_heads, -1)).squeeze(3)  # [batch, KV heads, group, head_size]
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:  # one for each head
+            mask = mask.squeeze(-2).unflatten(-2, (kv_heads, -1))
+        y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale)
+        return y.reshape(q.shape)
 
     @untraced
     def _attend_with_dropout(

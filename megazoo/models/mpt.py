@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
@@ -160,6 +160,7 @@ class MPT(Model):
     def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c = config
+        self.slopes: torch.Tensor | None = None  # of this rank's heads, once they are needed
         self.add_embedding()
         if self.has_first:
             if c.learned_positions and not c.alibi:
@@ -170,6 +171,7 @@ class MPT(Model):
             self.norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
         self.add_head()
 
+    @static_steps
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
@@ -188,11 +190,12 @@ class MPT(Model):
 
     def alibi(self, batch: MicroBatch, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The bias of this rank's heads, one for all layers: [(batch,) heads, sequence, keys]."""
-        heads = next(iter(self.layers.values())).attention.heads
-        slopes = alibi_slopes(self.config.heads, self.config.alibi_bias_max)
-        return alibi_bias(
-            slopes[heads.start : heads.stop], batch.shape[1], batch.keys, x.dtype, x.device, mask
-        )
+        if self.slopes is None or self.slopes.device != x.device:
+            heads = next(iter(self.layers.values())).attention.heads
+            slopes = alibi_slopes(self.config.heads, self.config.alibi_bias_max)
+            self.slopes = slopes[heads.start : heads.stop].to(x.device)
+        queries, keys = batch.shape[1], batch.keys
+        return alibi_bias(self.slopes, queries, keys, x.dtype, x.device, mask, batch.position)
 
     @classmethod
     def stage_costs(cls, config: MPTConfig) -> tuple[float, float, float]:

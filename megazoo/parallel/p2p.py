@@ -48,6 +48,19 @@ def exchange_with_stages(
     return coming, list(rest)
 
 
+def start_receive(buffer: torch.Tensor, pp_rank: int, ctx: ParallelContext):
+    """Start receiving into a contiguous tensor from a pipeline rank, which knows its shape and
+    dtype; returns what to wait for, by its `wait()`, before it is read."""
+    return exchange_with_stages([(buffer, pp_rank)], [], ctx)[0][0][0]
+
+
+def start_send(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
+    """Start sending a contiguous tensor to a pipeline rank; returns the work to wait for before the
+    tensor may change, or None if it may."""
+    works = exchange_with_stages([], [(tensor, pp_rank)], ctx)[1]
+    return works[0] if works else None
+
+
 def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
     """Start sending to a pipeline rank, in generation and in a user's own loop over micro-batches;
     in training `exchange_with_stages` sends.
