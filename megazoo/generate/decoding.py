@@ -31,8 +31,8 @@ class Choice:
     """What the rows of a group go on with; those of one prompt are next to each other.
 
     tokens: int64 [rows]. sources: int64 [rows], the row that each continues, or None if each
-    continues itself. state: GOES_ON, OVER if the group has all its tokens, or BROKEN if the logits
-    were no numbers: an int, or an int64 tensor [1] until the host needs it.
+    continues itself. state: GOES_ON, OVER if all rows have ended, or BROKEN if the logits were no
+    numbers: an int, or an int64 tensor until the host needs it.
     """
 
     tokens: torch.Tensor
@@ -41,7 +41,7 @@ class Choice:
 
     @property
     def done(self) -> bool:
-        """Whether the group ends."""
+        """Whether the group ends before it has all the tokens that it may have."""
         return self._known_state() != GOES_ON
 
     @property
@@ -103,9 +103,9 @@ class _Chooser:
         tokens mean nothing, and the group ends if the host looks."""
         self.finite &= logits.amax().isfinite()  # NaN is the largest
         tokens, sources, over = self.advance(logits)
-        state = OVER if self.step == self.settings.max_new_tokens else GOES_ON
+        state = GOES_ON
         if self.looks:
-            state = torch.where(self.finite, over.all().long().clamp(min=state), BROKEN)
+            state = torch.where(self.finite, over.all().long(), BROKEN)
         return Choice(tokens, sources, state)
 
     @property

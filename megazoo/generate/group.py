@@ -56,7 +56,7 @@ class Group:
         """real: which of the prompts' tokens are not padding, bool, or None for all."""
         self.numbers, self.longest = numbers, longest
         self.copies, self.beams = settings.rows_of_prompt, settings.num_beams > 1
-        self.done, self.steps = False, 0
+        self.done, self.steps, self.most = False, 0, settings.max_new_tokens
         self.input_ids, self.positions, self.segments = input_ids, None, None
         if real is not None:
             self.positions = (real.cumsum(1) - 1).clamp(min=0)
@@ -99,7 +99,7 @@ class Group:
 
     def take(self, choice: Choice) -> None:
         """Go on with the chosen tokens."""
-        self.done = choice.done
+        self.done = self.steps + 1 == self.most or choice.done
         if self.done:
             return
         if self.copies > 1 and self.steps == 0:
