@@ -94,6 +94,24 @@ def test_the_logits_of_static_steps_are_those_of_growing_ones(name):
     torch.testing.assert_close(logits[StaticKVCache], logits[KVCache], atol=2e-6, rtol=1e-5)
 
 
+def test_rows_that_go_on_from_others_have_their_keys_and_values():
+    caches, layer = [KVCache(1, 70, 3), StaticKVCache(1, 70, 3, torch.device("cpu"))], object()
+    sources = torch.tensor([2, 2, 0, 3, 5, 3])
+    for tokens in (60, 1, 1, 1, 1, 1):
+        k, v = torch.randn(2, 2 if tokens > 1 else 6, 4, tokens, 8)
+        for cache in caches:
+            kept = cache.extend(layer, k, v)
+            cache.advance(tokens)
+            if tokens == 1:
+                cache.reorder(sources)
+                kept = torch.stack([each[:, :, : cache.used] for each in kept])
+                assert torch.equal(kept, cache._kept[0, :, :, :, : cache.used])
+        same = [cache._kept[..., : cache.used, :] for cache in caches]
+        assert torch.equal(*same)
+    assert not torch.equal(same[0][0, 0, 0], same[0][0, 0, 3])
+    assert torch.equal(same[0][0, 0, 0], same[0][0, 0, 1])
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_captured_step_reads_nothing_on_the_host_and_keeps_its_addresses(name, way):
