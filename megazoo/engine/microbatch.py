@@ -1,5 +1,6 @@
 """What a stage is given of a micro-batch, and what a forward returns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -56,6 +57,17 @@ class Output:
         )
 
 
+def static_steps(forward_stage: Callable) -> Callable:
+    """Decorate a family's `forward_stage` that takes a StaticKVCache, too, for which generation
+    then gives it steps of one token on CUDA, and makes them a CUDA graph.
+
+    Such a function reads no tensor on the host, and leaves the places of tokens to the attention,
+    to `batch.positions` and to `batch.position`: `batch.keys` doesn't tell them.
+    """
+    forward_stage.static_steps = True
+    return forward_stage
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What a stage may need to know of a micro-batch besides the activations. Tensors are int64
@@ -92,8 +104,14 @@ class MicroBatch:
 
     @property
     def keys(self) -> int:
-        """How many tokens may be looked at: those of the sequence, and of the cache."""
-        return self.shape[1] + (self.cache.used if self.cache else 0)
+        """How many tokens may be looked at: those of the sequence, and of the cache (of a
+        StaticKVCache its places, which may be more)."""
+        return self.cache.keys(self.shape[1]) if self.cache else self.shape[1]
+
+    @property
+    def position(self) -> torch.Tensor | None:
+        """Where the only token is in a StaticKVCache: int64 [1]. None elsewhere."""
+        return self.cache.position if self.cache and self.cache.used else None
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the tokens: int64, [sequence] or [batch, sequence]."""

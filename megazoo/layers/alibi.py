@@ -28,18 +28,21 @@ def alibi_bias(
     device: torch.device,
     mask: torch.Tensor | None = None,
     hidden: float = -torch.inf,
+    position: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return slope x (key - query), and -inf for keys that come after the query: [1, heads,
     queries, keys]. Every fast kernel of attention takes four dimensions, and none takes three.
 
     slopes: fp32, those of the heads wanted. queries: how many of the last tokens look, of `keys` in
     all. mask: where a query may look, bool [batch, 1, queries, keys], if that is less; the bias is
-    then [batch, heads, queries, keys]. hidden: what stands in the place of -inf. Computed in fp32:
-    bf16 can't count above 256.
+    then [batch, heads, queries, keys]. hidden: what stands in the place of -inf. position: int64
+    [1], where the only query is, if it is not the last of the keys. Computed in fp32: bf16 can't
+    count above 256.
     """
     positions = torch.arange(keys, device=device)
+    looking = positions[keys - queries :] if position is None else position
     # key - query, 0 or less where it may look
-    distance = positions[None, :] - positions[keys - queries :, None]
+    distance = positions[None, :] - looking[:, None]
     rows = 1 if mask is None else len(mask)
     bias = in_aligned_rows((rows, len(slopes), queries, keys), dtype, device)
     bias.copy_(slopes.to(device)[:, None, None] * distance)
@@ -66,18 +69,19 @@ class ALiBi:
         dtype: torch.dtype,
         device: torch.device,
         mask: torch.Tensor | None = None,
+        position: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the bias of alibi_bias."""
         what = (queries, keys, dtype, device)
-        if mask is None and what == self._what:
+        if mask is None and position is None and what == self._what:
             return self._bias
         # In the inference mode of generation it would be a tensor that training can't use.
         with torch.inference_mode(False):
             if self._slopes is None or self._slopes.device != device:
                 own = slice(self.heads.start, self.heads.stop)
                 self._slopes = alibi_slopes(self.total, self.bias_max)[own].to(device)
-            if mask is not None:
-                return alibi_bias(self._slopes, *what, mask, HIDDEN)
+            if mask is not None or position is not None:
+                return alibi_bias(self._slopes, *what, mask, HIDDEN, position)
             self._what = self._bias = None  # its memory, before the next one is made
             bias = alibi_bias(self._slopes, *what, None, HIDDEN)
         if device.type != "meta":  # there each micro-batch is measured with all that it needs

@@ -228,6 +228,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)
+            mask = cache.hide(self, mask, q)
         if isinstance(mask, Packed):
             y = self._attend_in_documents(q, k, v, mask)
         elif self.dropout.active:
@@ -255,9 +256,9 @@ class CausalSelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v."""
         groups = q.shape[1] // k.shape[1]
+        if groups > 1 and q.shape[2] == 1:
+            return self._one_query(q, k, v, mask, dropout)
         if groups > 1 and not takes_groups(q, k, v, mask, dropout):
-            if q.shape[2] == 1:
-                return self._one_query(q, k, v, mask, dropout)
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q,

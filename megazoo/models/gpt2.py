@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
@@ -143,6 +143,7 @@ class GPT2(Model):
             self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.add_head()
 
+    @static_steps
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x) + self.position_embedding(batch.positions(x.device))

@@ -30,7 +30,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
     CausalSelfAttention,
     GatedMLP,
@@ -180,6 +180,7 @@ class Llama(Model):
             self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.add_head()
 
+    @static_steps
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
     MLP,
     ALiBi,
@@ -160,6 +160,7 @@ class MPT(Model):
     def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c = config
+        self.slopes: torch.Tensor | None = None  # of this rank's heads, once they are needed
         self.add_embedding()
         if self.has_first:
             if c.learned_positions and not c.alibi:
@@ -174,6 +175,7 @@ class MPT(Model):
             self.norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
         self.add_head()
 
+    @static_steps
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
@@ -182,7 +184,8 @@ class MPT(Model):
             x = self.embedding_dropout(x, batch.dropout_seed)
         if self.alibi is not None:
             mask = segment_mask(batch.segments, batch.shape[1])
-            mask = self.alibi(batch.shape[1], batch.keys, x.dtype, x.device, mask)
+            queries, keys = batch.shape[1], batch.keys
+            mask = self.alibi(queries, keys, x.dtype, x.device, mask, batch.position)
         else:
             mask = mask_of(batch, self.layers, Block, x.dtype)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]

@@ -20,6 +20,7 @@ def kernels(q, k, v, mask, is_causal: bool, enable_gqa: bool) -> dict[str, str]:
     dense = all(t.stride(-1) == 1 for t in (q, k, v)) and (mask is None or mask.dim() in (2, 4))
     groups = same_heads or enable_gqa
     cudnn = half and dense and groups and size <= 128 and size % 8 == 0 and k.shape[2] > 1
+    cudnn = cudnn and torch.backends.cuda.cudnn_sdp_enabled()
     flash = half and dense and groups and mask is None and size <= 256
     flash = flash and not (is_causal and q.shape[2] != k.shape[2])
     efficient = dense and same_heads and size % (8 if half else 4) == 0

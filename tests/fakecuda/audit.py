@@ -47,7 +47,8 @@ class Audit:
     syncs: where the host waits for the device. faults: what CUDA or NCCL would refuse.
     collectives: by kind and axis of the mesh. attention: the kernels that torch would choose.
     bytes, launches, flops: elementwise bytes that kernels move, kernels, and FLOPs of products;
-    bytes_of, launches_of: the same by line. products: those whose 16-bit operands are misaligned.
+    bytes_of, launches_of: the same by line. captured: the kernels of each CUDA graph.
+    misaligned: products whose 16-bit operands are.
     """
 
     syncs: Counter = field(default_factory=Counter)
@@ -57,6 +58,7 @@ class Audit:
     misaligned: Counter = field(default_factory=Counter)
     bytes_of: Counter = field(default_factory=Counter)
     launches_of: Counter = field(default_factory=Counter)
+    captured: list[int] = field(default_factory=list)
     flops: int = 0
 
     @property

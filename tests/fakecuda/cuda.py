@@ -2,6 +2,7 @@
 generators, which do nothing here."""
 
 import contextlib
+from collections import Counter
 
 import torch
 
@@ -58,12 +59,32 @@ def _register_kernels() -> torch.library.Library:
     return library
 
 
+class Graph:
+    """A CUDA graph: what is captured launches what it launches; a replay is one launch. A capture
+    in which the host waits is refused."""
+
+    def replay(self) -> None:
+        audit.launches_of["a graph"] += 1
+
+
+@contextlib.contextmanager
+def capture(graph: Graph, stream: Stream, capture_error_mode: str):
+    audit.launches_of, before = Counter(), audit.launches_of
+    syncs = audit.syncs.total()
+    yield
+    audit.captured.append(audit.launches)
+    audit.launches_of = before
+    if audit.syncs.total() > syncs:
+        audit.fault("the host waits while a graph is captured")
+
+
 def install() -> None:
     """Put these into torch.cuda."""
     global kernels  # as long as the library lives, they are known
     kernels = _register_kernels()
     torch.cuda.default_generators = (Generator(),)
     torch.cuda.Stream = torch.cuda.Event = Stream
+    torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: Stream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.synchronize = lambda device=None: audit.sync("the device is waited for")
