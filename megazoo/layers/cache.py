@@ -118,8 +118,8 @@ class StaticKVCache(KVCache):
     def hide(
         self, layer: nn.Module, mask: torch.Tensor | None, like: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the mask with HIDDEN at the places that have no token yet: made by the first layer,
-        and by later ones whose mask is another. like: a tensor of the mask's dtype."""
+        """Return the mask with HIDDEN where there is no token yet: made by the first layer, and by
+        later ones whose mask is another. like: a tensor of the mask's dtype."""
         if self.used == 0:
             return mask
         if layer is next(iter(self._places)) or mask is not self._hidden[0]:
