@@ -17,20 +17,24 @@ __all__ = [
     "TorchDispatchMode",  # the only way to see every operator that runs, as FLOP counters do
     "allow_recompilations",
     "attention_kernel",
+    "copy_each",
     "default_store",
     "flash_attention_operators",
     "flop_formulas",
     "fused_adamw",
+    "norm_of_each",
     "profiler_runs",
     "renamed_collective",
     "results_are_new",
     "run_backward",
+    "scale_each",
     "shares_storage",
     "silu_backward",
     "storage_key",
     "store_of_a_thread",
     "timeout_of",
     "varlen_attention",
+    "zero_each",
 ]
 
 
@@ -76,6 +80,39 @@ def run_backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, whatever their dtypes: on CUDA in a few kernels for all.
+
+    torch's public functions take one tensor at a time, a kernel each.
+    """
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def scale_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply each tensor in place, on CUDA by a few kernels for all.
+
+    factor: a number, or a tensor of one on the same device.
+    """
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def zero_each(tensors: Sequence[torch.Tensor]) -> None:
+    """Zero each tensor in place, on CUDA by a few kernels for all."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def norm_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of each tensor, summed and given in float64, [tensors]: on CUDA by a few
+    kernels for all. At least one tensor is needed.
+
+    torch.nn.utils.get_total_norm does so too, but sums in the tensors' own dtype.
+    """
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
 
 
 def fused_adamw(

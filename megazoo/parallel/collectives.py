@@ -62,10 +62,14 @@ def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
     )
 
 
-def all_gather_shards(flat: torch.Tensor, group) -> None:
-    """Give all ranks of `group` each one's part of `flat` [n], n / size long, in place."""
-    if group is not None and group.size() > 1:
-        _run(_all_gather, flat, _own_shard(flat, group), group=group, whole=flat)
+def all_gather_shards(flat: torch.Tensor, group, async_op: bool = False):
+    """Give all ranks of `group` each one's part of `flat` [n], n / size long, in place. Returns the
+    work if async_op."""
+    if group is None or group.size() == 1:
+        return None
+    return _run(
+        _all_gather, flat, _own_shard(flat, group), group=group, whole=flat, async_op=async_op
+    )
 
 
 def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group) -> None:

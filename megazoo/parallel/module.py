@@ -18,6 +18,7 @@ from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import ParameterSpec, Piece
 from megazoo.parallel.staging import Upload
+from megazoo.torch_internals import copy_each
 
 TILE = 128  # rows and columns of the blocks in which initial values are drawn
 
@@ -153,11 +154,9 @@ def sum_over_copies(
             whole.view(shape).narrow(dim, start, share.shape[dim])
             for whole, (share, shape, dim, start) in zip(wholes, together, strict=True)
         ]
-        for place, (share, *_) in zip(mine, together, strict=True):
-            place.copy_(share)
+        copy_each(mine, [share for share, *_ in together])
         all_reduce(flat, ctx.tp_group)
-        for place, (share, *_) in zip(mine, together, strict=True):
-            share.copy_(place)
+        copy_each([share for share, *_ in together], mine)
 
 
 @torch.no_grad()

@@ -36,8 +36,8 @@ WRITING = {aten.copy_, aten.fill_, aten.zero_}
 # They touch a few elements of their first tensor: as many as there are indices or results.
 INDEXED = {aten.gather, aten.embedding, aten.index_select, aten.scatter_add_}
 # Functions that go on only if what they ask of a tensor is true: `choose`, if all logits are
-# finite, and `_check`, if no prompt ends with padding.
-TRUE_IN = {"choose", "_check"}
+# finite, `_overflowed`, if the gradients' norm is, and `_check`, if no prompt ends with padding.
+TRUE_IN = {"choose", "_overflowed", "_check"}
 
 
 @dataclass
@@ -82,6 +82,7 @@ class Audit:
 
 
 audit = Audit()
+longer_arguments = False  # see `launches`
 # What the first stage tells the others of the shape of a batch, number by number.
 told: deque[int] = deque()
 # The storages of page-locked memory, by their numbers. A weak reference keeps the number from being
@@ -133,16 +134,18 @@ def launches(name: str, args) -> int:
     """Count the kernels of an operator: one, or for an operator on lists of tensors as many as
     their chunks and addresses fill.
 
-    Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh: a launch takes 320 chunks of 65,536
-    elements, and so many tensors, by how many lists there are.
+    Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh: a launch takes so many chunks of 65,536
+    elements, and so many tensors, by how many lists there are: 320 and 110 to 30; in torch built
+    for CUDA 13, whose kernels take longer arguments, 7 times as many (`longer_arguments`).
     """
     lists = [list(each) for each in args if isinstance(each, list | tuple) and each]
     lists = [each for each in lists if isinstance(each[0], torch.Tensor) and each[0].dim()]
     if not name.startswith(("_foreach_", "_fused_")) or not lists:
         return 1
-    at_once = (110, 64, 48, 36, 30)[min(len(lists), 5) - 1]
+    more = 7 if longer_arguments else 1
+    at_once = (110, 64, 48, 36, 30)[min(len(lists), 5) - 1] * more
     chunks = sum(-(-tensor.numel() // 65_536) for tensor in lists[0])
-    return max(-(-len(lists[0]) // at_once), -(-chunks // 320))
+    return max(-(-len(lists[0]) // at_once), -(-chunks // (320 * more)))
 
 
 class Watcher(TorchDispatchMode):
