@@ -216,7 +216,7 @@ def open_data(run: Run, model: Model) -> Data:
     if is_rank_zero():
         take_fingerprints(run)
     if options.training.epochs:
-        samples = torch.tensor(len(blends[0]) if blends[0] else 0, device=ctx.device)
+        samples = torch.tensor(len(blends[0]) if blends[0] else 0)
         run.settle_epochs(broadcast_from_stage(samples, 0, ctx).item())
     return Data(*(Batches(blend, options.training.global_batch_size, ctx) for blend in blends))
 
@@ -245,8 +245,10 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
                 )
                 optimizer.lr = run.learning_rate(step)
                 with spent("optimizer"):
-                    norm = optimizer.step().item()
-            recorder.log_step(step, loss.item(), norm, tokens, watch)
+                    norm = optimizer.step()
+                    # A GPU is waited for here, once a step.
+                    loss, norm = torch.stack([loss, norm.to(loss.device)]).tolist()
+            recorder.log_step(step, loss, norm, tokens, watch)
 
             stopping = recorder.stop_requested()
             if run.validates_at(step):

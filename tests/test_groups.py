@@ -111,15 +111,22 @@ def test_a_world_of_one_has_no_communicator(monkeypatch):
 
 
 def warmed_on_cuda():
-    """A context whose device is a GPU, as far as from_torch sees."""
-    called = []
+    """A context whose device is a GPU, as far as from_torch sees. NCCL's part of a group is left
+    out."""
+    called, asked, new_group = [], [], dist.new_group
+
+    def of_gloo(ranks, timeout=None, backend=None, **options):
+        asked.append(backend)
+        return new_group(ranks, timeout, backend="gloo", **options)
+
+    dist.new_group = of_gloo
     context_module.choose_device = lambda *_: torch.device("cuda", 0)
     torch.cuda.set_device = lambda _: None
     context_module.warm_up = lambda rows, pipeline, device: called.append(
         ([group.size() for group in rows], pipeline.size(), device.type)
     )
     ParallelContext.from_torch(2, 1, 1)
-    return called
+    return called, set(asked)
 
 
 def test_a_context_on_gpus_warms_its_groups_up():
@@ -127,7 +134,9 @@ def test_a_context_on_gpus_warms_its_groups_up():
 
     pool = RankPool()  # of its own: what is replaced stays so
     try:
-        assert pool.run(warmed_on_cuda, 2) == [[([1, 1, 2], 1, "cuda")]] * 2
+        for called, backends in pool.run(warmed_on_cuda, 2):
+            assert called == [([1, 1, 2], 1, "cuda")]
+            assert backends == {"gloo", "cpu:gloo,cuda:nccl"}  # of one rank, and of both
     finally:
         pool.close()
 

@@ -100,9 +100,8 @@ class StopSignal:
             self._said = True
             self._say_steps_are_long(now - before)
         orphaned = is_child_of_launcher() and os.getppid() != self._parent
-        number = torch.tensor(
-            self.LAUNCHER_DIED if orphaned else self.noted, device=self.ctx.device
-        )
+        # On the CPU: no device is to be waited for.
+        number = torch.tensor(self.LAUNCHER_DIED if orphaned else self.noted)
         all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
         if not number:
             return None

@@ -18,7 +18,7 @@ from megazoo import environment
 from megazoo.errors import UserError
 from megazoo.parallel.cpu import products
 from megazoo.parallel.device import choose_device, share_cores
-from megazoo.parallel.groups import allow_sockets, groups_of, warm_up
+from megazoo.parallel.groups import CUDA_BACKENDS, allow_sockets, groups_of, warm_up
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
 AXES = ("pp", "dp", "tp")
@@ -152,7 +152,7 @@ class ParallelContext:
             with meeting():
                 _initialize(device, world, timeout)
         ranks = torch.arange(world).view(here.sizes)
-        groups = groups_of(ranks, timeout)
+        groups = groups_of(ranks, device, timeout)
         if device.type == "cuda":
             warm_up(groups, groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
@@ -340,7 +340,7 @@ def _initialize(device: torch.device, world: int, timeout: timedelta) -> None:
         dist.init_process_group("gloo", timeout=timeout)
         return
     bound = {"device_id": device} if world > 1 else {}
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **bound)
+    dist.init_process_group(CUDA_BACKENDS, timeout=timeout, **bound)
 
 
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:

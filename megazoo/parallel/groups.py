@@ -7,15 +7,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# CPU tensors, such as the shape of a batch, travel by gloo, whatever the device.
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
 # Files that a rank opens beside its sockets: data, checkpoints, pipes, libraries.
 OTHER_FILES = 512
 
 
-def groups_of(ranks: torch.Tensor, timeout: timedelta) -> list[dist.ProcessGroup]:
+def groups_of(
+    ranks: torch.Tensor, device: torch.device, timeout: timedelta
+) -> list[dist.ProcessGroup]:
     """Make the groups along each dimension of the mesh, and return this rank's, one a dimension.
 
     ranks: of the world, as they lie in the mesh. Every rank calls this, and makes every group, in
-    the same order.
+    the same order. On CUDA they are of gloo, too, even if the world, which a user may have
+    initialised, is of NCCL alone.
 
     Where a dimension has one rank, a group of this rank alone stands for it, the same for all such
     dimensions. It is no None: to torch.distributed that means the whole world, over which
@@ -29,16 +34,19 @@ def groups_of(ranks: torch.Tensor, timeout: timedelta) -> list[dist.ProcessGroup
         mine = [dist.get_rank()]
         alone = dist.new_group(mine, timeout, backend="gloo", use_local_synchronization=True)
     return [
-        alone if size == 1 else _group_along(dim, ranks, timeout)
+        alone if size == 1 else _group_along(dim, ranks, device, timeout)
         for dim, size in enumerate(ranks.shape)
     ]
 
 
-def _group_along(dim: int, ranks: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
+def _group_along(
+    dim: int, ranks: torch.Tensor, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
     """Make the groups along one dimension of the mesh, and return this rank's."""
     rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    backend = CUDA_BACKENDS if device.type == "cuda" else None  # None: the world's
     # new_group does not inherit the world's timeout
-    groups = [dist.new_group(row, timeout=timeout) for row in rows]
+    groups = [dist.new_group(row, timeout=timeout, backend=backend) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
 
 
