@@ -32,8 +32,8 @@ FREE = {
     torch.ops.prim.device,
 }
 # Functions that go on only if what they ask of a tensor is true: `choose`, if all logits are
-# finite, `_overflowed`, if the gradients' norm is, and `_check`, if no prompt ends with padding.
-TRUE_IN = {"choose", "_overflowed", "_check"}
+# finite, and `_check`, if no prompt ends with padding.
+TRUE_IN = {"choose", "_check"}
 
 
 @dataclass
