@@ -52,6 +52,7 @@ def test_a_step_is_a_few_kernels_and_waits_for_none(name, waits, cuda, limit):
     assert 0 < step.launches <= limit
     assert sum(step.syncs.values()) == waits, step.syncs
     assert summed.launches <= 200
+    assert step.bytes > 10e9, "nothing was updated"
     assert not summed.syncs + summed.faults + step.faults
 
 

@@ -8,14 +8,21 @@ import torch
 
 from megazoo.errors import UserError, check_number
 from megazoo.optim.base import ModelOptimizer
-from megazoo.optim.clip import check_max_norm, check_model, clip_scale, element_range, global_norm
+from megazoo.optim.clip import (
+    check_max_norm,
+    check_model,
+    clip_scale,
+    counts_whole,
+    element_range,
+    global_norm,
+)
 from megazoo.optim.loss_scale import LossScale
 from megazoo.optim.offload import Row, Staging
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.collectives import gather_ranges
+from megazoo.parallel.collectives import all_reduce_over, gather_ranges
 from megazoo.parallel.failure import failing_together, together
 from megazoo.parallel.module import Entry
-from megazoo.torch_internals import copy_each, fused_adamw
+from megazoo.torch_internals import copy_each, fused_adamw, norm_of_each
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"  # states, in checkpoints by these names
 
@@ -106,7 +113,7 @@ class AdamW(ModelOptimizer):
         self._check_gradients()
         norm = global_norm(self.entries, self.buckets)
         if self.loss_scale:
-            self.skipped = _overflowed(norm)
+            self.skipped = self._overflowed(norm)
             self.loss_scale.update(self.skipped)
             if self.skipped:
                 return torch.tensor(torch.inf)
@@ -177,6 +184,24 @@ class AdamW(ModelOptimizer):
         """Return the elements of a tensor of the parameter's shape that this replica updates."""
         return tensor.view(-1)[slice(*self.ranges[entry.name])]
 
+    def _overflowed(self, norm: torch.Tensor) -> bool:
+        """Say whether a gradient on any rank is infinite or not a number.
+
+        Then the norm is, too, or the norm of a copy that does not count in it. On CUDA the host
+        waits here, once in a step of float16.
+        """
+        copies = [
+            entry.parameter.grad
+            for entry in self.entries
+            if entry.parameter.grad is not None and not counts_whole(entry, self.ctx)
+        ]
+        finite = norm.isfinite()
+        if copies:
+            finite = finite & norm_of_each(copies).isfinite().all()
+        overflow = (~finite).float()
+        all_reduce_over(overflow, self.ctx.axes)
+        return bool(overflow)
+
     def _clip_scale(self, norm: torch.Tensor) -> torch.Tensor | None:
         """Return what the gradients are to be divided by; None is 1.
 
@@ -226,14 +251,6 @@ class AdamW(ModelOptimizer):
             weight_decay=group["weight_decay"],
             grad_scale=scale,
         )
-
-
-def _overflowed(norm: torch.Tensor) -> bool:
-    """Say whether a gradient on any rank is infinite or not a number: then the norm is, too.
-
-    On CUDA the host waits here, once in a step of float16.
-    """
-    return not norm.isfinite()
 
 
 def _check_settings(settings: dict, clip_grad: float, zero: int) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from megazoo.errors import UserError, check_number
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.module import Entry
 from megazoo.parallel.shard import volume
@@ -75,7 +76,7 @@ def _counted(entry: Entry, buckets: GradientBuckets) -> list[torch.Tensor]:
     if not buckets.sharded:
         return [gradient[piece.index()] for piece in pieces]
     ranges = [(0, gradient.numel())]
-    if sum(volume(piece.box) for piece in pieces) < gradient.numel():
+    if not counts_whole(entry, buckets.ctx):
         # Copies that don't count are of whole rows: RowParallelLinear has none.
         width = gradient[0].numel()
         rows = [piece.index()[0] for piece in pieces]
@@ -83,6 +84,12 @@ def _counted(entry: Entry, buckets: GradientBuckets) -> list[torch.Tensor]:
     first, last = element_range(entry, buckets, buckets.ctx.gradient_axis.rank)
     ours = [(max(first, start), min(last, stop)) for start, stop in ranges]
     return [gradient.view(-1)[start:stop] for start, stop in ours if start < stop]
+
+
+def counts_whole(entry: Entry, ctx: ParallelContext) -> bool:
+    """Say whether all elements of this rank's part of a parameter count: none is another's copy."""
+    pieces = entry.counted_pieces(ctx)
+    return sum(volume(piece.box) for piece in pieces) == entry.parameter.numel()
 
 
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ WRITING = {aten.copy_, aten.fill_, aten.zero_}
 # They touch a few elements of their first tensor: as many as there are indices or results.
 INDEXED = {aten.gather, aten.embedding, aten.index_select, aten.scatter_add_}
 # Functions that go on only if what they ask of a tensor is true: `choose`, if all logits are
-# finite, `_overflowed`, if the gradients' norm is, and `_check`, if no prompt ends with padding.
-TRUE_IN = {"choose", "_overflowed", "_check"}
+# finite, and `_check`, if no prompt ends with padding.
+TRUE_IN = {"choose", "_check"}
 
 
 @dataclass
