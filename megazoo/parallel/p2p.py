@@ -49,24 +49,6 @@ def _start(operation, tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) 
     return work
 
 
-def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> dist.Work:
-    """Start sending a contiguous tensor to a pipeline rank, in generation; in training `start_send`
-    does.
-
-    `tensor` must live, unchanged, until the returned work is waited for.
-    """
-    return _start(dist.isend, tensor, pp_rank, ctx)
-
-
-def receive_from_stage(
-    shape: tuple[int, ...], dtype: torch.dtype, pp_rank: int, ctx: ParallelContext
-) -> torch.Tensor:
-    """Wait for what a pipeline rank sends next by `send_to_stage`, and return it."""
-    tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
-    _start(dist.irecv, tensor, pp_rank, ctx).wait()
-    return tensor
-
-
 @spent("communication", "sum_between_stages")
 def sum_between_stages(
     tensor: torch.Tensor, pp_ranks: list[int], ctx: ParallelContext, chunk: int = 1 << 22
