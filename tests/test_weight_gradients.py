@@ -206,7 +206,7 @@ def test_the_compiler_sees_the_plain_product():
 def test_a_backward_of_your_own_after_a_batch_is_autograds():
     model = megazoo.from_config(MODELS["llama"], dtype=torch.bfloat16, seed=3)
     ids, targets = make_batch(0)
-    weight = model.layers[0].mlp.down.weight
+    weight = model.layers["0"].mlp.down.weight
     with products_in_fp32() as made:
         model.train_batch(ids, targets=targets)
         assert made
