@@ -70,7 +70,7 @@ def gradients(config, layout, dtype, train=".", schedule="1f1b", recompute=("non
 
 def both_ways(config, layout, dtype, **how):
     with mock.patch.object(products, "widening_pays", return_value=False):
-        plain = gradients(config, layout, dtype, **how)
+        plain = gradients(config, layout, dtype, **{**how, "schedule": "1f1b"})
     with products_in_fp32() as made:
         return plain, gradients(config, layout, dtype, **how), len(made)
 
@@ -199,7 +199,9 @@ def test_the_compiler_sees_the_plain_product():
         assert not AT_ONCE.serves(numbers(5, 24), weight)
     with products_in_fp32():
         assert AT_ONCE.serves(numbers(5, 24), weight)
-        assert not AT_ONCE.serves(numbers(5, 24).float(), weight)  # as autocast would have it
+        # as autocast would have it
+        assert not AT_ONCE.serves(numbers(5, 24).float(), weight)
+        assert not AT_ONCE.serves(numbers(5, 24), torch.nn.Parameter(weight.float()))
     assert not AT_ONCE.serves(numbers(5, 24), weight)  # on a CPU
 
 
