@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megazoo.cli.parsing import parse_options
 from megazoo.layers import ColumnParallelLinear, fused, linear
+from megazoo.parallel import context as context_module
 from megazoo.parallel.context import ParallelContext
+
+CPU = torch.device("cpu")
 
 
 def overlapped():
@@ -94,10 +97,12 @@ def test_under_sequence_parallelism_the_input_is_gathered_while_its_gradient_is_
 def cuts_the_sequence(device):
     context(tp=2)  # takes the device that there is
     name = "megazoo.parallel.context."
-    mesh = DeviceMesh.from_group
+    mesh, groups_of = DeviceMesh.from_group, context_module.groups_of
     with (
         mock.patch(name + "choose_device", return_value=torch.device(device)),
         mock.patch(name + "_take"),
+        mock.patch(name + "warm_up"),
+        mock.patch(name + "groups_of", lambda ranks, _, timeout: groups_of(ranks, CPU, timeout)),
         mock.patch.object(
             DeviceMesh, "from_group", lambda groups, _, **kw: mesh(groups, "cpu", **kw)
         ),

@@ -12,7 +12,7 @@ from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
     gather_from_tensor_parallel,
-    leave_tensor_parallel,
+    leave_tensor_parallel_in_place,
 )
 from megazoo.parallel.shard import ParameterSpec, Shard
 
@@ -106,7 +106,7 @@ class VocabParallelEmbedding(_VocabParallel):
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
             elsewhere[..., None], 0
         )
-        return leave_tensor_parallel(found, self.ctx, in_place=True)
+        return leave_tensor_parallel_in_place(found, self.ctx)
 
 
 class VocabParallelHead(_VocabParallel):

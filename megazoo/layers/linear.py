@@ -13,9 +13,11 @@ from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
     gather_from_tensor_parallel,
-    leave_tensor_parallel,
     scatter_to_tensor_parallel,
 )
+
+# What leaves here is a product, which nobody else has.
+from megazoo.parallel.regions import leave_tensor_parallel_in_place as leave_tensor_parallel
 from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
@@ -164,5 +166,5 @@ class RowParallelLinear(ShardedModule):
         alone = self.ctx.tp_size == 1  # there is no sum over ranks that the bias has to wait for
         bias = self.bias if alone else None
         y = linear(x, self.weight, bias, recompute=recompute, queue=self.weight_queue)
-        y = leave_tensor_parallel(y, self.ctx, in_place=True)
+        y = leave_tensor_parallel(y, self.ctx)
         return y if alone or self.bias is None else y + self.replicated("bias")

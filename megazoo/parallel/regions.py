@@ -111,21 +111,23 @@ def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
     return copy_to_tensor_parallel(x, ctx)
 
 
-def leave_tensor_parallel(
-    x: torch.Tensor, ctx: ParallelContext, *, in_place: bool = False
-) -> torch.Tensor:
+def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as
     it is.
 
     Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
-    in_place: the sum may take x's memory: nobody else has x, and the backward of what made it does
-    not need it.
     """
     if ctx.sequence_parallel:
         return _apply(_ReduceScatterSequence, x, ctx.tp_group)
-    if in_place and ctx.tp_size > 1:
-        return _apply(_ReduceInPlace, x, ctx.tp_group)
     return reduce_from_tensor_parallel(x, ctx)
+
+
+def leave_tensor_parallel_in_place(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Leave a tensor-parallel region as `leave_tensor_parallel` does, where the sum may take x's
+    memory: nobody else has x, and the backward of what made it does not need it."""
+    if ctx.sequence_parallel or ctx.tp_size == 1:
+        return leave_tensor_parallel(x, ctx)
+    return _apply(_ReduceInPlace, x, ctx.tp_group)
 
 
 def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
