@@ -103,7 +103,6 @@ def split_heads(
     return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
-@untraced
 def takes_groups(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
     """Return whether one of torch's fast kernels takes fewer heads of keys than of queries.
 
@@ -113,6 +112,11 @@ def takes_groups(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
     """
     if q.device.type != "cuda" or (mask is None and q.dtype in HALF):
         return True
+    return _has_fast_kernel(q, k, v, mask, dropout)
+
+
+@untraced
+def _has_fast_kernel(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
     return attention_kernel(q, k, v, mask, dropout) != SDPBackend.MATH
 
 
