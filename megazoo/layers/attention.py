@@ -259,6 +259,8 @@ class CausalSelfAttention(nn.Module):
         self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0
     ) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v."""
+        if mask is not None:  # torch's fast kernels refuse masks of three dimensions
+            mask = mask[(None,) * (4 - mask.dim())]
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and q.shape[2] == 1:
             return self._one_query(q, k, v, mask, dropout)
