@@ -242,9 +242,11 @@ class CausalSelfAttention(nn.Module):
         return rearrange(y, "batch heads seq size -> batch seq (heads size)")
 
     def takes_packed(self, dtype: torch.dtype) -> bool:
-        """Return whether the mask may be Packed: only in half precision, without dropout, and for
-        heads of a multiple of 8 features, 256 at most."""
-        size = self.qkv.head_size
+        """Return whether the mask may be Packed: only in half precision, without dropout, for heads
+        of a multiple of 8 features, 256 at most, and on GPUs not older than Ampere."""
+        size, device = self.qkv.head_size, self.qkv.weight.device
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return False
         return dtype in HALF and not self.dropout.active and size % 8 == 0 and size <= 256
 
     @untraced
