@@ -52,6 +52,7 @@ def test_no_batch_waits_for_the_device(preset, layout, on_host):
         ("llama-tiny", {"attention_dropout": 0.1}, False),
         ("llama-tiny", {"dtype": torch.float32}, False),
         ("llama-tiny", {"on_host": False}, False),
+        ("llama-tiny", {"capability": (7, 5)}, False),
     ],
     ids=str,
 )

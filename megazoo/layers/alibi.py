@@ -30,21 +30,21 @@ def alibi_bias(
     hidden: float = -torch.inf,
     position: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return slope x (key - query), and -inf for keys that come after the query: [1, heads,
-    queries, keys]. Every fast kernel of attention takes four dimensions, and none takes three.
+    """Return slope x (key - query), and -inf for keys that come after the query: [heads, queries,
+    keys].
 
     slopes: fp32, those of the heads wanted. queries: how many of the last tokens look, of `keys` in
-    all. mask: where a query may look, bool [batch, 1, queries, keys], if that is less; the bias is
-    then [batch, heads, queries, keys]. hidden: what stands in the place of -inf. position: int64
-    [1], where the only query is, if it is not the last of the keys. Computed in fp32: bf16 can't
-    count above 256.
+    all. mask: where a query may look, bool [batch, 1, queries, keys], if that is less; the bias
+    then has a batch dimension, too. hidden: what stands in the place of -inf. position: int64 [1],
+    where the only query is, if it is not the last of the keys. Computed in fp32: bf16 can't count
+    above 256.
     """
     positions = torch.arange(keys, device=device)
     looking = positions[keys - queries :] if position is None else position
     # key - query, 0 or less where it may look
     distance = positions[None, :] - looking[:, None]
-    rows = 1 if mask is None else len(mask)
-    bias = in_aligned_rows((rows, len(slopes), queries, keys), dtype, device)
+    rows = () if mask is None else (len(mask),)
+    bias = in_aligned_rows((*rows, len(slopes), queries, keys), dtype, device)
     bias.copy_(slopes.to(device)[:, None, None] * distance)
     return bias.masked_fill_(distance > 0 if mask is None else ~mask, hidden)
 

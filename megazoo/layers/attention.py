@@ -103,7 +103,6 @@ def split_heads(
     return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
-@untraced
 def takes_groups(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
     """Return whether one of torch's fast kernels takes fewer heads of keys than of queries.
 
@@ -113,6 +112,11 @@ def takes_groups(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
     """
     if q.device.type != "cuda" or (mask is None and q.dtype in HALF):
         return True
+    return _has_fast_kernel(q, k, v, mask, dropout)
+
+
+@untraced
+def _has_fast_kernel(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
     return attention_kernel(q, k, v, mask, dropout) != SDPBackend.MATH
 
 
@@ -238,9 +242,11 @@ class CausalSelfAttention(nn.Module):
         return rearrange(y, "batch heads seq size -> batch seq (heads size)")
 
     def takes_packed(self, dtype: torch.dtype) -> bool:
-        """Return whether the mask may be Packed: only in half precision, without dropout, and for
-        heads of a multiple of 8 features, 256 at most."""
-        size = self.qkv.head_size
+        """Return whether the mask may be Packed: only in half precision, without dropout, for heads
+        of a multiple of 8 features, 256 at most, and on GPUs not older than Ampere."""
+        size, device = self.qkv.head_size, self.qkv.weight.device
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return False
         return dtype in HALF and not self.dropout.active and size % 8 == 0 and size <= 256
 
     @untraced
@@ -255,6 +261,8 @@ class CausalSelfAttention(nn.Module):
         self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0
     ) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v."""
+        if mask is not None:  # torch's fast kernels refuse masks of three dimensions
+            mask = mask[(None,) * (4 - mask.dim())]
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and q.shape[2] == 1:
             return self._one_query(q, k, v, mask, dropout)
