@@ -160,7 +160,6 @@ class MPT(Model):
     def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c = config
-        self.slopes: torch.Tensor | None = None  # of this rank's heads, once they are needed
         self.add_embedding()
         if self.has_first:
             if c.learned_positions and not c.alibi:
