@@ -1,6 +1,7 @@
 """What travels between stages while generating goes in one order: no rank waits for another in a
 circle, even if each send blocks its rank until it is received."""
 
+from collections import Counter
 from itertools import count
 from types import SimpleNamespace
 from unittest import mock
@@ -10,6 +11,7 @@ import torch
 
 from megazoo.generate import traffic
 from megazoo.generate.decoding import GOES_ON, OVER, Choice
+from megazoo.parallel.cpu.shared_memory import Mailboxes
 
 STEPS = 5
 
@@ -32,8 +34,9 @@ class Group:
 
 
 def transfers_of(pp_rank: int, pp: int, virtual: int, lengths: list[int]) -> list[tuple]:
-    """What a rank starts, in order, as (send or receive, the other rank, kind and rows), by
-    megazoo's own code. lengths: tokens of each group."""
+    """What a rank starts, in order, as (send or receive, the other rank, kind and rows), and what
+    it waits for, as (take, the other rank, which of its messages), by megazoo's own code. lengths:
+    tokens of each group."""
     made = []
     groups = [Group(*each) for each in enumerate(lengths)]
 
@@ -45,11 +48,12 @@ def transfers_of(pp_rank: int, pp: int, virtual: int, lengths: list[int]) -> lis
         note("send", tensor, other)
 
     def start_receive(buffer, other, ctx):
+        number = sum(each[:2] == ("receive", other) for each in made)
         note("receive", buffer, other)
         if buffer.dtype == torch.int64:
             group = groups[len(buffer) - 2]
             buffer.copy_(group.choose().message())
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda: made.append(("take", other, number)))
 
     ctx = SimpleNamespace(
         pp_rank=pp_rank, pp_size=pp, virtual_size=virtual, device=torch.device("cpu")
@@ -80,6 +84,7 @@ def result_of(moving: traffic.Traffic, turn: traffic.Turn, group: Group):
 def stuck(programs: list[list[tuple]]) -> list[tuple]:
     """Let every rank do its transfers in its order, each until the other side does the same one;
     returns what is never done."""
+    programs = [[each for each in program if each[0] != "take"] for program in programs]
     places = [0] * len(programs)
 
     def newest(rank):
@@ -102,6 +107,41 @@ def stuck(programs: list[list[tuple]]) -> list[tuple]:
         for program, place in zip(programs, places, strict=True)
         if place < len(program)
     ]
+
+
+def stuck_in_slots(programs: list[list[tuple]], slots: int) -> bool:
+    """Whether ranks wait for each other where a message waits for one of so many slots, which the
+    one it is for makes empty by taking what lies there."""
+    places, sent, taken = [0] * len(programs), Counter(), set()
+
+    def step(rank: int) -> bool:
+        if places[rank] == len(programs[rank]):
+            return False
+        what, other, *number = programs[rank][places[rank]]
+        if what == "send":
+            before = sent[rank, other] - slots  # what lay in this slot
+            if before >= 0 and (rank, other, before) not in taken:
+                return False
+            sent[rank, other] += 1
+        elif what == "take":
+            if sent[other, rank] <= number[0]:
+                return False
+            taken.add((other, rank, *number))
+        places[rank] += 1
+        return True
+
+    while any(step(rank) for rank in range(len(programs))):
+        pass
+    return places != list(map(len, programs))
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_no_rank_waits_in_a_circle_for_slots_of_shared_memory(virtual):
+    for pp in (2, 3, 4, 7, 8, 16):
+        for groups in (1, pp // 2, pp):
+            programs = [transfers_of(rank, pp, virtual, [3] * groups) for rank in range(pp)]
+            assert not stuck_in_slots(programs, Mailboxes.slots_each(pp))
+    assert stuck_in_slots(programs, 3)
 
 
 @pytest.mark.parametrize("pp", range(2, 9))

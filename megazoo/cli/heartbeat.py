@@ -10,6 +10,7 @@ others are, hangs somewhere else.
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
@@ -59,34 +60,37 @@ class _Heart:
         if ctx.rank in (0, ctx.world_size - 1):
             names = [f"{name_of(rank, ctx)} on {host}" for rank, host in enumerate(hosts)]
             self._watch = Watch(names, self.silence, timeout / 2)
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = self._start(self._run)
 
     def close(self) -> None:
         """End the thread, and say that this rank is no longer to be watched."""
         self._closing.set()
         self._thread.join()
-        last = Thread(target=self._leave, daemon=True)
-        last.start()
-        last.join(OUT_OF_REACH)
+        self._start(self._leave).join(OUT_OF_REACH)
 
     def _run(self) -> None:
         """Exchange beats through the store, each time in a thread of its own, as the store may not
-        answer."""
-        exchange, began = None, 0.0
+        answer; if it answers again, as after a launcher that was stopped goes on, so does this."""
+        exchange, began, told = None, 0.0, False
         while not self._closing.wait(self.period):
             if exchange is None or not exchange.is_alive():
-                exchange, began = Thread(target=self._exchange, daemon=True), time.monotonic()
-                exchange.start()
-            elif time.monotonic() - began > self.silence:
+                exchange, began, told = self._start(self._exchange), time.monotonic(), False
+            elif not told and time.monotonic() - began > self.silence:
+                told = True
                 if self._watch or local_rank() == 0:
                     _say(
                         f"rank {self._rank} on {os.uname().nodename} has had no answer of the "
                         f"job's store for {self.silence:.0f} s: is its machine or the network down?"
                     )
-                return
-        if exchange is not None:
+        if exchange is not None and not told:
             exchange.join(OUT_OF_REACH)
+
+    @staticmethod
+    def _start(function: Callable[[], None]) -> Thread:
+        """Run a function in a thread that keeps no process alive; returns the thread."""
+        thread = Thread(target=function, daemon=True)
+        thread.start()
+        return thread
 
     def _exchange(self) -> None:
         with suppress(RuntimeError):  # the store is gone, with its launcher or rank 0

@@ -92,7 +92,8 @@ class _Chooser:
         self.step = 0  # new tokens so far
         self.finite = torch.ones((), dtype=torch.bool, device=prompt.device)  # all logits
         self.can_end = bool(settings.eos_token_id or settings.stop)
-        self.looks = self.can_end
+        # On a CPU looking costs nothing, and numbers that are none end the group at once.
+        self.looks = self.can_end or prompt.device.type == "cpu"
         self.ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=prompt.device)
         self.seen: torch.Tensor | None = None  # the tokens that a row has: bool [rows, vocabulary]
         # the newest tokens in which a stop string can be that ends now
