@@ -161,6 +161,12 @@ class Watcher(TorchDispatchMode):
         if packet is aten.index and any(t is not None and t.dtype == torch.bool for t in args[1]):
             audit.sync("an index by a mask")
             return args[0].new_empty(args[0].numel() // 2)
+        if packet in (aten.index, aten.index_put, aten.index_put_):
+            self._watch_indices(args)
+        if packet is aten._foreach_copy_:
+            pairs = zip(*args[:2], strict=True)
+            if any(target.device != source.device for target, source in pairs):
+                audit.sync("copies of a list between devices")
         if str(packet) == "torch_attn._varlen_attn":
             q, k = args[:2]
             what = f"q {list(q.shape)} k {list(k.shape)} {str(q.dtype)[6:]}"
@@ -185,6 +191,17 @@ class Watcher(TorchDispatchMode):
         if tensor.dtype == torch.bool:
             return is_inside(TRUE_IN)
         return 0.0 if tensor.is_floating_point() else 0
+
+    def _watch_indices(self, args) -> None:
+        """Indices of the CPU are copied to the device. To write by a mask, its places are counted
+        on the device, but where there is one number for all."""
+        if args[0].device.type != "cuda":
+            return
+        indices = [index for index in args[1] if index is not None]
+        if any(index.device.type == "cpu" and index.dim() for index in indices):
+            audit.sync("pageable copy of indices to the cuda")
+        elif any(index.dtype == torch.bool for index in indices) and args[2].numel() > 1:
+            audit.sync("a write by a mask")
 
     def _watch_copy(self, packet, args, kwargs) -> None:
         """A copy between host and device waits, unless it is told not to and the host's memory is
