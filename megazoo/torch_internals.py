@@ -4,6 +4,7 @@ A new version of torch may change any of it; what then breaks is mended here. Ea
 what the function does, and why nothing public will do. All of it works with torch 2.11 to 2.13.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,7 +23,9 @@ __all__ = [
     "flash_attention_operators",
     "flop_formulas",
     "fused_adamw",
+    "has_gradient_hooks",
     "norm_of_each",
+    "product_in_fp32",
     "profiler_runs",
     "renamed_collective",
     "results_are_new",
@@ -149,6 +152,41 @@ def fused_adamw(
         maximize=False,
         grad_scale=grad_scale,
     )
+
+
+def product_in_fp32(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return total + a b, in total's memory, or a b if there is no total: fp32, of factors of 16
+    bits on CUDA.
+
+    The products are public. But older versions want a total of the factors' own dtype, which says
+    no documentation: there another kernel adds.
+    """
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    if _adds_in_fp32(a.device, a.dtype):
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.add_(torch.mm(a, b, out_dtype=torch.float32))
+
+
+@functools.cache
+def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether a product of such factors can be added to an fp32 matrix: by trying it once."""
+    factor = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Say whether someone has called the tensor's register_hook, which sees each gradient before it
+    is added up.
+
+    Nothing public tells it.
+    """
+    return bool(tensor._backward_hooks)
 
 
 def allow_recompilations(count: int) -> None:

@@ -21,7 +21,7 @@ from megazoo.parallel.collectives import (
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
-from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.recompute import replay
 from megazoo.torch_internals import shares_storage, silu_backward
 
@@ -53,7 +53,7 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    queue: WeightQueue | None = None,
+    queue: WeightQueue | AtOnce | None = None,
     align: bool = False,
 ) -> torch.Tensor:
     """Return x W^T + b, or recompute(x) W^T + b, keeping x alone for backward.
@@ -65,10 +65,12 @@ def linear(
         x: [..., inputs], or what recompute turns into that.
         weight: [outputs, inputs]; bias: [outputs].
         recompute: a function without parameters of its own, run again in backward.
-        queue: where the weight's gradient waits for an idle moment of the pipeline, if it does.
+        queue: what adds up the weight's gradient if autograd does not: at once, or in an idle
+            moment of the pipeline.
         align: the number of outputs may be odd, as a vocabulary's: see aligned.py. No bias then.
     """
     align = align and needs_alignment(x, len(weight))
+    queue = queue if queue and queue.serves(x, weight) else None
     if recompute is None and queue is None and not align and product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
     return _linear(recompute, queue, align, x, weight, bias)
@@ -110,20 +112,18 @@ class _Linear(torch.autograd.Function):
 
 
 def _gradients_of_weights(ctx, grad: torch.Tensor, inputs: torch.Tensor) -> tuple:
-    """Return the gradients of a linear layer's weight, unless it waits in the queue, and bias.
+    """Return the gradients of a linear layer's weight, or what its queue leaves of it, and bias.
 
     ctx: of an autograd function whose last two arguments they are. grad, inputs: of what it
     returned, and what was multiplied: [..., outputs] and [..., inputs].
     """
-    # the queue multiplies where autograd records
+    # a queue multiplies where autograd records
     grad_rows, input_rows = grad.flatten(0, -2), inputs.detach().flatten(0, -2)
     weight_grad = bias_grad = None
     weight_wanted, bias_wanted = ctx.needs_input_grad[-2:]
     if weight_wanted:
-        if ctx.queue:
-            ctx.queue.put(ctx.weight, lambda: grad_rows.t() @ input_rows)
-        else:
-            weight_grad = grad_rows.t() @ input_rows
+        factors = grad_rows.t(), input_rows
+        weight_grad = ctx.queue.put(ctx.weight, *factors) if ctx.queue else torch.mm(*factors)
     if bias_wanted:
         bias_grad = grad_rows.sum(0)
     return weight_grad, bias_grad
@@ -141,7 +141,7 @@ def entered_linear(
     bias: torch.Tensor | None,
     parallel: ParallelContext,
     *,
-    queue: WeightQueue | None = None,
+    queue: WeightQueue | AtOnce | None = None,
     align: bool = False,
 ) -> torch.Tensor:
     """Enter the tensor-parallel region with x and multiply, with the backward's communication under
@@ -154,6 +154,7 @@ def entered_linear(
     sum takes the memory of the product that it is the sum of.
     """
     align = align and needs_alignment(x, len(weight))
+    queue = queue if queue and queue.serves(x, weight) else None
     return _entered_linear(parallel, queue, align, x, weight, bias)
 
 

@@ -10,6 +10,7 @@ from megazoo.layers.fused import linear
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
+from megazoo.parallel.deferred import add_product
 
 # Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is
 # worth a launch.
@@ -149,10 +150,8 @@ def _losses(
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return total + a b, in fp32, in total's memory."""
-    if total is None:
-        return (a @ b).float()
-    if a.dtype != total.dtype:
-        return total.add_(a @ b)
+    if total is None or a.dtype != total.dtype:
+        return add_product(total, a, b)
     return torch.addmm(total, a, b, out=total)
 
 

@@ -8,7 +8,7 @@ import torch
 from megazoo.errors import UserError
 from megazoo.layers.fused import entered_linear, hides_communication, linear
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
@@ -82,7 +82,7 @@ def column_parallel_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     ctx: ParallelContext,
-    queue: WeightQueue | None,
+    queue: WeightQueue | AtOnce | None,
     *,
     align: bool = False,
 ) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import ParameterSpec, Piece
 from megazoo.parallel.staging import Upload
@@ -32,14 +32,15 @@ class ShardedModule(nn.Module):
     deepcopy, to() and to_empty().
 
     sums_later: whoever runs backward sums those parts, once for many backwards, as train_batch
-    does (`sum_over_copies`). weight_queue: where gradients of linear weights wait, if they do.
+    does (`sum_over_copies`). weight_queue: what adds up the gradients of linear weights in
+    train_batch.
     multiplied: names of the parameters that are matrices by which every token is multiplied, for
     `flops_per_token` to count.
     """
 
     multiplied: ClassVar[tuple[str, ...]] = ()
     sums_later = False
-    weight_queue: WeightQueue | None = None
+    weight_queue: WeightQueue | AtOnce | None = None
 
     def __init__(self, ctx: ParallelContext | None = None):
         super().__init__()

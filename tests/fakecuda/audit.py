@@ -35,6 +35,9 @@ FREE = {
 WRITING = {aten.copy_, aten.fill_, aten.zero_}
 # They touch a few elements of their first tensor: as many as there are indices or results.
 INDEXED = {aten.gather, aten.embedding, aten.index_select, aten.scatter_add_}
+# Products that may have fp32 results of 16-bit factors: what they write of it, and read of the
+# matrix that they add to, is counted as what another kernel would move.
+SUMS = {aten.mm, aten.addmm}
 # Functions that go on only if what they ask of a tensor is true: `choose`, if all logits are
 # finite, and `_check`, if no prompt ends with padding.
 TRUE_IN = {"choose", "_check"}
@@ -230,7 +233,13 @@ class Watcher(TorchDispatchMode):
         where = line()
         audit.launches_of[where] += launches(packet.__name__, args)
         if packet in flop_registry:
-            audit.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+            wide = packet in SUMS and "dtype" in function._overloadname
+            given = ins if wide else args  # the formulas don't know of a result's own dtype
+            audit.flops += flop_registry[packet](*given, **({} if wide else kwargs), out_val=result)
+            if wide:
+                audit.bytes_of[where] += sum(
+                    t.nbytes for t in ins + outs if t.dtype != ins[-1].dtype
+                )
             for t in ins + outs:
                 if t.dim() == 2 and t.element_size() == 2 and t.numel() and max(t.stride()) % 8:
                     audit.misaligned[f"{packet.__name__} {list(t.shape)} at {where}"] += 1
