@@ -252,7 +252,7 @@ def test_memory_is_taken_for_few_inputs_ahead(schedule, virtual):
                 ahead += len(item.receives)
             else:
                 ahead -= needs_transfer(item, programs)
-            assert ahead <= (2 if virtual == 1 else 4)
+            assert ahead <= (2 if virtual == 1 else 3)
 
 
 def test_bubbles_are_those_of_the_theory():

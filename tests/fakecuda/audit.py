@@ -139,8 +139,11 @@ def launches(name: str, args) -> int:
 
     Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh: a launch takes so many chunks of 65,536
     elements, and so many tensors, by how many lists there are: 320 and 110 to 30; in torch built
-    for CUDA 13, whose kernels take longer arguments, 7 times as many (`longer_arguments`).
+    for CUDA 13, whose kernels take longer arguments, 7 times as many (`longer_arguments`). And
+    Shape.cu: tensors are joined 128 at a time.
     """
+    if name in ("cat", "stack"):
+        return -(-len(args[0]) // 128)
     lists = [list(each) for each in args if isinstance(each, list | tuple) and each]
     lists = [each for each in lists if isinstance(each[0], torch.Tensor) and each[0].dim()]
     if not name.startswith(("_foreach_", "_fused_")) or not lists:
@@ -164,6 +167,12 @@ class Watcher(TorchDispatchMode):
         if packet is aten.index and any(t is not None and t.dtype == torch.bool for t in args[1]):
             audit.sync("an index by a mask")
             return args[0].new_empty(args[0].numel() // 2)
+        if packet in (aten.index, aten.index_put, aten.index_put_):
+            self._watch_indices(args)
+        if packet is aten._foreach_copy_:
+            pairs = zip(*args[:2], strict=True)
+            if any(target.device != source.device for target, source in pairs):
+                audit.sync("copies of a list between devices")
         if str(packet) == "torch_attn._varlen_attn":
             q, k = args[:2]
             what = f"q {list(q.shape)} k {list(k.shape)} {str(q.dtype)[6:]}"
@@ -188,6 +197,17 @@ class Watcher(TorchDispatchMode):
         if tensor.dtype == torch.bool:
             return is_inside(TRUE_IN)
         return 0.0 if tensor.is_floating_point() else 0
+
+    def _watch_indices(self, args) -> None:
+        """Indices of the CPU are copied to the device. To write by a mask, its places are counted
+        on the device, but where there is one number for all."""
+        if args[0].device.type != "cuda":
+            return
+        indices = [index for index in args[1] if index is not None]
+        if any(index.device.type == "cpu" and index.dim() for index in indices):
+            audit.sync("pageable copy of indices to the cuda")
+        elif any(index.dtype == torch.bool for index in indices) and args[2].numel() > 1:
+            audit.sync("a write by a mask")
 
     def _watch_copy(self, packet, args, kwargs) -> None:
         """A copy between host and device waits, unless it is told not to and the host's memory is
