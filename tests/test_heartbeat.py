@@ -246,7 +246,7 @@ def test_steps_longer_than_launchers_wait_are_told_once(monkeypatch, capsys, lau
         said.append(capsys.readouterr().err)
     assert [bool(text) for text in said] == [False, False, True, False]
     start = (
-        "warning: a step took 45 s, with what belongs to it, but 20 s after a SIGTERM a rank ends "
+        "warning: a step took 45 s, with evaluation and saving, but 20 s after a SIGTERM a rank ends "
     )
     assert said[2].startswith(start + "at once, unsaved: to stop the run, ")
     assert said[2].endswith(advice)
