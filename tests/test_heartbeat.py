@@ -245,9 +245,7 @@ def test_steps_longer_than_launchers_wait_are_told_once(monkeypatch, capsys, lau
         assert signals.agreed() is None
         said.append(capsys.readouterr().err)
     assert [bool(text) for text in said] == [False, False, True, False]
-    start = (
-        "warning: a step took 45 s, with evaluation and saving, but 20 s after a SIGTERM a rank ends "
-    )
+    start = "warning: a step took 45 s, saving included, but 20 s after a SIGTERM a rank ends "
     assert said[2].startswith(start + "at once, unsaved: to stop the run, ")
     assert said[2].endswith(advice)
 

@@ -141,7 +141,7 @@ class StopSignal:
     def _say_steps_are_long(seconds: float) -> None:
         if is_rank_zero():
             print(
-                f"warning: a step took {seconds:.0f} s, with evaluation and saving, but {PATIENCE:.0f}"
+                f"warning: a step took {seconds:.0f} s, saving included, but {PATIENCE:.0f}"
                 f" s after a SIGTERM a rank ends at once, unsaved: {_instead_of_sigterm()}",
                 file=sys.stderr,
                 flush=True,
