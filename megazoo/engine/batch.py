@@ -57,12 +57,7 @@ class Batch:
         step: of the dropout.
         """
         check_number("num_microbatches", count, 1, whole=True)
-        tokens = {f.name: getattr(self, f.name) for f in fields(self)}
-        tokens = {
-            name: tensor if name in ("labels", "attention_mask") else ids_of(name, tensor)
-            for name, tensor in tokens.items()
-            if is_tensor(name, tensor)
-        }
+        tokens = self._given()
         if ctx.pp_rank == 0 and "input_ids" not in tokens:
             raise UserError("the first stage needs input_ids")
         # Labels that are not of tokens have a shape of their own.
@@ -101,6 +96,15 @@ class Batch:
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
         return _cut(tensors, padded_shape, length=shape[1], dropout_seeds=seeds)
+
+    def _given(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that are there, ids as int64."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            name: tensor if name in ("labels", "attention_mask") else ids_of(name, tensor)
+            for name, tensor in given.items()
+            if is_tensor(name, tensor)
+        }
 
 
 def is_tensor(name: str, tensor) -> bool:

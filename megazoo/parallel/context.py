@@ -127,8 +127,7 @@ class ParallelContext:
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
-        if data_parallel_size is not None:
-            _check_size("data_parallel_size", data_parallel_size)
+        _check_size("data_parallel_size", 1 if data_parallel_size is None else data_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
@@ -156,12 +155,7 @@ class ParallelContext:
         if device.type == "cuda":
             warm_up(groups, groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        measures = rank == 0 and device.type == "cpu"
-        told = [uuid.uuid4().hex, products.widening_pays() if measures else None]
-        dist.broadcast_object_list(told)
-        name, verdict = told
-        products.follow(verdict)
-        return replace(here, device=device, mesh=mesh, name=name, timeout=timeout)
+        return replace(here, device=device, mesh=mesh, name=_agree(rank, device), timeout=timeout)
 
     @classmethod
     def virtual(
@@ -341,6 +335,17 @@ def _initialize(device: torch.device, world: int, timeout: timedelta) -> None:
         return
     bound = {"device_id": device} if world > 1 else {}
     dist.init_process_group(CUDA_BACKENDS, timeout=timeout, **bound)
+
+
+def _agree(rank: int, device: torch.device) -> str:
+    """Return a name for a context, the same on all ranks; and have all follow rank 0 in how CPUs
+    multiply bfloat16."""
+    measures = rank == 0 and device.type == "cpu"
+    told = [uuid.uuid4().hex, products.widening_pays() if measures else None]
+    dist.broadcast_object_list(told)
+    name, verdict = told
+    products.follow(verdict)
+    return name
 
 
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
