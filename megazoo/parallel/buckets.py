@@ -5,6 +5,7 @@ them; the hook on torch's own optimizers, at the end, asks it.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Container, Iterable
 
 import torch
@@ -244,14 +245,15 @@ class GradientBuckets:
     def gather(self) -> None:
         """Give every replica the parameters' elements that the others have updated.
 
-        A bucket is under way while the one before it is copied into its parameters. When it
-        returns, all are whole to whoever reads them.
+        On CUDA a bucket is under way while the one before it is copied into its parameters; on
+        CPUs both would share the same cores. When it returns, all are whole to whoever reads them.
         """
-        flat, work = self._start_gather(0) if self.members else (None, None)
+        ahead = 1 if self.ctx.device.type == "cuda" else 0
+        started = deque(map(self._start_gather, range(min(ahead, len(self.members)))))
         for index, members in enumerate(self.members):
-            come, arrival = flat, work
-            if index + 1 < len(self.members):
-                flat, work = self._start_gather(index + 1)
+            if index + ahead < len(self.members):
+                started.append(self._start_gather(index + ahead))
+            come, arrival = started.popleft()
             if arrival:
                 with spent("communication", "wait"):
                     arrival.wait()
