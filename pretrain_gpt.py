@@ -47,7 +47,7 @@ from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stage
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.device import choose_device
+from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.planning.plan import note_on_mfu
 from megazoo.terminal import print_rank_0
@@ -129,6 +129,8 @@ def start_ranks(run: Run) -> ParallelContext:
         device=parallel.device,
         timeout=timedelta(seconds=parallel.timeout),
     )
+    run.settle_dtype(ctx.device.type)
+    set_fp32_precision(run.options.training.fp32_precision)
     steps = set(all_gather_objects(run.first_step, ctx))
     if len(steps) > 1:  # torchrun has not told every node of a restart
         raise megazoo.UserError(
@@ -177,6 +179,7 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
         f"on {ctx.world_size} x {ctx.device.type}: "
         f"tp {ctx.tp_size} x pp {ctx.pp_size} x dp {ctx.dp_size}"
         + (", sequence parallel" if ctx.sequence_parallel else "")
+        + run.note_on_precision(ctx.device.type)
     )
     if run.options.model.import_ and is_rank_zero():
         note = note_on_mfu(run.config, run.options.training.seq_length)
@@ -213,7 +216,7 @@ def open_data(run: Run, model: Model) -> Data:
     if is_rank_zero():
         take_fingerprints(run)
     if options.training.epochs:
-        samples = torch.tensor(len(blends[0]) if blends[0] else 0, device=ctx.device)
+        samples = torch.tensor(len(blends[0]) if blends[0] else 0)
         run.settle_epochs(broadcast_from_stage(samples, 0, ctx).item())
     return Data(*(Batches(blend, options.training.global_batch_size, ctx) for blend in blends))
 
@@ -242,8 +245,10 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
                 )
                 optimizer.lr = run.learning_rate(step)
                 with spent("optimizer"):
-                    norm = optimizer.step().item()
-            recorder.log_step(step, loss.item(), norm, tokens, watch)
+                    norm = optimizer.step()
+                    # A GPU is waited for here, once a step.
+                    loss, norm = torch.stack([loss, norm.to(loss.device)]).tolist()
+            recorder.log_step(step, loss, norm, tokens, watch)
 
             stopping = recorder.stop_requested()
             if run.validates_at(step):

@@ -45,6 +45,29 @@ def local_world_size() -> int:
     return whole_number("LOCAL_WORLD_SIZE", 1, least=1)
 
 
+def has_devices_of_its_own() -> bool:
+    """Say whether Slurm shows this rank GPUs that no other rank sees, numbered from 0.
+
+    So it does for tasks that were asked for with --gpus-per-task, --ntasks-per-gpu=1 or
+    --tres-per-task, and with --gpu-bind=single:1 or per_task. The ranks that torchrun starts within
+    a task are not tasks: they share what it sees.
+    """
+    if world_size() == 1 or is_child_of_launcher():
+        return False
+    if (rank(), world_size()) != tuple(
+        whole_number(name, -1) for name in ("SLURM_PROCID", "SLURM_NTASKS")
+    ):
+        return False
+    options = {
+        "SLURM_GPUS_PER_TASK": ".",
+        "SLURM_NTASKS_PER_GPU": "1$",
+        "SLURM_TRES_PER_TASK": ".*gres/gpu",
+        "SLURM_GPU_BIND": ".*(single:1$|per_task)",
+        "SLURM_TRES_BIND": ".*gpu:(single:1$|per_task)",
+    }
+    return any(re.match(wanted, os.environ.get(name, "")) for name, wanted in options.items())
+
+
 def restarts() -> int:
     """Return how often torchrun has started the ranks again."""
     return whole_number("TORCHELASTIC_RESTART_COUNT", 0)

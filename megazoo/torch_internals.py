@@ -4,28 +4,40 @@ A new version of torch may change any of it; what then breaks is mended here. Ea
 what the function does, and why nothing public will do. All of it works with torch 2.11 to 2.13.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "TorchDispatchMode",  # the only way to see every operator that runs, as FLOP counters do
     "allow_recompilations",
+    "attention_kernel",
+    "copy_each",
     "default_store",
     "flash_attention_operators",
     "flop_formulas",
     "fused_adamw",
-    "has_amx",
+    "has_gradient_hooks",
+    "norm_of_each",
+    "product_in_fp32",
     "profiler_runs",
     "renamed_collective",
     "results_are_new",
     "run_backward",
+    "scale_each",
     "shares_storage",
+    "silu_backward",
     "storage_key",
+    "store_of_a_thread",
     "timeout_of",
+    "varlen_attention",
+    "zero_each",
 ]
 
 
@@ -45,6 +57,15 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def store_of_a_thread() -> dist.Store:
+    """Return the store through which the ranks met, by a connection that no other thread uses.
+
+    One connection serves one call at a time: a thread that waits for a key keeps others waiting.
+    Nothing public gives back the store that is copied here.
+    """
+    return default_store().clone()
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return how long a rank waits for the others in a group's operations on CPU tensors.
 
@@ -62,6 +83,39 @@ def run_backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, whatever their dtypes: on CUDA in a few kernels for all.
+
+    torch's public functions take one tensor at a time, a kernel each.
+    """
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def scale_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply each tensor in place, on CUDA by a few kernels for all.
+
+    factor: a number, or a tensor of one on the same device.
+    """
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def zero_each(tensors: Sequence[torch.Tensor]) -> None:
+    """Zero each tensor in place, on CUDA by a few kernels for all."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def norm_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of each tensor, summed and given in float64, [tensors]: on CUDA by a few
+    kernels for all. At least one tensor is needed.
+
+    torch.nn.utils.get_total_norm does so too, but sums in the tensors' own dtype.
+    """
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
 
 
 def fused_adamw(
@@ -100,6 +154,41 @@ def fused_adamw(
     )
 
 
+def product_in_fp32(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return total + a b, in total's memory, or a b if there is no total: fp32, of factors of 16
+    bits on CUDA.
+
+    The products are public. But older versions want a total of the factors' own dtype, which says
+    no documentation: there another kernel adds.
+    """
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    if _adds_in_fp32(a.device, a.dtype):
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.add_(torch.mm(a, b, out_dtype=torch.float32))
+
+
+@functools.cache
+def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether a product of such factors can be added to an fp32 matrix: by trying it once."""
+    factor = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Say whether someone has called the tensor's register_hook, which sees each gradient before it
+    is added up.
+
+    Nothing public tells it.
+    """
+    return bool(tensor._backward_hooks)
+
+
 def allow_recompilations(count: int) -> None:
     """Let torch.compile compile one function anew so many times, if it would stop before.
 
@@ -120,17 +209,17 @@ def profiler_runs() -> bool:
     return torch.autograd._profiler_enabled()
 
 
-def has_amx() -> bool:
-    """Say whether this CPU multiplies matrices in bfloat16 by units of their own (AMX, on x86).
-
-    torch.cpu.get_capabilities says it too, but only in newer versions.
-    """
-    return torch.cpu._is_amx_tile_supported()
-
-
 def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two tensors are views of the same memory."""
     return storage_key(one.untyped_storage()) == storage_key(other.untyped_storage())
+
+
+def silu_backward(grad: torch.Tensor, x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Write the gradient of silu's x to `out`, which may be `grad` itself.
+
+    torch.autograd.grad computes the same and takes new memory for it.
+    """
+    return torch.ops.aten.silu_backward.grad_input(grad, x.detach(), grad_input=out)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -150,6 +239,47 @@ def flop_formulas() -> dict:
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
+
+
+def attention_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+) -> SDPBackend:
+    """Return the kernel that scaled_dot_product_attention would choose on q's device, k and v
+    having as many heads as q or fewer.
+
+    The public torch.backends.cuda.can_use_flash_attention and the like know one kernel each, and
+    not which of them is preferred.
+    """
+    causal = mask is None and q.shape[2] == k.shape[2]
+    options = {"is_causal": causal, "enable_gqa": k.shape[1] < q.shape[1]}
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, mask, dropout, **options))
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return the causal attention of sequences of several lengths, one after the other: [tokens,
+    heads, head_size] of each.
+
+    boundaries, longest: as in megazoo.layers.Packed. It is public, but since torch 2.12 it must be
+    told that there are fewer heads of keys than of queries, which the kernel has always taken.
+    Imports torch._dynamo (0.7 s, 70 MB).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {"scale": scale, "window_size": (-1, 0)}  # all that is before, nothing after: causal
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = k.shape[1] < q.shape[1]
+    return varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **options)
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:

@@ -17,6 +17,8 @@ from helpers import (
 import megazoo
 import pretrain_gpt
 from megazoo.errors import UserError
+from megazoo.layers import CausalSelfAttention
+from megazoo.parallel.compile import prepare_to_compile
 
 
 def losses(config, layout, mode, schedule="1f1b", compiled=True, dtype=torch.float32):
@@ -72,6 +74,16 @@ def test_dropout_and_low_precision(ranks):
         expected = ranks(losses, 2, config, dict(tp=2), ("none",), compiled=False, dtype=dtype)[0]
         history = ranks(losses, 2, config, dict(tp=2), ("selective",), dtype=dtype, timeout=500)[0]
         assert worst_relative(history, expected) < tolerance
+
+
+def graphs_of_attention(kv_heads):
+    prepare_to_compile(torch.device("cpu"))
+    layer = CausalSelfAttention(32, 4, kv_heads, ctx=context())
+    return torch._dynamo.explain(layer)(torch.randn(2, 6, 32)).graph_count
+
+
+def test_attention_of_grouped_heads_is_one_graph(ranks):
+    assert ranks(graphs_of_attention, 1, 2) == [1]
 
 
 def test_a_machine_without_a_compiler_gets_one_line(monkeypatch):

@@ -86,6 +86,19 @@ def test_rms_norm(dtype, weight_dtype):
     assert_equal(ours, plain, exact_values=True)
 
 
+def test_the_rms_norm_of_cuda_differs_by_the_last_bit():
+    """F.rms_norm, which CUDA has a kernel for, rounds once where the formula rounds twice."""
+    inputs = numbers(200, 512, dtype=torch.bfloat16), 1 + numbers(512, seed=1).bfloat16() / 4
+    plain = results(lambda x, weight: rms_norm.__wrapped__(x, weight, 1e-6), *inputs)
+    theirs = results(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6), *inputs)
+    bits = [result[0][0].view(torch.int16).int() for result in (plain, theirs)]
+    assert (bits[0] - bits[1]).abs().max() == 1
+    exact = rms_norm.__wrapped__(*(x.double() for x in inputs), 1e-6)
+    errors = [(result[0][0].double() - exact).abs().mean() for result in (plain, theirs)]
+    assert errors[1] < errors[0]
+    assert_equal(theirs, plain)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [F.silu, gelu_tanh, torch.relu, lambda x: x])
 def test_gated(activation, dtype):
@@ -123,7 +136,7 @@ def test_linear(deferred, recompute, bias, dtype):
 
 def test_linear_of_bfloat16_widened_on_cpus(monkeypatch):
     """The sums are fp32 then, and rounded once: nearer to the truth than the plain formula."""
-    monkeypatch.setattr(products, "_has_bfloat16_units", lambda: False)
+    monkeypatch.setattr(products, "widening_pays", lambda: True)
     inputs = [numbers(2, 64, 24), numbers(16, 24, seed=1), numbers(16, seed=2)]
     inputs = [x.bfloat16() for x in inputs]
     assert products.product_dtype(inputs[0]) == torch.float32

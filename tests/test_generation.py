@@ -1,6 +1,7 @@
 """Generation equals transformers' own, cached or not, and is the same in every layout."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import test_llama
@@ -294,3 +295,13 @@ def error_of(function) -> tuple[str, int]:
 def test_logits_that_are_no_numbers_are_told_on_every_rank(ranks, layout, value):
     for errors in run_in_layout(ranks, broken_generation, layout, value):
         assert errors == [(f"{BROKEN} in float32", 1)] * 5
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"num_beams": 3}])
+def test_a_cpu_stops_at_the_first_logits_that_are_no_numbers(settings):
+    model = megazoo.from_config(tiny_config(max_positions=64), seed=1)
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    with mock.patch.object(model, "forward_stage", wraps=model.forward_stage) as forward:
+        error_of(lambda: model.generate(torch.ones(2, 3).long(), max_new_tokens=9, **settings))
+    assert forward.call_count == 1

@@ -8,6 +8,7 @@ import torch
 
 import megazoo
 import pretrain_gpt
+from megazoo.parallel.device import set_fp32_precision
 from megazoo.parallel.timing import Stopwatch, spent
 
 pytestmark = [
@@ -28,6 +29,10 @@ def losses_on(device, directory):
             "0",
             "--device",
             device,
+            "--dtype",
+            "float32",
+            "--fp32-precision",
+            "ieee",
             "--metrics",
             str(metrics),
             "--save",
@@ -38,7 +43,6 @@ def losses_on(device, directory):
 
 
 def test_the_program_trains_on_cuda_as_on_the_cpu(tmp_path):
-    torch.backends.cuda.matmul.allow_tf32 = False
     on_cpu, on_cuda = losses_on("cpu", tmp_path), losses_on("cuda", tmp_path)
     assert len(on_cuda) == 20
     assert max(abs(a / b - 1) for a, b in zip(on_cuda, on_cpu, strict=True)) < 1e-3
@@ -62,7 +66,7 @@ def test_forward_takes_token_ids_from_the_cpu():
     "settings", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20, "seed": 3}], ids=str
 )
 def test_generation_on_cuda_as_on_the_cpu(settings):
-    torch.backends.cuda.matmul.allow_tf32 = False
+    set_fp32_precision("ieee")
     ids = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(9) >= torch.tensor([[0], [4], [2]])).long()
     outputs = []

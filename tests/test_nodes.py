@@ -218,14 +218,8 @@ def test_a_rank_of_another_node_is_killed_and_the_job_goes_on_from_its_checkpoin
     start, nodes, straight, fault, tmp_path
 ):
     arguments = ["--fault", f"kill,3,6,{tmp_path}/once", *JOB, "--tp", 2, "--pp", 2, "--steps", 8]
-    arguments += [
-        "--save",
-        tmp_path / "run",
-        "--save-interval",
-        2,
-        "--metrics",
-        tmp_path / "metrics",
-    ]
+    arguments += ["--save", tmp_path / "run", "--save-interval", 2]
+    arguments += ["--metrics", tmp_path / "metrics"]
     jobs = [start(command) for command in torchrun_on(nodes, fault, *arguments, restarts=1)]
     for job in jobs:
         assert job.wait(200) == 0, "\n\n".join(job.text for job in jobs)
@@ -245,6 +239,8 @@ FAULTS = {
     "raise": "ValueError: a fault of this test",
     "stall": "no word from rank 2 (tp 0, pp 1, dp 0): it stalled longer than the timeout, or died",
 }
+# What is said before that, while the others still wait.
+LATE = f"rank 2 (tp 0, pp 1, dp 0) on {os.uname().nodename} has not entered train_batch 3, in which"
 
 
 @pytest.mark.parametrize("kind", ["kill", pytest.param("raise", marks=SLOW), "stall"])
@@ -268,6 +264,7 @@ def test_a_fault_of_a_rank_ends_the_job_and_is_told(start, fault, tmp_path, kind
     assert job.wait(80) != 0
     assert time.monotonic() - began < 60
     assert FAULTS[kind] in job.text
+    assert (LATE in job.text) == (kind == "stall")
 
 
 def test_a_network_that_is_cut_ends_the_job_on_both_nodes(start, nodes, tmp_path):

@@ -2,6 +2,8 @@
 moments."""
 
 import json
+import os
+from itertools import cycle
 
 import pytest
 import torch
@@ -42,8 +44,8 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
     wide_x, wide_weight, wide_grad = (tensor.detach().double() for tensor in (x, weight, grad))
     expected = (wide_x @ wide_weight.t() + bias.double()).detach(), wide_grad @ wide_weight
     weight_grad = (wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)).float()
-    for has_units, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(products, "_has_bfloat16_units", lambda answer=has_units: answer)
+    for pays, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        monkeypatch.setattr(products, "widening_pays", lambda answer=pays: answer)
         x.grad = weight.grad = bias.grad = None
         assert products.product_dtype(x) == dtype
         y = fused.linear(x, weight, bias)
@@ -52,13 +54,55 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
         for ours, theirs in zip((y, x.grad), expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=2**-8)
         exact = torch.allclose(weight.grad, weight_grad, rtol=1e-5, atol=1e-5)
-        assert exact == (not has_units)
+        assert exact == pays
         torch.testing.assert_close(
             bias.grad.double(), wide_grad.sum((0, 1)), rtol=2**-7, atol=2**-7
         )
-    monkeypatch.setattr(products, "_has_bfloat16_units", lambda: False)
+    monkeypatch.setattr(products, "widening_pays", lambda: True)
     # a few tokens: the weights would take longer to widen
     assert products.product_dtype(x[:, :4]) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pays"),
+    [
+        ({torch.bfloat16: [3.0], torch.float32: [1.0]}, True),
+        ({torch.bfloat16: [1.0], torch.float32: [3.0]}, False),
+        ({torch.bfloat16: [1.1], torch.float32: [1.0]}, False),  # too near to be worth it
+        ({torch.bfloat16: [3.0], torch.float32: [9.0, 9.0, 1.0, 9.0]}, True),  # others were busy
+        ({torch.bfloat16: [9.0, 9.0, 1.0, 9.0], torch.float32: [3.0]}, False),
+    ],
+    ids=str,
+)
+def test_the_width_of_products_is_measured(monkeypatch, seconds, pays):
+    """On a clock that only products move, each as long as the next of the seconds given."""
+    clock, takes = [0.0], {dtype: cycle(each) for dtype, each in seconds.items()}
+
+    def linear(x, weight):
+        clock[0] += next(takes[x.dtype])
+        return x
+
+    monkeypatch.setattr(products.F, "linear", linear)
+    monkeypatch.setattr(products.time, "perf_counter", lambda: clock[0])
+    assert products._measured.__wrapped__() == pays
+
+
+def verdicts(measured):
+    """What this rank says when rank 0 has measured one thing, and the others another."""
+    rank = int(os.environ["RANK"])
+    products.follow(None)  # what this process was told before
+    usual, products._measured = products._measured, lambda: measured == (rank == 0)
+    try:
+        context(dp=2)
+        return products.widening_pays()
+    finally:
+        products._measured = usual
+        products.follow(None)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_all_ranks_follow_the_measurement_of_rank_0(ranks, measured):
+    assert ranks(verdicts, 2, measured) == [measured] * 2
 
 
 def test_masters_add_up_steps_that_bfloat16_would_lose():

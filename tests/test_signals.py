@@ -98,7 +98,10 @@ class Program:
 
 
 def rank_of(pid) -> int | None:
-    environment = Path(f"/proc/{pid}/environ").read_bytes()
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return None
     found = re.search(rb"(?:^|\0)RANK=(\d+)\0", environment)
     return int(found[1]) if found else None
 

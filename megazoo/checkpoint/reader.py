@@ -127,7 +127,7 @@ class Checkpoint(TensorSource):
                     f"{self.dtype_of(name)}",
                     exit_code=1,
                 )
-            destination[place] = values
+            self.put(destination[place], values)
 
     def files_of(
         self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext

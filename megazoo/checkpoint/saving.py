@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
+from megazoo.checkpoint.copies import Copies
 from megazoo.checkpoint.directories import new_step
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import step_name
@@ -48,12 +49,12 @@ def save(
 class Saver:
     """Saves the steps of a run, each while training waits or, in the background, goes on.
 
-    background: `save` only copies this rank's share in memory; a thread writes it. keep_last: as in
-    `save`. report: is called, on every rank, with the line "saved PATH" when a step is on disk; in
-    the background, by the thread. after: after(step, path) is called on every rank, in the caller's
-    thread, when a step is known to be on disk; of one that was saved in the background this is when
-    the next begins or the context ends. Use it as a context: at its end the last step is on disk,
-    or UserError is raised. Until then no other run can save there.
+    background: `save` only copies this rank's share in memory, and waits for the copy; a thread
+    writes it. keep_last: as in `save`. report: is called, on every rank, with the line "saved PATH"
+    when a step is on disk; in the background, by the thread. after: after(step, path) is called on
+    every rank, in the caller's thread, when a step is known to be on disk; of one that was saved in
+    the background this is when the next begins or the context ends. Use it as a context: at its end
+    the last step is on disk, or UserError is raised. Until then no other run can save there.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Saver:
         self._error: UserError | None = None
         self._may_fail = False
         self._group = model.ctx.new_cpu_group() if background else None  # the thread's own
+        self._copies = Copies()
         self._lock: ExitStack | None = None
 
     def save(self, step: int, trainer: dict, *, may_fail: bool = False) -> None:
@@ -131,10 +133,12 @@ class Saver:
                 self._lock = stack.pop_all()
 
     def _copied(self, contents: "_StepContents") -> "_StepContents":
-        """Copy a step's contents; what fails on one rank is the error of all."""
+        """Copy a step's contents, where those of the last one were; what fails on one rank is the
+        error of all."""
         ctx, copies = self.model.ctx, []
+        self._copies.forget()
         try:
-            run_together(lambda: copies.append(contents.copied()), self.directory, ctx)
+            run_together(lambda: copies.append(contents.copied(self._copies)), self.directory, ctx)
         except UserError as error:
             self._error = error
         return copies[0] if copies else contents
@@ -175,15 +179,17 @@ class _StepContents(NamedTuple):
     trainer: dict
     sidecar_files: dict[str, bytes]
 
-    def copied(self) -> "_StepContents":
-        """Return the same, in memory of its own on the CPU."""
+    def copied(self, copies: Copies) -> "_StepContents":
+        """Return the same, in memory of its own on the CPU.
+
+        The copies are waited for: whatever then changes parameters or state, by whatever means,
+        changes nothing that is written.
+        """
         files = {
-            file: {
-                name: (spec, tensor.detach().to("cpu", copy=True))
-                for name, (spec, tensor) in tensors.items()
-            }
+            file: {name: (spec, copies.add(tensor)) for name, (spec, tensor) in tensors.items()}
             for file, tensors in self.files.items()
         }
+        copies.wait()
         return self._replace(files=files)
 
 

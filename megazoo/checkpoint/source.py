@@ -9,6 +9,7 @@ from megazoo.checkpoint.tensor_files import TensorFiles
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import Entry
 from megazoo.parallel.shard import ParameterSpec, Piece
+from megazoo.parallel.staging import Upload
 
 
 class TensorSource:
@@ -28,6 +29,7 @@ class TensorSource:
 
     def __init__(self, path: Path):
         self.path, self.files = path, TensorFiles(path)
+        self._upload = Upload()
 
     @property
     def bytes_read(self) -> int:
@@ -52,6 +54,11 @@ class TensorSource:
     ) -> None:
         """Fill the given pieces of `destination` from the global tensor `name`."""
         raise NotImplementedError
+
+    def put(self, destination: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy values of a file into a tensor of their shape, on any device."""
+        for start, rows in self._upload.rows(destination):
+            rows.copy_(values[start : start + len(rows)])
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of each file."""
@@ -93,6 +100,10 @@ class TensorSource:
         start, stop = first // columns, -(-last // columns)
         pieces = entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
         in_rows = [part for piece in pieces if (part := piece.in_rows(start, stop))]
+        if (first, last) == (start * columns, stop * columns):
+            rows = destination.view(stop - start, *shape[1:])
+            return self.read_pieces(name, rows, entry.spec, in_rows)
         rows = torch.empty(stop - start, *shape[1:], dtype=destination.dtype)
         self.read_pieces(name, rows, entry.spec, in_rows)
-        destination.copy_(rows.view(-1)[first - start * columns : last - start * columns])
+        mine = rows.view(-1)[first - start * columns : last - start * columns]
+        return self.put(destination, mine)

@@ -16,6 +16,7 @@ from zlib_ng.zlib_ng import crc32
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
 from megazoo.files import open_own
+from megazoo.parallel.staging import pinned
 
 PIECE_BYTES = 8 << 20  # of a tensor that are in memory at a time while it is written
 BLOCK = 4096  # of a disk, or a multiple of it
@@ -42,9 +43,11 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | LazyTensor])
     """Stream tensors into a safetensors file; returns its {"size", "crc32"}.
 
     The format is eight bytes of header length (little-endian), a JSON header, and the raw bytes of
-    the tensors. UserError names a tensor that is not finite.
+    the tensors. Those of a GPU come through pinned memory. UserError names a tensor that is not
+    finite.
     """
     header, end = {"__metadata__": METADATA}, 0
+    on_gpu = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors.values())
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {
@@ -56,7 +59,8 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | LazyTensor])
     text += b" " * (-len(text) % 8)
     front = bytearray(len(text).to_bytes(8, "little") + text)
     rows = [tensor.nbytes // max(1, tensor.shape[0]) for tensor in tensors.values()]
-    buffer = _pages(max([PIECE_BYTES, *rows]))  # a rank may own no tensor
+    # A rank may own no tensor.
+    buffer = (pinned if on_gpu else _pages)(max([PIECE_BYTES, *rows]))
     with NewFile(path, len(front) + end) as file:
         file.write(torch.frombuffer(front, dtype=torch.uint8))
         for name, tensor in tensors.items():
@@ -137,13 +141,16 @@ def _pieces(tensor: torch.Tensor | LazyTensor, buffer: torch.Tensor) -> Iterator
     step = max(1, min(count, len(buffer) // tensor.dtype.itemsize // max(1, row)))
     for start in range(0, count, step):
         rows = min(step, count - start)
-        if isinstance(tensor, LazyTensor):
-            bytes_of_piece = buffer[: rows * row * tensor.dtype.itemsize]
-            piece = bytes_of_piece.view(tensor.dtype).view(rows, *tensor.shape[1:])
-            tensor.fill(piece, start)
-            yield piece
-        else:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_cuda:
             yield tensor.detach()[start : start + rows].cpu().contiguous()
+            continue
+        bytes_of_piece = buffer[: rows * row * tensor.dtype.itemsize]
+        piece = bytes_of_piece.view(tensor.dtype).view(rows, *tensor.shape[1:])
+        if isinstance(tensor, LazyTensor):
+            tensor.fill(piece, start)
+        else:
+            piece.copy_(tensor.detach()[start : start + rows])
+        yield piece
 
 
 def _check_finite(name: str, piece: torch.Tensor) -> None:

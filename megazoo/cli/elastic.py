@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megazoo.cli.deaths import name_of
-from megazoo.environment import is_child_of_launcher, is_rank_zero, restarts
+from megazoo.cli.heartbeat import heartbeat
+from megazoo.environment import (
+    is_child_of_launcher,
+    is_rank_zero,
+    megazoos_launcher,
+    restarts,
+)
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
@@ -48,6 +54,8 @@ class StopSignal:
     def __init__(self, ctx: ParallelContext):
         self.ctx, self.noted, self._answered = ctx, 0, Event()
         self._parent = os.getppid()
+        # when `agreed` was last asked, and whether it was said that this is too seldom
+        self._asked, self._said = None, False
 
     def __enter__(self) -> "StopSignal":
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
@@ -80,11 +88,20 @@ class StopSignal:
 
     def agreed(self) -> str | None:
         """Return what stops the run, the same on every rank: the name of a signal that some rank
-        was sent, or the death of a launcher. None if nothing does."""
+        was sent, or the death of a launcher. None if nothing does.
+
+        Rank 0 says, once, when longer than PATIENCE passes between two calls: a SIGTERM meanwhile
+        would end the run without a checkpoint. What passes before the first call is not counted:
+        the first step may compile.
+        """
+        now, before = time.monotonic(), self._asked
+        self._asked = now
+        if before is not None and now - before > PATIENCE and not self._said:
+            self._said = True
+            self._say_steps_are_long(now - before)
         orphaned = is_child_of_launcher() and os.getppid() != self._parent
-        number = torch.tensor(
-            self.LAUNCHER_DIED if orphaned else self.noted, device=self.ctx.device
-        )
+        # On the CPU: no device is to be waited for.
+        number = torch.tensor(self.LAUNCHER_DIED if orphaned else self.noted)
         all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
         if not number:
             return None
@@ -99,9 +116,11 @@ class StopSignal:
     def _watch(self) -> None:
         """Do what can't wait until Python's handlers run: they wait while a collective does."""
         interrupted, deadline = None, None
+        poll = select.poll()  # select.select takes no descriptor above 1023: gloo may have those
+        poll.register(self._read, select.POLLIN)
         while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0)
-            if not select.select([self._read], [], [], left)[0]:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
+            if not poll.poll(left):
                 if not self._answered.is_set():
                     os._exit(128 + signal.SIGTERM)
                 deadline = None
@@ -119,6 +138,16 @@ class StopSignal:
                 deadline = now + PATIENCE
 
     @staticmethod
+    def _say_steps_are_long(seconds: float) -> None:
+        if is_rank_zero():
+            print(
+                f"warning: a step took {seconds:.0f} s, saving included, but {PATIENCE:.0f}"
+                f" s after a SIGTERM a rank ends at once, unsaved: {_instead_of_sigterm()}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    @staticmethod
     def _say_what_follows() -> None:
         if is_rank_zero():
             print(
@@ -129,16 +158,29 @@ class StopSignal:
             )
 
 
+def _instead_of_sigterm() -> str:
+    """Return what to do where a step is longer than launchers wait after SIGTERM."""
+    if megazoos_launcher() or not is_child_of_launcher():
+        slurm = "; Slurm does so by --signal=USR1@300" if "SLURM_JOB_ID" in os.environ else ""
+        return f"to stop the run, send SIGUSR1, which waits for the step{slurm}"
+    return (
+        "to stop the run, send SIGUSR1 to a rank, which waits for the step; torchrun passes on "
+        "SIGTERM, and kills all ranks 30 s later"
+    )
+
+
 @contextmanager
 def naming_absent_ranks(ctx: ParallelContext):
     """Name the absent ranks on stderr, if a wait for them fails within or takes longer than the
     groups' timeout.
 
     Every rank that waited in vain says so in the job's store; those that have not are the ones
-    waited for.
+    waited for. Before that, and where waits end the process, as NCCL's do, `heartbeat` names them.
+    All ranks enter it together.
     """
     try:
-        yield
+        with heartbeat(ctx):
+            yield
     except RuntimeError as error:
         if ctx.world_size > 1 and is_of_communication(error):
             teller = Thread(

@@ -46,7 +46,8 @@ def parse_flags(kind: type, arguments: list[str], description: str, settings: di
     try:
         with contextlib.redirect_stderr(printed):
             default = filled(kind, settings) if settings else None
-            options = tyro.cli(kind, args=arguments, description=description, default=default)
+            words = _with_values(arguments, kinds_of(kind))
+            options = tyro.cli(kind, args=words, description=description, default=default)
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -216,6 +217,22 @@ def _give_help(kind: type) -> None:
     for f in fields(kind):
         if f.default_factory is not MISSING and is_dataclass(f.default_factory):
             _give_help(f.default_factory)
+
+
+def _with_values(arguments: list[str], kinds: dict) -> list[str]:
+    """Write out what --x and --no-x say of a switch that may also be left out: --x True, --x
+    False."""
+    words = []
+    for argument, following in pairwise([*arguments, ""]):
+        flag = flag_of(argument) if argument.startswith("--") else ""
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        words.append(argument)
+        if get_args(kinds.get(name))[:1] == (bool | None,) and "=" not in argument:
+            if flag.startswith("--no-"):
+                words[-1:] = [flag.replace("--no-", "--", 1), "False"]
+            elif following not in ("True", "False"):
+                words.append("True")
+    return words
 
 
 def _check_names(arguments: list[str], flags: set[str]) -> None:

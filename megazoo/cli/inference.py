@@ -17,7 +17,7 @@ from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.device import choose_device
+from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -37,6 +37,9 @@ class InferenceOptions(ImportOption, VerifyOption):
     stage: 5,6,6,5."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Type of weights and activations."""
+    fp32_precision: Literal["tf32", "ieee"] = "tf32"
+    """How CUDA multiplies matrices of float32. tf32: on tensor cores, several times as fast, of
+    numbers rounded to 10 bits of mantissa; ieee: as they are, like CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
     tokenizer: Name = None
@@ -69,6 +72,7 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
     ctx = ParallelContext.from_torch(
         options.tp, options.pp, stage_layers=stage_layers, device=options.device
     )
+    set_fp32_precision(options.fp32_precision)
     dtype = (
         getattr(torch, options.dtype)
         if options.dtype

@@ -18,9 +18,16 @@ Size = optional(int, "INT", "the preset's")
 Rate = optional(float, "FLOAT", "the preset's")
 Switch = optional(bool, "{True,False}", "the preset's")
 ScheduleName = Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(SCHEDULES)},...}}")]
-AS_STORED = tyro.conf.arg(
-    metavar="{float32,bfloat16,float16}", help_behavior_hint="(default: as stored)"
+DTYPES = "{float32,bfloat16,float16}"
+AS_STORED = tyro.conf.arg(metavar=DTYPES, help_behavior_hint="(default: as stored)")
+BY_DEVICE = tyro.conf.arg(
+    metavar=DTYPES, help_behavior_hint="(default: bfloat16 on CUDA, float32 on CPUs)"
 )
+
+
+def default_dtype(device: str) -> str:
+    """Return what --dtype is for a new run where it is left out. device: "cuda" or "cpu"."""
+    return "bfloat16" if device == "cuda" else "float32"
 
 
 @dataclass
@@ -74,9 +81,9 @@ class ParallelOptions:
     stage_layers: str = "balanced"
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
-    sequence_parallel: bool = False
-    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their
-    memory."""
+    sequence_parallel: optional(bool, "", "on CUDA") = None
+    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their memory
+    and of the work there."""
     schedule: ScheduleName = "1f1b"
     """Order of the pipeline's forwards and backwards: one of these, or what --import adds. zb-h1
     leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more
@@ -108,9 +115,12 @@ class TrainingOptions:
     """Sequences that a pipeline stage handles at once."""
     seq_length: int = 128
     """Tokens of a sequence."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, BY_DEVICE] = None
     """Type of weights and activations. The shorter ones have fp32 master weights, gradients and
-    moments beside them, and float16 a dynamic loss scale."""
+    moments beside them, and float16 a dynamic loss scale. A resumed run keeps its own."""
+    fp32_precision: Literal["tf32", "ieee"] = "tf32"
+    """How CUDA multiplies matrices of float32. tf32: on tensor cores, several times as fast, of
+    numbers rounded to 10 bits of mantissa; ieee: as they are, like CPUs."""
     initial_loss_scale: float = 65536.0
     """Loss scale that a run in float16 begins with."""
     loss_scale_window: int = 1000

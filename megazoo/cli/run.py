@@ -8,7 +8,13 @@ from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.schema import TrainingState, checked_state
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.flags import typed_settings
-from megazoo.cli.options import DataOptions, OptimizerOptions, Options, TrainingOptions
+from megazoo.cli.options import (
+    DataOptions,
+    OptimizerOptions,
+    Options,
+    TrainingOptions,
+    default_dtype,
+)
 from megazoo.cli.rules import check_steps, settle_steps
 from megazoo.data.dataset import Sources
 from megazoo.errors import UserError
@@ -29,7 +35,8 @@ class Run:
     arguments: the command line, with what a restart adds to it. config: the model's. sources: of
     the data. source: the model that --load names. resuming: whether the run goes on from there; it
     may take the weights alone. state: see `resumed_state`. finished: whether torchrun has started
-    the program again after the last step. fingerprints: of the data, on rank 0.
+    the program again after the last step. dtype_chosen: whether no setting named the dtype.
+    fingerprints: of the data, on rank 0.
     """
 
     arguments: list[str]
@@ -41,6 +48,7 @@ class Run:
     resuming: bool
     state: dict
     finished: bool = False
+    dtype_chosen: bool = False
     fingerprints: list[dict] = field(default_factory=list)
 
     @property
@@ -67,6 +75,30 @@ class Run:
             self.finished = True
         else:
             check_steps(self.options, self.first_step)
+
+    def settle_dtype(self, device: str) -> None:
+        """Choose the dtype for a device, "cuda" or "cpu", if the settings name none.
+
+        A resumed run keeps its dtype on any device: its settings name it, and should they not, it
+        is float32.
+        """
+        training = self.options.training
+        self.dtype_chosen = training.dtype is None
+        if self.dtype_chosen:
+            training.dtype = "float32" if self.resuming else default_dtype(device)
+
+    def note_on_precision(self, device: str) -> str:
+        """Return what to say of the dtype, to end a line with: nothing of float32 on a CPU."""
+        training = self.options.training
+        if training.dtype != "float32":
+            other = " (--dtype float32 for fp32)" if self.dtype_chosen else ""
+            return f", in {training.dtype}{other}"
+        if device == "cpu":
+            return ""
+        rounded = training.fp32_precision == "tf32"
+        return ", in float32" + (
+            ", multiplied in TF32 (--fp32-precision ieee for fp32)" if rounded else ""
+        )
 
     def microbatches(self, ctx: ParallelContext) -> int:
         """The micro-batches of a replica's part of the global batch."""

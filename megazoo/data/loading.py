@@ -70,7 +70,8 @@ class Batches:
         return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
 
     def ahead(self, consumed: Sequence[int], workers: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batch after each number of samples in `consumed`, on the device.
+        """Yield the batch after each number of samples in `consumed`, on the device; but for
+        document_ids, which train_batch looks at before it moves them.
 
         `workers` threads make them ahead of their use; with 0 they are made when they are asked
         for. Threads are enough: to make a batch is to copy from files mapped into memory.
@@ -92,7 +93,10 @@ class Batches:
                     future.cancel()
 
     def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        return {
+            name: tensor if name == "document_ids" else tensor.to(self.device, non_blocking=True)
+            for name, tensor in batch.items()
+        }
 
 
 def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:

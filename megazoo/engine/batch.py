@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError, check_number
@@ -56,12 +57,7 @@ class Batch:
         step: of the dropout.
         """
         check_number("num_microbatches", count, 1, whole=True)
-        tokens = {f.name: getattr(self, f.name) for f in fields(self)}
-        tokens = {
-            name: tensor if name in ("labels", "attention_mask") else ids_of(name, tensor)
-            for name, tensor in tokens.items()
-            if is_tensor(name, tensor)
-        }
+        tokens = self._given()
         if ctx.pp_rank == 0 and "input_ids" not in tokens:
             raise UserError("the first stage needs input_ids")
         # Labels that are not of tokens have a shape of their own.
@@ -82,19 +78,33 @@ class Batch:
             tokens["targets"] = targets
         else:
             rows["targets"] = targets
+        padding = -shape[1] % ctx.tp_size if ctx.sequence_parallel else 0
         tokens["segments"] = _segments(
             tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
         )
-        padding = -shape[1] % ctx.tp_size if ctx.sequence_parallel else 0
+        if ctx.pp_rank == 0 and _takes_boundaries(ctx):
+            rows["boundaries"] = _boundaries(tokens["segments"], padding, count)
         tensors = _padded(_on_device(tokens, ctx), shape, padding, ctx) | _on_device(rows, ctx)
         padded_shape = (shape[0], shape[1] + padding)
         if ctx.pp_size > 1:
             shared["position_ids"] |= padding > 0
             shared["scored"] = not task.labels_are_of_tokens
+            if shared["segments"] and _takes_boundaries(ctx):
+                held = tensors.get("boundaries")
+                (shared["boundaries"],) = _tell([0 if held is None else len(held)], ctx)
             tensors = _from_first_stage(tensors, padded_shape, shared, ctx)
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
         return _cut(tensors, padded_shape, length=shape[1], dropout_seeds=seeds)
+
+    def _given(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that are there, ids as int64."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            name: tensor if name in ("labels", "attention_mask") else ids_of(name, tensor)
+            for name, tensor in given.items()
+            if is_tensor(name, tensor)
+        }
 
 
 def is_tensor(name: str, tensor) -> bool:
@@ -139,7 +149,7 @@ def _agree_on_shape(
         if ctx.pp_rank == 0 and len(shape) != 2:
             raise UserError(f"input_ids has the shape {list(shape)}, not [batch, sequence]")
         told = [*shape, *shared.values()] if ctx.pp_rank == 0 else [0] * 4
-        told = broadcast_from_stage(torch.tensor(told, device=ctx.device), 0, ctx).tolist()
+        told = _tell(told, ctx)
         shape = tuple(told[:2])
         shared = {"position_ids": bool(told[2]), "segments": bool(told[3])}
     for name, tensor in tokens.items():
@@ -148,6 +158,11 @@ def _agree_on_shape(
                 f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}"
             )
     return shape, shared
+
+
+def _tell(numbers: list[int], ctx: ParallelContext) -> list[int]:
+    """Return the first stage's numbers: on the CPU, for nobody is to wait for a device."""
+    return broadcast_from_stage(torch.tensor(numbers), 0, ctx).tolist()
 
 
 def _check_size(shape: tuple[int, int], count: int, longest: int) -> None:
@@ -173,6 +188,7 @@ def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torc
         return documents
     if documents is None:
         documents = torch.zeros_like(mask, dtype=torch.int64)
+    documents = documents.to(mask.device)
     return documents.masked_fill(mask == 0, -1)
 
 
@@ -181,10 +197,45 @@ def _has_padding(mask: torch.Tensor | None) -> bool:
     return mask is not None and (mask.is_cuda or not bool(mask.all()))
 
 
+def _takes_boundaries(ctx: ParallelContext) -> bool:
+    return ctx.device.type == "cuda"
+
+
+def _boundaries(segments: torch.Tensor | None, padding: int, count: int) -> torch.Tensor | None:
+    """Return the boundaries of the segments of each of `count` micro-batches, one micro-batch after
+    the other, as many of each. padding: so much is to come on the right.
+
+    None where there is one segment, or none; where a number is that of several runs of tokens,
+    which see each other though others stand between them; and on CUDA, where to look would wait for
+    the device.
+    """
+    if segments is None or segments.is_cuda or not segments.numel():
+        return None
+    segments = F.pad(segments, (0, padding), value=-1)
+    starts = segments[:, 1:] != segments[:, :-1]
+    ordered = segments.sort(dim=1).values
+    if not torch.equal(starts.sum(1), (ordered[:, 1:] != ordered[:, :-1]).sum(1)):
+        return None
+    of_each = F.pad(starts, (1, 0), value=True).view(count, -1)
+    places = [starts.nonzero()[:, 0] for starts in of_each]
+    tokens = of_each.shape[1]
+    together = pad_sequence(places, batch_first=True, padding_value=tokens)
+    return F.pad(together, (0, 1), value=tokens).int().flatten()
+
+
 def _on_device(
     tensors: dict[str, torch.Tensor | None], ctx: ParallelContext
 ) -> dict[str, torch.Tensor]:
-    return {name: x.to(ctx.device) for name, x in tensors.items() if x is not None}
+    return {name: _moved(x, ctx.device) for name, x in tensors.items() if x is not None}
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on the device. The host waits for no copy: it is from page-locked memory
+    of its own, whatever becomes of the tensor."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return staged.to(device, non_blocking=True)
 
 
 def _padded(
@@ -209,18 +260,20 @@ def _padded(
 def _from_first_stage(
     tensors: dict[str, torch.Tensor],
     shape: tuple[int, int],
-    shared: dict[str, bool],
+    shared: dict[str, int],
     ctx: ParallelContext,
 ) -> dict[str, torch.Tensor]:
     """Replace what the first stage has for all others; a stage's own tensors of such names don't
-    count."""
+    count. shared: whether it has a tensor, by its name; how many boundaries."""
+    sizes = {"scored": shape[:1], "boundaries": (shared.get("boundaries"),)}
     kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
     for name in (name for name, there in shared.items() if there):
-        size = shape[:1] if name == "scored" else shape
+        size = sizes.get(name, shape)
+        dtype = torch.int32 if name == "boundaries" else torch.int64
         if ctx.pp_rank == 0:
-            tensor = tensors[name].long().contiguous()
+            tensor = tensors[name].to(dtype).contiguous()
         else:
-            tensor = torch.empty(size, dtype=torch.int64, device=ctx.device)
+            tensor = torch.empty(size, dtype=dtype, device=ctx.device)
         kept[name] = broadcast_from_stage(tensor, 0, ctx)
     return kept
 

@@ -1,5 +1,6 @@
 """What a stage is given of a micro-batch, and what a forward returns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -56,6 +57,17 @@ class Output:
         )
 
 
+def static_steps(forward_stage: Callable) -> Callable:
+    """Decorate a family's `forward_stage` that takes a StaticKVCache, too, for which generation
+    then gives it steps of one token on CUDA, and makes them a CUDA graph.
+
+    Such a function reads no tensor on the host, and leaves the places of tokens to the attention,
+    to `batch.positions` and to `batch.position`: `batch.keys` doesn't tell them.
+    """
+    forward_stage.static_steps = True
+    return forward_stage
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What a stage may need to know of a micro-batch besides the activations. Tensors are int64
@@ -67,8 +79,9 @@ class MicroBatch:
     is to predict, or -100; of a classifier its labels, of any shape that begins with the batch.
     None on all stages but the last. labels: what a loss of the user's own is given.
     position_ids: None for 0, 1, 2 ... segments: tokens see those of the same number only; None
-    where there is one segment. scored: [batch], the position of each row that a classifier judges
-    it by. dropout_seed: what its dropout is drawn from.
+    where there is one segment. boundaries: int32 [documents + 1], as in layers.Packed, where each
+    segment is one run of tokens and the device has a kernel for that. scored: [batch], the position
+    of each row that a classifier judges it by. dropout_seed: what its dropout is drawn from.
 
     While generating: cache, the KVCache of the tokens before, if they are kept (segments are then
     of these, too). longest: the tokens of the whole batch's longest row. last_only: only the last
@@ -80,6 +93,7 @@ class MicroBatch:
     targets: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     segments: torch.Tensor | None = None
+    boundaries: torch.Tensor | None = None
     dropout_seed: int = 0
     scored: torch.Tensor | None = None
     labels: torch.Tensor | None = None
@@ -90,8 +104,14 @@ class MicroBatch:
 
     @property
     def keys(self) -> int:
-        """How many tokens may be looked at: those of the sequence, and of the cache."""
-        return self.shape[1] + (self.cache.used if self.cache else 0)
+        """How many tokens may be looked at: those of the sequence, and of the cache (of a
+        StaticKVCache its places, which may be more)."""
+        return self.cache.keys(self.shape[1]) if self.cache else self.shape[1]
+
+    @property
+    def position(self) -> torch.Tensor | None:
+        """Where the only token is in a StaticKVCache: int64 [1]. None elsewhere."""
+        return self.cache.position if self.cache and self.cache.used else None
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the tokens: int64, [sequence] or [batch, sequence]."""

@@ -13,7 +13,7 @@ from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
-from megazoo.parallel.p2p import exchange_with_stages
+from megazoo.parallel.p2p import start_receive, start_send
 from megazoo.parallel.schedule import (
     Action,
     Exchange,
@@ -152,15 +152,16 @@ class PipelineRun:
         self.loss_scale, self.backward_is_next = loss_scale, backward_is_next
         self.collect, self.loss_fn, self.weight_queue = collect, loss_fn, weight_queue
         self.stages = {stage.index: stage for stage in model.stages}
-        # by the action that consumes it: what is received, and the receives to wait for
-        self.arrived: dict[Action, tuple[torch.Tensor, list]] = {}
+        # by the action that consumes it: what is received, and the work to wait for
+        self.arrived: dict[Action, tuple] = {}
         # by the action, of another rank, that consumes it
         self.leaving: dict[Action, torch.Tensor] = {}
         # by stage and micro-batch: input and output of a forward
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         # by stage and micro-batch: what computes the gradients of the weights
         self.weights: dict[tuple[int, int], Callable[[], None]] = {}
-        self.open: deque = deque()  # exchanges whose sends may still be under way
+        # sends that may still be under way: the work to wait for, and the tensor
+        self.open: deque[tuple] = deque()
         # of each micro-batch, its part of the mean; in double: they are summed
         self.losses: list[torch.Tensor] = []
         self.collected: list[torch.Tensor] = []
@@ -233,25 +234,17 @@ class PipelineRun:
 
     @spent("communication", "exchange")
     def exchange(self, exchange: Exchange) -> None:
-        """Start an exchange's sends and receives in one go; waits only for others' part in those
-        long past."""
-        buffers = [
-            self._empty_input(transfer.consumer.microbatch) for transfer in exchange.receives
-        ]
-        sent = [self.leaving.pop(transfer.consumer).contiguous() for transfer in exchange.sends]
-        sources = [transfer.source for transfer in exchange.receives]
-        targets = [transfer.target for transfer in exchange.sends]
-        coming, going = exchange_with_stages(
-            list(zip(buffers, sources, strict=True)),
-            list(zip(sent, targets, strict=True)),
-            self.ctx,
-        )
-        for transfer, *arrival in zip(exchange.receives, buffers, coming, strict=True):
-            self.arrived[transfer.consumer] = arrival
+        """Start a transfer; waits only for the other side's part in sends long past."""
+        for transfer in exchange.receives:
+            buffer = self._empty_input(transfer.consumer.microbatch)
+            work = start_receive(buffer, transfer.source, self.ctx)
+            self.arrived[transfer.consumer] = (buffer, work)
         for transfer in exchange.sends:
+            tensor = self.leaving.pop(transfer.consumer).contiguous()
+            work = start_send(tensor, transfer.target, self.ctx)
             self._release(transfer)
-        if going:
-            self.open.append((going, sent))
+            if work is not None:
+                self.open.append((work, tensor))
         while len(self.open) > MAX_OPEN_EXCHANGES:
             self._close_oldest()
 
@@ -263,10 +256,11 @@ class PipelineRun:
 
     def _take(self, action: Action) -> torch.Tensor | None:
         """Return what was received for an action, once it is there; None if nothing is."""
-        buffer, works = self.arrived.pop(action, (None, []))
+        if action not in self.arrived:
+            return None
+        buffer, work = self.arrived.pop(action)
         with spent("communication", "wait"):
-            for work in works:
-                work.wait()
+            work.wait()
         return buffer
 
     def shape(self, microbatch: int) -> tuple[int, int, int]:
@@ -289,6 +283,5 @@ class PipelineRun:
             output.data = torch.empty(1, dtype=output.dtype, device=output.device)
 
     def _close_oldest(self) -> None:
-        works, _tensors = self.open.popleft()  # the tensors live until their sends are done
-        for work in works:
-            work.wait()
+        work, _tensor = self.open.popleft()  # the tensor lives until its send is done
+        work.wait()

@@ -14,7 +14,7 @@ from megazoo.engine.stepwise import run_stepwise, with_backward
 from megazoo.errors import UserError
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over
-from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.deferred import AT_ONCE, WeightQueue
 from megazoo.parallel.failure import failing_together, together, together_in_replica
 from megazoo.parallel.module import Entry, ShardedModule, sum_over_copies
 from megazoo.parallel.p2p import sum_between_stages
@@ -238,11 +238,11 @@ class TrainingStep:
         """Within this block gradients of copies over tp stay partial: they are summed once for all
         micro-batches.
 
-        queue: where the gradients of linear weights wait.
+        queue: where the gradients of linear weights wait, if they do.
         """
         modules = [module for module in self.modules() if isinstance(module, ShardedModule)]
         for module in modules:
-            module.sums_later, module.weight_queue = True, queue
+            module.sums_later, module.weight_queue = True, queue or AT_ONCE
         try:
             yield
         finally:

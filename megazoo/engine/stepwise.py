@@ -10,8 +10,7 @@ from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import PipelineModel, PipelineRun, count_labels
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import failing_together
-from megazoo.parallel.p2p import receive_from_stage, send_to_stage
-from megazoo.parallel.schedule import Action
+from megazoo.parallel.schedule import Action, Exchange, Transfer
 from megazoo.parallel.stages import rank_of
 
 
@@ -41,7 +40,11 @@ def run_stepwise(
 
 
 class StepwiseRun(PipelineRun):
-    """A run of one micro-batch at a time through all stages, each waiting for the one before."""
+    """A run of one micro-batch at a time through all stages, each waiting for the one before.
+
+    The transfers of all ranks are one chain, each made from what the one before has brought, and a
+    rank starts its own in that order: no send can wait for one behind it.
+    """
 
     def forward_through(self, number: int) -> torch.Tensor:
         """Run a micro-batch's forward; returns its part of the mean loss, the same on every
@@ -70,15 +73,16 @@ class StepwiseRun(PipelineRun):
                     self._send(action._replace(stage=stage.index - 1))
 
     def _receive(self, action: Action, stage: int) -> None:
-        """Receive an action's input from another stage."""
-        shape, rank = self.shape(action.microbatch), rank_of(stage, self.ctx.pp_size)
-        self.arrived[action] = (receive_from_stage(shape, self.model.dtype, rank, self.ctx), [])
+        """Start receiving an action's input from another stage."""
+        source = rank_of(stage, self.ctx.pp_size)
+        transfer = Transfer(action, source, self.ctx.pp_rank)
+        self.exchange(Exchange(sends=(), receives=(transfer,)))
 
     def _send(self, action: Action) -> None:
-        """Send the input of an action of another stage."""
-        tensor = self.leaving.pop(action).contiguous()
-        work = send_to_stage(tensor, rank_of(action.stage, self.ctx.pp_size), self.ctx)
-        self.open.append(([work], tensor))
+        """Start sending the input of an action of another stage."""
+        target = rank_of(action.stage, self.ctx.pp_size)
+        transfer = Transfer(action, self.ctx.pp_rank, target)
+        self.exchange(Exchange(sends=(transfer,), receives=()))
 
 
 def with_backward(loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:

@@ -23,34 +23,77 @@ def not_finite(dtype: torch.dtype) -> UserError:
     )
 
 
+GOES_ON, OVER, BROKEN = range(3)  # what a choice says of its group
+
+
 @dataclass
 class Choice:
     """What the rows of a group go on with; those of one prompt are next to each other.
 
     tokens: int64 [rows]. sources: int64 [rows], the row that each continues, or None if each
-    continues itself. done: the group has all its tokens.
+    continues itself. state: GOES_ON, OVER if all rows have ended, or BROKEN if the logits were no
+    numbers: an int, or an int64 tensor until the host needs it.
     """
 
     tokens: torch.Tensor
     sources: torch.Tensor | None
-    done: bool
+    state: torch.Tensor | int
+
+    @property
+    def done(self) -> bool:
+        """Whether the group ends before it has all the tokens that it may have."""
+        return self._known_state() != GOES_ON
+
+    @property
+    def broken(self) -> bool:
+        """Whether the tokens mean nothing."""
+        return self._known_state() == BROKEN
+
+    def _known_state(self) -> int:
+        self.state = int(self.state)
+        return self.state
+
+    def message(self) -> torch.Tensor:
+        """Return all of it as a CPU tensor: int64 [1 + rows (+ rows)]."""
+        state = torch.as_tensor(self.state, device=self.tokens.device).view(1)
+        sources = [] if self.sources is None else [self.sources]
+        message = torch.cat([state, self.tokens, *sources]).cpu()
+        self.state = int(message[0])
+        return message
+
+    @staticmethod
+    def empty_message(rows: int, sources: bool, device: torch.device) -> torch.Tensor:
+        """Return a CPU tensor for a message to a rank with that device."""
+        length = 1 + rows * (1 + sources)
+        return torch.empty(length, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    @classmethod
+    def of(cls, message: torch.Tensor, sources: bool, device: torch.device) -> "Choice":
+        """Return the choice that a message is of, on a device. sources: it has them."""
+        rows = (len(message) - 1) // (1 + sources)
+        there = message.to(device, non_blocking=True)
+        return cls(there[1 : 1 + rows], there[1 + rows :] if sources else None, int(message[0]))
 
 
 class _Chooser:
     """What both ways of choosing share: they adjust the scores and see which rows end.
 
     prompt: int64 [prompts, tokens]; real: which of them are not padding, bool, or None for all.
-    broken: nothing could be chosen, as the logits were no numbers.
+    looks: the host asks after each token how the group is; if False, it does so at the end alone,
+    and a GPU never waits for it.
     """
 
     def __init__(
         self, settings: GenerationSettings, prompt: torch.Tensor, real: torch.Tensor | None
     ):
-        self.settings, self.searches = settings, settings.num_beams > 1
+        self.settings = settings
         self.prompt = prompt.repeat_interleave(settings.rows_of_prompt, 0)  # [rows, tokens]
         self.real = None if real is None else real.repeat_interleave(settings.rows_of_prompt, 0)
         self.step = 0  # new tokens so far
-        self.broken = False
+        self.finite = torch.ones((), dtype=torch.bool, device=prompt.device)  # all logits
+        self.can_end = bool(settings.eos_token_id or settings.stop)
+        # On a CPU looking costs nothing, and numbers that are none end the group at once.
+        self.looks = self.can_end or prompt.device.type == "cpu"
         self.ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=prompt.device)
         self.seen: torch.Tensor | None = None  # the tokens that a row has: bool [rows, vocabulary]
         # the newest tokens in which a stop string can be that ends now
@@ -58,14 +101,18 @@ class _Chooser:
 
     def choose(self, logits: torch.Tensor) -> Choice:
         """Choose the next token of every row: see `advance`. If the logits are no numbers, the
-        group ends, and each token is -1."""
-        finite = logits.amax().isfinite()  # NaN is the largest
-        choice = self.advance(logits)  # a GPU has it to do before the host waits for `finite`
-        if finite:
-            return choice
-        self.broken = True
-        nothing = torch.full_like(self.prompt[:, 0], -1)
-        return Choice(nothing, torch.zeros_like(nothing) if self.searches else None, True)
+        tokens mean nothing, and the group ends if the host looks."""
+        self.finite &= logits.amax().isfinite()  # NaN is the largest
+        tokens, sources, over = self.advance(logits)
+        state = GOES_ON
+        if self.looks:
+            state = torch.where(self.finite, over.all().long(), BROKEN)
+        return Choice(tokens, sources, state)
+
+    @property
+    def broken(self) -> bool:
+        """Whether some logits were no numbers."""
+        return not self.finite
 
     def _of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocabulary]; the first ones are of the prompts."""
@@ -134,7 +181,6 @@ class Sampler(_Chooser):
         s = settings
         self.tokens = prompt.new_full((len(self.prompt), s.max_new_tokens), s.padding)
         self.ended = torch.zeros(len(self.prompt), dtype=torch.bool, device=prompt.device)
-        self.some_ended = self.all_ended = False
         if s.do_sample:
             draws = [
                 torch.rand(
@@ -147,25 +193,23 @@ class Sampler(_Chooser):
             ]
             self.draws = torch.stack(draws).to(prompt.device)
 
-    def advance(self, logits: torch.Tensor) -> Choice:
-        """Choose the next token of every row. logits: fp32 [rows, vocabulary]; the first are
-        [prompts, vocabulary]."""
+    def advance(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        """Choose the next token of every row; returns the tokens, no sources (see Choice), and
+        which rows have ended, bool [rows]. logits: fp32 [rows, vocabulary]; the first are [prompts,
+        vocabulary]."""
         scores = self._adjusted(self._of_rows(logits), self.tokens[:, : self.step])
         if self.settings.do_sample:
             tokens = draw(keep_likely(scores, self.settings), self.draws[:, self.step])
         else:
             tokens = scores.argmax(dim=-1)
-        if self.some_ended:
+        if self.can_end:
             tokens = tokens.masked_fill(self.ended, self.settings.padding)
         self.tokens[:, self.step] = tokens
         self.step += 1
         self._see(tokens)
-        if len(self.ends) or self.settings.stop:
-            ended = self._ended(tokens, self.tokens[:, : self.step])
-            if ended.any():
-                self.ended, self.some_ended = self.ended | ended, True
-                self.all_ended = bool(self.ended.all())
-        return Choice(tokens, None, self.all_ended or self.step == self.settings.max_new_tokens)
+        if self.can_end:
+            self.ended |= self._ended(tokens, self.tokens[:, : self.step])
+        return tokens, None, self.ended
 
     def result(self) -> torch.Tensor:
         """Return the new tokens: int64 [rows, new]; rows that ended are padded."""
@@ -224,6 +268,7 @@ class BeamSearch(_Chooser):
         self, settings: GenerationSettings, prompt: torch.Tensor, real: torch.Tensor | None
     ):
         super().__init__(settings, prompt, real)
+        self.looks = True  # whether beams can improve
         rows, beams, device = len(prompt), settings.num_beams, prompt.device
         self.tokens = prompt.new_empty(rows, beams, 0)
         self.scores = torch.full((rows, beams), NOTHING, device=device)
@@ -233,9 +278,10 @@ class BeamSearch(_Chooser):
         self.kept_lengths = torch.zeros(rows, beams, dtype=torch.int64, device=device)
         self.can_improve = torch.ones(rows, dtype=torch.bool, device=device)
 
-    def advance(self, logits: torch.Tensor) -> Choice:
-        """Choose the next token of every beam. logits: fp32 [rows x beams, vocabulary]; the first
-        are [rows, vocabulary]."""
+    def advance(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Choose the next token of every beam; returns the tokens, their sources (see Choice), and
+        whether the search is over, bool. logits: fp32 [rows x beams, vocabulary]; the first are
+        [rows, vocabulary]."""
         s, (rows, beams) = self.settings, self.scores.shape
         scores = self._of_rows(logits).log_softmax(dim=-1)
         scores = self._adjusted(scores, self.tokens.flatten(0, 1))
@@ -263,7 +309,7 @@ class BeamSearch(_Chooser):
         worst = torch.where(self._full(), self.kept_scores.amin(dim=1), NOTHING)
         self.can_improve &= hope > worst
         over = ~self.can_improve | self._full() if s.early_stopping is True else ~self.can_improve
-        return Choice(self.tokens[:, :, -1].flatten(), sources, bool(over.all() | ended.all()))
+        return self.tokens[:, :, -1].flatten(), sources, over.all() | ended.all()
 
     def _keep(self, tokens: torch.Tensor, best: torch.Tensor, ended: torch.Tensor) -> None:
         """Keep the rows that ended, if they are among the best num_beams and better than those kept
@@ -273,7 +319,7 @@ class BeamSearch(_Chooser):
         counts[:, beams:] = False
         if s.early_stopping is True:
             counts &= ~self._full()[:, None]
-        if not counts.any():
+        if counts.device.type == "cpu" and not counts.any():  # a GPU would have to wait
             return
         scores = torch.where(counts, best / self.step**s.length_penalty, 2 * NOTHING)
         padded = torch.nn.functional.pad(tokens, (0, s.max_new_tokens - self.step), value=s.padding)

@@ -13,11 +13,10 @@ What the rest of megazoo asks of a layer, it says by an attribute, and so can on
                     less for backward, and computes the rest again there.
 """
 
-from megazoo.layers.alibi import alibi_bias, alibi_slopes
+from megazoo.layers.alibi import ALiBi, alibi_bias, alibi_slopes
 from megazoo.layers.attention import (
     CausalSelfAttention,
     QKVParallelLinear,
-    segment_mask,
     units_of_heads,
 )
 from megazoo.layers.cache import KVCache
@@ -26,12 +25,14 @@ from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazoo.layers.masks import Packed, segment_mask
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary, rotate
 
 __all__ = [
     "MLP",
+    "ALiBi",
     "CausalSelfAttention",
     "ClassificationHead",
     "ColumnParallelLinear",
@@ -40,6 +41,7 @@ __all__ = [
     "HeadwiseLayerNorm",
     "KVCache",
     "LayerNorm",
+    "Packed",
     "PositionEmbedding",
     "QKVParallelLinear",
     "RMSNorm",

@@ -5,6 +5,8 @@ import math
 
 import torch
 
+from megazoo.layers.masks import HIDDEN, in_aligned_rows
+
 
 def alibi_slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:
     """Return the slope of each head, fp32 [heads].
@@ -25,16 +27,66 @@ def alibi_bias(
     dtype: torch.dtype,
     device: torch.device,
     mask: torch.Tensor | None = None,
+    hidden: float = -torch.inf,
+    position: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return slope x (key - query), and -inf for keys that come after the query: [heads, queries,
     keys].
 
     slopes: fp32, those of the heads wanted. queries: how many of the last tokens look, of `keys` in
     all. mask: where a query may look, bool [batch, 1, queries, keys], if that is less; the bias
-    then has a batch dimension, too. Computed in fp32: bf16 can't count above 256.
+    then has a batch dimension, too. hidden: what stands in the place of -inf. position: int64 [1],
+    where the only query is, if it is not the last of the keys. Computed in fp32: bf16 can't count
+    above 256.
     """
     positions = torch.arange(keys, device=device)
+    looking = positions[keys - queries :] if position is None else position
     # key - query, 0 or less where it may look
-    distance = positions[None, :] - positions[keys - queries :, None]
-    bias = slopes.to(device)[:, None, None] * distance
-    return bias.masked_fill(distance > 0 if mask is None else ~mask, -torch.inf).to(dtype)
+    distance = positions[None, :] - looking[:, None]
+    rows = () if mask is None else (len(mask),)
+    bias = in_aligned_rows((*rows, len(slopes), queries, keys), dtype, device)
+    bias.copy_(slopes.to(device)[:, None, None] * distance)
+    return bias.masked_fill_(distance > 0 if mask is None else ~mask, hidden)
+
+
+class ALiBi:
+    """The bias of some heads, which all layers and micro-batches share: the last one that was made
+    without a mask is kept. It is no part of a state_dict, and copies of this object start without.
+
+    bias_max: as in alibi_slopes, for `total` heads. heads: those wanted.
+    """
+
+    def __init__(self, total: int, heads: range, bias_max: float = 8.0):
+        self.total, self.heads, self.bias_max = total, heads, bias_max
+        self._slopes: torch.Tensor | None = None
+        self._what: tuple | None = None  # queries, keys, dtype and device of the bias
+        self._bias: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        queries: int,
+        keys: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        mask: torch.Tensor | None = None,
+        position: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the bias of alibi_bias."""
+        what = (queries, keys, dtype, device)
+        if mask is None and position is None and what == self._what:
+            return self._bias
+        # In the inference mode of generation it would be a tensor that training can't use.
+        with torch.inference_mode(False):
+            if self._slopes is None or self._slopes.device != device:
+                own = slice(self.heads.start, self.heads.stop)
+                self._slopes = alibi_slopes(self.total, self.bias_max)[own].to(device)
+            if mask is not None or position is not None:
+                return alibi_bias(self._slopes, *what, mask, HIDDEN, position)
+            self._what = self._bias = None  # its memory, before the next one is made
+            bias = alibi_bias(self._slopes, *what, None, HIDDEN)
+        if device.type != "meta":  # there each micro-batch is measured with all that it needs
+            self._what, self._bias = what, bias
+        return bias
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"_slopes": None, "_what": None, "_bias": None}

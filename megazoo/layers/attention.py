@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from megazoo.errors import UserError
 from megazoo.layers import fused
@@ -14,10 +15,14 @@ from megazoo.layers.cache import KVCache
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.fused import CosAndSin, replaced_by
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazoo.layers.masks import Packed
 from megazoo.layers.rotary import rotate
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.module import ShardedModule
+from megazoo.torch_internals import attention_kernel, varlen_attention
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def units_of_heads(
@@ -98,18 +103,21 @@ def split_heads(
     return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
-def segment_mask(segments: torch.Tensor | None, queries: int | None = None) -> torch.Tensor | None:
-    """Return where a query may look: at itself and backwards, within its segment. bool [batch, 1,
-    queries, sequence].
+def takes_groups(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
+    """Return whether one of torch's fast kernels takes fewer heads of keys than of queries.
 
-    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives
-    None. queries: how many of the last tokens look, the others being in a KVCache; all by default.
+    The CPU's does. On CUDA flash does, which is for half precision without a mask, and so does
+    cuDNN's where torch prefers it; the one that is left for all else does not, and torch would
+    choose the math kernel, which makes all scores.
     """
-    if segments is None:
-        return None
-    earlier = segments.shape[1] - (queries or segments.shape[1])
-    same = segments[:, earlier:, None] == segments[:, None, :]
-    return same.tril(earlier)[:, None]
+    if q.device.type != "cuda" or (mask is None and q.dtype in HALF):
+        return True
+    return _has_fast_kernel(q, k, v, mask, dropout)
+
+
+@untraced
+def _has_fast_kernel(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
+    return attention_kernel(q, k, v, mask, dropout) != SDPBackend.MATH
 
 
 class CausalSelfAttention(nn.Module):
@@ -130,9 +138,9 @@ class CausalSelfAttention(nn.Module):
     Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in
     Dropout. rotary: cos and sin of Rotary, which turn the queries and keys. mask: of a shape that
     expands to [batch, this rank's heads, sequence, sequence]; boolean, where a query may look (see
-    segment_mask), or added to the scores, -inf where it may not (see alibi_bias). Without, a query
-    looks at itself and backwards. cache: of the tokens before x, which x's are appended to; x is
-    then the whole prompt or, later, one token.
+    segment_mask), or added to the scores, -inf where it may not (see alibi_bias); or Packed, if
+    takes_packed. Without, a query looks at itself and backwards. cache: of the tokens before x,
+    which x's are appended to; x is then the whole prompt or, later, one token.
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et
     al. 2019; normalised queries and keys: Henry et al. 2020.
     """
@@ -174,7 +182,7 @@ class CausalSelfAttention(nn.Module):
         x: torch.Tensor,
         seed: int | None = None,
         rotary: CosAndSin | None = None,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | Packed | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         qkv = self.qkv.project(x)
@@ -215,7 +223,7 @@ class CausalSelfAttention(nn.Module):
         self,
         qkv: torch.Tensor,
         rotary: CosAndSin | None,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor | Packed | None,
         seed: int | None,
         cache: KVCache | None,
     ) -> torch.Tensor:
@@ -224,16 +232,42 @@ class CausalSelfAttention(nn.Module):
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)
-        if self.dropout.active:
+            mask = cache.hide(self, mask, q)
+        if isinstance(mask, Packed):
+            y = self._attend_in_documents(q, k, v, mask)
+        elif self.dropout.active:
             y = self._attend_with_dropout(q, k, v, mask, seed)
         else:
             y = self._scaled_dot_product(q, k, v, mask)
         return rearrange(y, "batch heads seq size -> batch seq (heads size)")
 
+    def takes_packed(self, dtype: torch.dtype) -> bool:
+        """Return whether the mask may be Packed: only in half precision, without dropout, for heads
+        of a multiple of 8 features, 256 at most, and on GPUs not older than Ampere."""
+        size, device = self.qkv.head_size, self.qkv.weight.device
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return False
+        return dtype in HALF and not self.dropout.active and size % 8 == 0 and size <= 256
+
+    @untraced
+    def _attend_in_documents(self, q, k, v, packed: Packed) -> torch.Tensor:
+        """Return softmax(q k^T * scale) v of each document by itself, causal."""
+        rows = len(q)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, heads, size]
+        y = varlen_attention(q, k, v, packed.boundaries, packed.longest, self.scale)
+        return y.unflatten(0, (rows, -1)).transpose(1, 2)
+
     def _scaled_dot_product(
         self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0
     ) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v."""
+        if mask is not None:  # torch's fast kernels refuse masks of three dimensions
+            mask = mask[(None,) * (4 - mask.dim())]
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and q.shape[2] == 1:
+            return self._one_query(q, k, v, mask, dropout)
+        if groups > 1 and not takes_groups(q, k, v, mask, dropout):
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -245,6 +279,17 @@ class CausalSelfAttention(nn.Module):
             scale=self.scale,
             enable_gqa=k.shape[1] < q.shape[1],
         )
+
+    def _one_query(self, q, k, v, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
+        """Return softmax(q k^T * scale + mask) v of one query a head: those of a group, which look
+        at the same keys, are to the kernel several queries of one head. k and v stay as they are.
+        """
+        cut = (k.shape[1], q.shape[1] // k.shape[1])
+        if mask is not None:
+            mask = mask.expand(*q.shape[:3], k.shape[2]).unflatten(1, cut).squeeze(3)
+        q = q.unflatten(1, cut).squeeze(3)  # [batch, KV heads, queries of a group, head_size]
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=self.scale)
+        return y.flatten(1, 2).unsqueeze(2)
 
     @untraced
     def _attend_with_dropout(

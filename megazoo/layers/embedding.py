@@ -12,7 +12,7 @@ from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
     gather_from_tensor_parallel,
-    leave_tensor_parallel,
+    leave_tensor_parallel_in_place,
 )
 from megazoo.parallel.shard import ParameterSpec, Shard
 
@@ -45,7 +45,7 @@ class _VocabParallel(ShardedModule):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""
-        return column_parallel_linear(x, self.weight, None, self.ctx, self.weight_queue)
+        return column_parallel_linear(x, self.weight, None, self.ctx, self.weight_queue, align=True)
 
     def loss_sum(
         self, x: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None
@@ -106,7 +106,7 @@ class VocabParallelEmbedding(_VocabParallel):
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
             elsewhere[..., None], 0
         )
-        return leave_tensor_parallel(found, self.ctx)
+        return leave_tensor_parallel_in_place(found, self.ctx)
 
 
 class VocabParallelHead(_VocabParallel):

@@ -11,11 +11,19 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from megazoo.layers.aligned import aligned, aligned_product, needs_alignment
+from megazoo.parallel.collectives import (
+    all_gather_sequence,
+    begin_all_gather_sequence,
+    begin_reduce_scatter_sequence,
+    begin_sum,
+)
 from megazoo.parallel.compile import untraced
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
-from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.recompute import replay
-from megazoo.torch_internals import shares_storage
+from megazoo.torch_internals import shares_storage, silu_backward
 
 CosAndSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -45,7 +53,8 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    queue: WeightQueue | None = None,
+    queue: WeightQueue | AtOnce | None = None,
+    align: bool = False,
 ) -> torch.Tensor:
     """Return x W^T + b, or recompute(x) W^T + b, keeping x alone for backward.
 
@@ -56,27 +65,33 @@ def linear(
         x: [..., inputs], or what recompute turns into that.
         weight: [outputs, inputs]; bias: [outputs].
         recompute: a function without parameters of its own, run again in backward.
-        queue: where the weight's gradient waits for an idle moment of the pipeline, if it does.
+        queue: what adds up the weight's gradient if autograd does not: at once, or in an idle
+            moment of the pipeline.
+        align: the number of outputs may be odd, as a vocabulary's: see aligned.py. No bias then.
     """
-    if recompute is None and queue is None and product_dtype(x) == x.dtype:
+    align = align and needs_alignment(x, len(weight))
+    queue = queue if queue and queue.serves(x, weight) else None
+    if recompute is None and queue is None and not align and product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
-    return _linear(recompute, queue, x, weight, bias)
+    return _linear(recompute, queue, align, x, weight, bias)
 
 
 @untraced
-def _linear(recompute, queue, x, weight, bias) -> torch.Tensor:
-    return _Linear.apply(recompute, queue, x, weight, bias)
+def _linear(recompute, queue, align, x, weight, bias) -> torch.Tensor:
+    return _Linear.apply(recompute, queue, align, x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, recompute, queue, x, weight, bias):
+    def forward(ctx, recompute, queue, align, x, weight, bias):
         # the Parameter itself, not a saved tensor: the queue adds to its gradient later
-        ctx.recompute, ctx.queue, ctx.weight = recompute, queue, weight
+        ctx.recompute, ctx.queue, ctx.align, ctx.weight = recompute, queue, align, weight
         ctx.generator = torch.get_rng_state() if recompute else None
         ctx.save_for_backward(x)
         dtype = product_dtype(x)
         inputs = recompute(x) if recompute else x
+        if align:
+            return aligned_product(inputs, weight)
         bias = None if bias is None else bias.to(dtype)
         return F.linear(inputs.to(dtype), weight.to(dtype), bias).to(x.dtype)
 
@@ -88,21 +103,94 @@ class _Linear(torch.autograd.Function):
             x = x.detach().requires_grad_()
             inputs = replay(ctx.recompute, ctx.generator, x)
         dtype = product_dtype(x)
-        grad = grad.to(dtype)
-        if ctx.needs_input_grad[2]:
+        grad = _aligned_rows(grad) if ctx.align else grad.to(dtype)
+        if ctx.needs_input_grad[3]:
             x_grad = (grad @ weight.to(dtype)).to(x.dtype)
             if ctx.recompute:
                 (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
-        grad_rows, input_rows = grad.flatten(0, -2), inputs.detach().flatten(0, -2).to(dtype)
-        weight_grad = bias_grad = None
-        if ctx.needs_input_grad[3]:
-            if ctx.queue:
-                ctx.queue.put(weight, lambda: grad_rows.t() @ input_rows)
-            else:
-                weight_grad = grad_rows.t() @ input_rows
-        if ctx.needs_input_grad[4]:
-            bias_grad = grad_rows.sum(0)
-        return None, None, x_grad, weight_grad, bias_grad
+        return None, None, None, x_grad, *_gradients_of_weights(ctx, grad, inputs.to(dtype))
+
+
+def _gradients_of_weights(ctx, grad: torch.Tensor, inputs: torch.Tensor) -> tuple:
+    """Return the gradients of a linear layer's weight, or what its queue leaves of it, and bias.
+
+    ctx: of an autograd function whose last two arguments they are. grad, inputs: of what it
+    returned, and what was multiplied: [..., outputs] and [..., inputs].
+    """
+    # a queue multiplies where autograd records
+    grad_rows, input_rows = grad.flatten(0, -2), inputs.detach().flatten(0, -2)
+    weight_grad = bias_grad = None
+    weight_wanted, bias_wanted = ctx.needs_input_grad[-2:]
+    if weight_wanted:
+        factors = grad_rows.t(), input_rows
+        weight_grad = ctx.queue.put(ctx.weight, *factors) if ctx.queue else torch.mm(*factors)
+    if bias_wanted:
+        bias_grad = grad_rows.sum(0)
+    return weight_grad, bias_grad
+
+
+def hides_communication(x: torch.Tensor) -> bool:
+    """Say whether entered_linear pays for x: in training on CUDA, whose collectives run beside the
+    products. On CPUs both would share the same cores."""
+    return x.is_cuda and torch.is_grad_enabled()
+
+
+def entered_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    parallel: ParallelContext,
+    *,
+    queue: WeightQueue | AtOnce | None = None,
+    align: bool = False,
+) -> torch.Tensor:
+    """Enter the tensor-parallel region with x and multiply, with the backward's communication under
+    its products.
+
+    Same as: linear(enter_tensor_parallel(x), weight, bias, queue=queue, align=align).
+
+    While x's gradient is summed over the ranks (scattered, under sequence parallelism), the
+    weight's is computed; and while x's is computed, this rank's part of x is gathered again. The
+    sum takes the memory of the product that it is the sum of.
+    """
+    align = align and needs_alignment(x, len(weight))
+    queue = queue if queue and queue.serves(x, weight) else None
+    return _entered_linear(parallel, queue, align, x, weight, bias)
+
+
+@untraced
+def _entered_linear(parallel, queue, align, x, weight, bias) -> torch.Tensor:
+    return _EnteredLinear.apply(parallel, queue, align, x, weight, bias)
+
+
+class _EnteredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parallel, queue, align, x, weight, bias):
+        ctx.parallel, ctx.queue, ctx.align, ctx.weight = parallel, queue, align, weight
+        ctx.save_for_backward(x)
+        if parallel.sequence_parallel:
+            x = all_gather_sequence(x, parallel.tp_group)
+        return aligned_product(x, weight) if align else F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), x_grad = ctx.saved_tensors, None
+        cut, group = ctx.parallel.sequence_parallel, ctx.parallel.tp_group
+        grad = _aligned_rows(grad) if ctx.align else grad
+        _, _, _, x_wanted, weight_wanted, _ = ctx.needs_input_grad
+        gathered = begin_all_gather_sequence(x, group) if cut and weight_wanted else None
+        if x_wanted:
+            x_grad = grad @ ctx.weight
+            summed = (begin_reduce_scatter_sequence if cut else begin_sum)(x_grad, group)
+        gradients = _gradients_of_weights(ctx, grad, gathered() if gathered else x)
+        if x_wanted:
+            x_grad = summed()
+        return None, None, None, x_grad, *gradients
+
+
+def _aligned_rows(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient, [..., outputs], with aligned rows."""
+    return aligned(grad.flatten(0, -2)).unflatten(0, grad.shape[:-1])
 
 
 def split_heads(
@@ -221,15 +309,23 @@ class _Gated(torch.autograd.Function):
         with torch.enable_grad():
             activated = ctx.activation(gate)
         torch.mul(grad, activated.detach(), out=up_grad)
-        gate_grad.copy_(*torch.autograd.grad(activated, gate, torch.mul(grad, up, out=gate_grad)))
+        torch.mul(grad, up, out=gate_grad)
+        if ctx.activation is F.silu:
+            silu_backward(gate_grad, gate, out=gate_grad)
+        else:
+            gate_grad.copy_(*torch.autograd.grad(activated, gate, gate_grad))
         return None, inner_grad
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise x, keeping x and one number a row, and not what it is normalised to.
 
-    Same as: norm.rms_norm.
+    Same as: norm.rms_norm, but on CUDA. There torch has a kernel for it that reads and writes each
+    number once. It rounds to x's dtype once, after the weight, where the formula rounds before it,
+    too: of bfloat16's results a quarter differ, by the last bit, and the kernel's are the nearer.
     """
+    if x.is_cuda and x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 

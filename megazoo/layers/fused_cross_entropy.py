@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from megazoo.layers.aligned import aligned, empty_aligned
+from megazoo.layers.fused import linear
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
+from megazoo.parallel.deferred import add_product
 
 # Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is
 # worth a launch.
@@ -51,7 +53,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx, grad_output):
         logits, columns, here, log_normaliser, ignored = ctx.saved_tensors
         grad_output = grad_output.float().masked_fill(ignored, 0)
-        grad = torch.empty_like(logits)
+        grad = empty_aligned(logits.shape, logits)
         for part, scratch in _chunks(logits):
             probabilities = torch.sub(logits[part], log_normaliser[part, None], out=scratch).exp_()
             probabilities.scatter_add_(-1, columns[part, None], -here[part, None].float())
@@ -92,7 +94,7 @@ class _SummedLosses(torch.autograd.Function):
             """Add these tokens' losses and gradients; their logits are gone when it returns."""
             nonlocal weight_grad
             inputs = x[part].to(dtype)
-            logits = F.linear(inputs, wide).to(x.dtype).float()
+            logits = linear(inputs, wide, align=True).to(x.dtype).float()
 
             def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
                 return logits.sub_(peak[:, None]).exp_().sum(dim=-1)
@@ -106,7 +108,7 @@ class _SummedLosses(torch.autograd.Function):
             logits.mul_((weights / total)[:, None]).scatter_add_(
                 -1, columns[part, None], -(weights * here[part])[:, None]
             )
-            logits = logits.to(x.dtype).to(dtype)  # by now these are their gradient
+            logits = aligned(logits.to(x.dtype)).to(dtype)  # by now these are their gradient
             if wanted[0]:
                 x_grad[part] = logits @ wide
             if wanted[1]:
@@ -148,10 +150,8 @@ def _losses(
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return total + a b, in fp32, in total's memory."""
-    if total is None:
-        return (a @ b).float()
-    if a.dtype != total.dtype:
-        return total.add_(a @ b)
+    if total is None or a.dtype != total.dtype:
+        return add_product(total, a, b)
     return torch.addmm(total, a, b, out=total)
 
 

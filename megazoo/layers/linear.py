@@ -6,16 +6,18 @@ from functools import partial
 import torch
 
 from megazoo.errors import UserError
-from megazoo.layers.fused import linear
+from megazoo.layers.fused import entered_linear, hides_communication, linear
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
     gather_from_tensor_parallel,
-    leave_tensor_parallel,
     scatter_to_tensor_parallel,
 )
+
+# What leaves here is a product, which nobody else has.
+from megazoo.parallel.regions import leave_tensor_parallel_in_place as leave_tensor_parallel
 from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
@@ -82,16 +84,21 @@ def column_parallel_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     ctx: ParallelContext,
-    queue: WeightQueue | None,
+    queue: WeightQueue | AtOnce | None,
+    *,
+    align: bool = False,
 ) -> torch.Tensor:
     """Enter the tensor-parallel region with x, where its gradient is summed over tp, and multiply.
 
-    Under sequence parallelism this rank's part of x is kept, and gathered again in backward.
+    Under sequence parallelism this rank's part of x is kept, and gathered again in backward. align:
+    as in `linear`.
     """
+    if ctx.tp_size > 1 and hides_communication(x):
+        return entered_linear(x, weight, bias, ctx, queue=queue, align=align)
     enter = partial(enter_tensor_parallel, ctx=ctx)
     if ctx.sequence_parallel:
-        return linear(x, weight, bias, recompute=enter, queue=queue)
-    return linear(enter(x), weight, bias, queue=queue)
+        return linear(x, weight, bias, recompute=enter, queue=queue, align=align)
+    return linear(enter(x), weight, bias, queue=queue, align=align)
 
 
 class RowParallelLinear(ShardedModule):

@@ -28,6 +28,7 @@ from megazoo.parallel.module import Entry, ShardedModule, initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.stages import Stage, cut_into_stages, rank_of, stages_of
+from megazoo.parallel.staging import Upload
 
 
 class Model(TrainingStep, LastStage, Freezing, nn.Module):
@@ -112,9 +113,9 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     def build(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
         """This rank's stages with initial weights: planned on meta, then filled parameter by
         parameter."""
-        model = cls.empty(config, ctx, dtype=dtype, seed=seed)
+        model, upload = cls.empty(config, ctx, dtype=dtype, seed=seed), Upload()
         for entry in model.entries():
-            initialize(entry.parameter, entry.spec, ctx, derive_seed(seed, entry.name))
+            initialize(entry.parameter, entry.spec, ctx, derive_seed(seed, entry.name), upload)
         return model
 
     @classmethod

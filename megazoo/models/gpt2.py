@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
@@ -35,12 +35,12 @@ from megazoo.layers import (
     LayerNorm,
     PositionEmbedding,
     activation_named,
-    segment_mask,
 )
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import gpt2 as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
@@ -143,11 +143,12 @@ class GPT2(Model):
             self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.add_head()
 
+    @static_steps
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x) + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
-        mask = segment_mask(batch.segments, batch.shape[1])
+        mask = mask_of(batch, self.layers, Block, x.dtype)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
         return self.norm(x) if stage.last else x
 

@@ -30,19 +30,19 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
     CausalSelfAttention,
     GatedMLP,
     RMSNorm,
     Rotary,
     activation_named,
-    segment_mask,
 )
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
@@ -180,11 +180,12 @@ class Llama(Model):
             self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.add_head()
 
+    @static_steps
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
         rotary = self.rotary(batch.positions(x.device), x.dtype, batch.longest)
-        mask = segment_mask(batch.segments, batch.shape[1])
+        mask = mask_of(batch, self.layers, Block, x.dtype)
         x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
         return self.norm(x) if stage.last else x
 

@@ -36,16 +36,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
     MLP,
+    ALiBi,
     CausalSelfAttention,
     Dropout,
     HeadwiseLayerNorm,
     LayerNorm,
     PositionEmbedding,
-    alibi_bias,
-    alibi_slopes,
     segment_mask,
     units_of_heads,
 )
@@ -53,6 +52,7 @@ from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import mpt as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
@@ -166,33 +166,33 @@ class MPT(Model):
                 self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
             self.embedding_dropout = Dropout(c.embedding_dropout)
         self.add_layers()
+        self.alibi = None  # the bias of this rank's heads, one for all layers
+        if c.alibi and self.layers:
+            heads = next(iter(self.layers.values())).attention.heads
+            self.alibi = ALiBi(c.heads, heads, c.alibi_bias_max)
         if self.has_last:
             self.norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
         self.add_head()
 
+    @static_steps
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
             if hasattr(self, "position_embedding"):
                 x = x + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
-        mask = segment_mask(batch.segments, batch.shape[1])
-        if self.config.alibi and stage.layers:
-            mask = self.alibi(batch, x, mask)
+        if self.alibi is not None:
+            mask = segment_mask(batch.segments, batch.shape[1])
+            queries, keys = batch.shape[1], batch.keys
+            mask = self.alibi(queries, keys, x.dtype, x.device, mask, batch.position)
+        else:
+            mask = mask_of(batch, self.layers, Block, x.dtype)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
         if stage.last:
             x = self.norm(x)
             if self.config.logit_scale is not None and not self.config.num_labels:
                 x = x * self.config.logit_scale  # which takes less than on the logits
         return x
-
-    def alibi(self, batch: MicroBatch, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The bias of this rank's heads, one for all layers: [(batch,) heads, sequence, keys]."""
-        heads = next(iter(self.layers.values())).attention.heads
-        slopes = alibi_slopes(self.config.heads, self.config.alibi_bias_max)
-        return alibi_bias(
-            slopes[heads.start : heads.stop], batch.shape[1], batch.keys, x.dtype, x.device, mask
-        )
 
     @classmethod
     def stage_costs(cls, config: MPTConfig) -> tuple[float, float, float]:

@@ -1,16 +1,28 @@
 """AdamW over this rank's part of a model, with clipping by the global gradient norm."""
 
+import math
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 
 from megazoo.errors import UserError, check_number
 from megazoo.optim.base import ModelOptimizer
-from megazoo.optim.clip import check_max_norm, check_model, element_range, global_norm
+from megazoo.optim.clip import (
+    check_max_norm,
+    check_model,
+    clip_scale,
+    counts_whole,
+    element_range,
+    global_norm,
+)
 from megazoo.optim.loss_scale import LossScale
+from megazoo.optim.offload import Row, Staging
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over, gather_ranges
 from megazoo.parallel.failure import failing_together, together
 from megazoo.parallel.module import Entry
-from megazoo.torch_internals import fused_adamw
+from megazoo.torch_internals import copy_each, fused_adamw, norm_of_each
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"  # states, in checkpoints by these names
 
@@ -80,6 +92,8 @@ class AdamW(ModelOptimizer):
         vectors = [entry for entry in self.entries if entry.parameter.dim() <= 1]
         self.param_groups = [self._group(matrices, weight_decay), self._group(vectors, 0.0)]
         self.state = {entry.name: self._new_state(entry, offload) for entry in self.entries}
+        offloaded = self.device != self.ctx.device
+        self.staging = Staging(self.ctx.device, model.dtype) if offloaded else None
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
 
     @together
@@ -97,16 +111,14 @@ class AdamW(ModelOptimizer):
         for group in self.param_groups:
             check_number("lr", float(group["lr"]), 0)
         self._check_gradients()
+        norm = global_norm(self.entries, self.buckets)
         if self.loss_scale:
-            self.skipped = self._overflowed()
+            self.skipped = self._overflowed(norm)
             self.loss_scale.update(self.skipped)
             if self.skipped:
                 return torch.tensor(torch.inf)
-        norm = global_norm(self.entries, self.buckets)
         self.steps += 1
-        # The fused kernel divides the gradients by grad_scale: clipping needs no pass of its own.
-        clips = self.clip_grad > 0 and norm > self.clip_grad
-        scale = ((norm + 1e-6) / self.clip_grad).to(self.device) if clips else None
+        scale = self._clip_scale(norm)
         by_name = {entry.name: entry for entry in self.entries}
         for group in self.param_groups:
             entries = [by_name[name] for name in group["names"]]
@@ -147,11 +159,8 @@ class AdamW(ModelOptimizer):
 
     def _new_state(self, entry: Entry, offload: bool) -> dict[str, torch.Tensor]:
         mine = self._mine(entry.parameter.detach(), entry)
-        pinned = offload and self.ctx.device.type == "cuda"
         state = {
-            name: torch.zeros(
-                mine.shape, dtype=torch.float32, device=self.device, pin_memory=pinned
-            )
+            name: torch.zeros(mine.shape, dtype=torch.float32, device=self.device)
             for name in MOMENTS
         }
         if offload or mine.dtype != torch.float32:
@@ -175,33 +184,73 @@ class AdamW(ModelOptimizer):
         """Return the elements of a tensor of the parameter's shape that this replica updates."""
         return tensor.view(-1)[slice(*self.ranges[entry.name])]
 
-    def _overflowed(self) -> bool:
-        """Say whether a gradient on any rank is infinite or not a number."""
-        total = torch.zeros((), device=self.ctx.device)
-        for entry in self.entries:
-            if entry.parameter.grad is not None:
-                total += entry.parameter.grad.sum()
-        overflow = (~torch.isfinite(total)).float()
+    def _overflowed(self, norm: torch.Tensor) -> bool:
+        """Say whether a gradient on any rank is infinite or not a number.
+
+        Then the norm is, too, or the norm of a copy that does not count in it. On CUDA the host
+        waits here, once in a step of float16.
+        """
+        copies = [
+            entry.parameter.grad
+            for entry in self.entries
+            if entry.parameter.grad is not None and not counts_whole(entry, self.ctx)
+        ]
+        finite = norm.isfinite()
+        if copies:
+            finite = finite & norm_of_each(copies).isfinite().all()
+        overflow = (~finite).float()
         all_reduce_over(overflow, self.ctx.axes)
         return bool(overflow)
 
-    def _update(self, entries: list[Entry], group: dict, grad_scale: torch.Tensor | None) -> None:
-        """Update the elements that this replica has, by the settings of their group."""
-        mine = [self._mine(e.parameter, e) for e in entries]
+    def _clip_scale(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """Return what the gradients are to be divided by; None is 1.
+
+        On CUDA it is a tensor even where nothing is clipped: to ask the norm, the host would wait
+        for it.
+        """
+        clips = 0 < self.clip_grad < math.inf
+        if not clips or (norm.device.type != "cuda" and not norm > self.clip_grad):
+            return None
+        return clip_scale(norm, self.clip_grad)
+
+    def _update(self, entries: list[Entry], group: dict, scale: torch.Tensor | None) -> None:
+        """Update the elements that this replica has, by the settings of their group. scale: the
+        gradients are divided by it."""
+        rows = [self._row(entry) for entry in entries]
+        if self.staging:
+            self.staging.update(rows, scale, partial(self._fused, group))
+            return
+        # The fused kernel divides the gradients: clipping needs no pass of its own.
+        self._fused(group, [row.gradient for row in rows], [row.states for row in rows], scale)
+        copied = [row for row in rows if row.states[0] is not row.weights]
+        copy_each([row.weights for row in copied], [row.states[0] for row in copied])
+
+    def _row(self, entry: Entry) -> Row:
+        """Return what this replica has of a parameter: its weights, gradient and state."""
+        weights, state = self._mine(entry.parameter, entry), self.state[entry.name]
+        states = (state.get(MASTER, weights), *(state[moment] for moment in MOMENTS))
+        return Row(weights, self._mine(entry.parameter.grad, entry), states)
+
+    def _fused(
+        self,
+        group: dict,
+        gradients: list[torch.Tensor],
+        states: list[Sequence[torch.Tensor]],
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        """Update states, each of weights and two moments, by the fused kernel."""
+        weights, *moments = map(list, zip(*states, strict=True))
         fused_adamw(
-            [self.state[e.name].get(MASTER, part) for e, part in zip(entries, mine, strict=True)],
-            [self._mine(e.parameter.grad, e).to(self.device, torch.float32) for e in entries],
-            *([self.state[e.name][moment] for e in entries] for moment in MOMENTS),
-            [self.steps] * len(entries),
+            weights,
+            [gradient.float() for gradient in gradients],
+            *moments,
+            [self.steps] * len(weights),
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            grad_scale=grad_scale,
+            grad_scale=scale,
         )
-        for e, part in zip(entries, mine, strict=True):
-            if MASTER in self.state[e.name]:
-                part.copy_(self.state[e.name][MASTER])
 
 
 def _check_settings(settings: dict, clip_grad: float, zero: int) -> None:

@@ -6,6 +6,7 @@ from megazoo.errors import UserError
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.module import Entry
+from megazoo.torch_internals import zero_each
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -36,11 +37,12 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero every gradient in place; or, with set_to_none, which is torch's default, free it."""
-        for entry in self.entries:
-            if set_to_none:
-                entry.parameter.grad = None
-            elif entry.parameter.grad is not None:
-                entry.parameter.grad.zero_()
+        parameters = [entry.parameter for entry in self.entries]
+        if set_to_none:
+            for parameter in parameters:
+                parameter.grad = None
+        else:
+            zero_each([p.grad for p in parameters if p.grad is not None])
         self.buckets.forget()
 
     def state_dict(self) -> dict:

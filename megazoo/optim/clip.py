@@ -8,8 +8,11 @@ from torch import nn
 from megazoo.errors import UserError, check_number
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.module import Entry
+from megazoo.parallel.shard import volume
+from megazoo.torch_internals import norm_of_each, scale_each
 
 
 @torch.no_grad()
@@ -29,9 +32,7 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
         buckets.check()
         norm = global_norm(entries, buckets)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for entry in entries:
-        if entry.parameter.grad is not None:
-            entry.parameter.grad *= factor
+    scale_each([e.parameter.grad for e in entries if e.parameter.grad is not None], factor)
     return norm
 
 
@@ -43,13 +44,22 @@ def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
     entries: those of this rank that are not frozen. Every rank calls it.
     """
     ctx = buckets.ctx
+    counted = [_counted(entry, buckets) for entry in entries if entry.parameter.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    for entry in entries:
-        if entry.parameter.grad is not None:
-            total += _counted_square_sum(entry, buckets)
+    if ctx.device.type == "cuda":
+        parts = [part for parts in counted for part in parts]
+        total += square_sum_at_once(parts) if parts else 0
+    else:
+        for parts in counted:
+            total += sum(map(square_sum, parts))
     shared_out = [ctx.gradient_axis] if buckets.sharded else []
     all_reduce_over(total, [ctx.axis("tp"), ctx.axis("pp"), *shared_out])
     return total.sqrt().float()
+
+
+def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what gradients of this norm are to be divided by: 1 where it is not over max_norm."""
+    return torch.where(norm > max_norm, (norm + 1e-6) / max_norm, 1.0)
 
 
 def element_range(entry: Entry, buckets: GradientBuckets, replica: int) -> tuple[int, int]:
@@ -60,28 +70,42 @@ def element_range(entry: Entry, buckets: GradientBuckets, replica: int) -> tuple
     return buckets.range_of(entry.parameter, replica)
 
 
-def _counted_square_sum(entry: Entry, buckets: GradientBuckets) -> torch.Tensor | float:
-    """Sum the squares of the gradient's elements that this rank counts."""
+def _counted(entry: Entry, buckets: GradientBuckets) -> list[torch.Tensor]:
+    """Return the parts of the gradient whose elements this rank counts, as views of it."""
     gradient, pieces = entry.parameter.grad, entry.counted_pieces(buckets.ctx)
     if not buckets.sharded:
-        return sum(square_sum(gradient[piece.index()]) for piece in pieces)
-    counted = torch.zeros(gradient.shape, dtype=torch.bool, device=gradient.device)
-    for piece in pieces:
-        counted[piece.index()] = True
-    mine = slice(*element_range(entry, buckets, buckets.ctx.gradient_axis.rank))
-    counted, gradient = counted.view(-1)[mine], gradient.view(-1)[mine]
-    return square_sum(gradient if counted.all() else gradient[counted])
+        return [gradient[piece.index()] for piece in pieces]
+    ranges = [(0, gradient.numel())]
+    if not counts_whole(entry, buckets.ctx):
+        # Copies that don't count are of whole rows: RowParallelLinear has none.
+        width = gradient[0].numel()
+        rows = [piece.index()[0] for piece in pieces]
+        ranges = [(each.start * width, each.stop * width) for each in rows]
+    first, last = element_range(entry, buckets, buckets.ctx.gradient_axis.rank)
+    ours = [(max(first, start), min(last, stop)) for start, stop in ranges]
+    return [gradient.view(-1)[start:stop] for start, stop in ours if start < stop]
+
+
+def counts_whole(entry: Entry, ctx: ParallelContext) -> bool:
+    """Say whether all elements of this rank's part of a parameter count: none is another's copy."""
+    pieces = entry.counted_pieces(ctx)
+    return sum(volume(piece.box) for piece in pieces) == entry.parameter.numel()
 
 
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum the squares in float64: fp32 sums over 10 million elements are off by 4e-4.
 
-    On the CPU a piece at a time, each small enough for one thread: where the cores are busy, the
-    threads of a pool wait for one another longer than they compute.
+    A piece at a time, each small enough for one thread: where the cores are busy, the threads of a
+    pool wait for one another longer than they compute.
     """
-    pieces = (tensor,) if tensor.is_cuda else tensor.reshape(-1).split(1 << 15)
+    pieces = tensor.reshape(-1).split(1 << 15)
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     return torch.stack(norms).square().sum()
+
+
+def square_sum_at_once(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Sum the squares of all tensors, at least one, in float64: on CUDA by a few kernels."""
+    return norm_of_each(tensors).square().sum()
 
 
 def check_max_norm(name: str, value: float) -> None:

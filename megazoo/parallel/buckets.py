@@ -5,9 +5,11 @@ them; the hook on torch's own optimizers, at the end, asks it.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Container, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -15,8 +17,11 @@ from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_shards, all_reduce, reduce_scatter_shards
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.timing import spent
+from megazoo.torch_internals import copy_each, scale_each
 
-BUCKET_ELEMENTS = 1 << 23  # 32 MB of fp32
+BUCKET_ELEMENTS = 1 << 23  # on CPUs: 32 MB of fp32
+CUDA_BUCKET_ELEMENTS = 40_000_000  # on CUDA at least: 160 MB, as in Megatron-LM
+SHARD_ELEMENTS = 1_000_000  # on CUDA at least, of each replica: 4 MB
 # elements: shards begin where a kernel's vectors do, so that it computes them as it would the whole
 ALIGNMENT = 64
 
@@ -36,6 +41,17 @@ MIXED = (
 )
 
 
+def elements_for(ctx: ParallelContext) -> int:
+    """Return how many elements a bucket has.
+
+    On CUDA what a replica gets of a sum must not become so small that the time goes into the ring's
+    steps, of which there are as many as replicas: buckets grow with them.
+    """
+    if ctx.device.type != "cuda":
+        return BUCKET_ELEMENTS
+    return max(CUDA_BUCKET_ELEMENTS, SHARD_ELEMENTS * ctx.gradient_axis.size)
+
+
 def accumulate_in_fp32(parameter: nn.Parameter) -> None:
     """Let autograd add up the parameter's gradient in fp32, the buckets' precision, whatever its
     own."""
@@ -49,10 +65,11 @@ class GradientBuckets:
     """Sums the gradients over the replicas, in buckets of which each parameter's becomes a view.
 
     The replicas are the ranks along `ctx.gradient_axis`. Buckets are filled in the reverse of the
-    parameters' order, roughly the order of backward. After `start(n)` a bucket is made, and leaves,
-    as soon as each of its parameters has received the gradients of n backwards; `finish` waits for
-    all. No memory is taken before: gradients come while activations go. One replica alone needs no
-    buckets.
+    parameters' order, roughly the order of backward, each with at most `bucket_elements` (None is
+    `elements_for(ctx)`) or a single larger parameter. After `start(n)` a bucket is made, and
+    leaves, as soon as each of its parameters has received the gradients of n backwards; `finish`
+    waits for all. No memory is taken before: gradients come while activations go. One replica alone
+    needs no buckets.
     The sum needs no division: the loss is already a part of the global batch's mean.
     late: parameters whose gradients are not whole after the last backward, because parts over tp or
     tied copies are still to be summed: their buckets leave in `finish`.
@@ -72,7 +89,7 @@ class GradientBuckets:
         self,
         parameters: list[nn.Parameter],
         ctx: ParallelContext,
-        bucket_elements: int = BUCKET_ELEMENTS,
+        bucket_elements: int | None = None,
         late: Container[nn.Parameter] = (),
     ):
         self.ctx, self.axis, self.sharded = ctx, ctx.gradient_axis, False
@@ -92,6 +109,7 @@ class GradientBuckets:
             if buckets and parameter not in buckets.deferred:
                 buckets.received(parameter)
 
+        bucket_elements = bucket_elements or elements_for(ctx)
         backwards = parameters[::-1]
         early = _grouped([p for p in backwards if p not in late], bucket_elements)
         for bucket in early + _grouped([p for p in backwards if p in late], bucket_elements):
@@ -185,8 +203,7 @@ class GradientBuckets:
                 work.wait()
         self.works = []
         if loss_scale != 1.0:
-            for parameter in self.place:
-                parameter.grad /= loss_scale
+            scale_each([parameter.grad for parameter in self.place], 1 / loss_scale)
 
     def received(self, parameter: nn.Parameter) -> None:
         """Note that a backward has added to the parameter's gradient."""
@@ -226,15 +243,36 @@ class GradientBuckets:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give every replica the parameters' elements that the others have updated."""
+        """Give every replica the parameters' elements that the others have updated.
+
+        On CUDA a bucket is under way while the one before it is copied into its parameters; on
+        CPUs both would share the same cores. When it returns, all are whole to whoever reads them.
+        """
+        ahead = 1 if self.ctx.device.type == "cuda" else 0
+        started = deque(map(self._start_gather, range(min(ahead, len(self.members)))))
         for index, members in enumerate(self.members):
-            flat = torch.empty(self.sizes[index], dtype=members[0][0].dtype, device=self.ctx.device)
-            for parameter, start in members:
-                first, last = self.range_of(parameter, self.axis.rank)
-                flat[start + first : start + last] = parameter.view(-1)[first:last]
-            all_gather_shards(flat, self.axis.group)
-            for parameter, start in members:
-                parameter.view(-1).copy_(flat[start : start + parameter.numel()])
+            if index + ahead < len(self.members):
+                started.append(self._start_gather(index + ahead))
+            come, arrival = started.popleft()
+            if arrival:
+                with spent("communication", "wait"):
+                    arrival.wait()
+            copy_each(
+                [parameter.view(-1) for parameter, _ in members],
+                [come[start : start + parameter.numel()] for parameter, start in members],
+            )
+
+    def _start_gather(self, index: int) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start the gather of a bucket of parameters; returns the bucket, and the work to wait
+        for."""
+        members, mine = self.members[index], []
+        flat = torch.empty(self.sizes[index], dtype=members[0][0].dtype, device=self.ctx.device)
+        for parameter, start in members:
+            first, last = self.range_of(parameter, self.axis.rank)
+            if first < last:
+                mine.append((flat[start + first : start + last], parameter.view(-1)[first:last]))
+        copy_each([place for place, _ in mine], [part for _, part in mine])
+        return flat, all_gather_shards(flat, self.axis.group, async_op=True)
 
     def _launch(self, stop: int) -> None:
         """Start the sums of the buckets before `stop`: always in order, so that all replicas agree
@@ -249,9 +287,12 @@ class GradientBuckets:
     def _filled(self, index: int) -> torch.Tensor:
         """Make a bucket of the gradients of its parameters, which are views of it from now on."""
         bucket = torch.empty(self.sizes[index], dtype=torch.float32, device=self.ctx.device)
-        for parameter, start in self.members[index]:
-            view = bucket[start : start + parameter.numel()].view_as(parameter)
-            view.copy_(parameter.grad)
+        views = [
+            bucket[start : start + parameter.numel()].view_as(parameter)
+            for parameter, start in self.members[index]
+        ]
+        copy_each(views, [parameter.grad for parameter, _ in self.members[index]])
+        for (parameter, _), view in zip(self.members[index], views, strict=True):
             parameter.grad = view
         return bucket
 

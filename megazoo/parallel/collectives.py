@@ -62,10 +62,14 @@ def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
     )
 
 
-def all_gather_shards(flat: torch.Tensor, group) -> None:
-    """Give all ranks of `group` each one's part of `flat` [n], n / size long, in place."""
-    if group is not None and group.size() > 1:
-        _run(_all_gather, flat, _own_shard(flat, group), group=group, whole=flat)
+def all_gather_shards(flat: torch.Tensor, group, async_op: bool = False):
+    """Give all ranks of `group` each one's part of `flat` [n], n / size long, in place. Returns the
+    work if async_op."""
+    if group is None or group.size() == 1:
+        return None
+    return _run(
+        _all_gather, flat, _own_shard(flat, group), group=group, whole=flat, async_op=async_op
+    )
 
 
 def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group) -> None:
@@ -102,16 +106,13 @@ def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.
 def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [...,
     sequence, size]."""
-    parts = _gather(tensor.contiguous(), group)
-    return rearrange(parts, "ranks ... part size -> ... (ranks part) size")
+    return _in_sequence(_gather(tensor.contiguous(), group))
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """Sum `tensor`; each rank gets its part of the sequence, dimension -2: [..., sequence, size] ->
     [..., part, size]."""
-    parts = rearrange(
-        tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size()
-    ).contiguous()
+    parts = _parts_of_sequence(tensor, group)
     mine = torch.empty_like(parts[0])
     if reducer := _reducer_for(parts, group):
         with spent("communication", "reduce_scatter"):
@@ -119,6 +120,42 @@ def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     else:
         _run(_reduce_scatter, mine.flatten(0, -2), parts.flatten(0, -2), group=group, whole=parts)
     return mine
+
+
+# The same, begun: each returns a function that waits for the result and returns it. On CUDA the sum
+# runs beside what is launched before that function is called. Its few blocks are sure of a place
+# only if the device takes kernels in the order of their launches, and for that the environment must
+# say CUDA_DEVICE_MAX_CONNECTIONS=1 (as for Megatron-LM); else a large product may hold them up.
+
+
+def begin_sum(tensor: torch.Tensor, group) -> Callable[[], torch.Tensor]:
+    """Begin to sum every rank's `tensor`, in place."""
+    return _result(all_reduce(tensor, group, async_op=True), lambda: tensor)
+
+
+def begin_all_gather_sequence(tensor: torch.Tensor, group) -> Callable[[], torch.Tensor]:
+    """Begin all_gather_sequence(tensor, group)."""
+    tensor = tensor.contiguous()
+    parts = tensor.new_empty(group.size(), *tensor.shape)
+    work = _run(
+        _all_gather, parts.view(-1), tensor.view(-1), group=group, whole=parts, async_op=True
+    )
+    return _result(work, lambda: _in_sequence(parts))
+
+
+def begin_reduce_scatter_sequence(tensor: torch.Tensor, group) -> Callable[[], torch.Tensor]:
+    """Begin reduce_scatter_sequence(tensor, group)."""
+    parts = _parts_of_sequence(tensor, group)
+    mine = torch.empty_like(parts[0])
+    work = _run(
+        _reduce_scatter,
+        mine.flatten(0, -2),
+        parts.flatten(0, -2),
+        group=group,
+        whole=parts,
+        async_op=True,
+    )
+    return _result(work, lambda: mine)
 
 
 def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
@@ -178,6 +215,30 @@ def _gather(tensor: torch.Tensor, group) -> torch.Tensor:
     else:
         _run(_all_gather, parts.view(-1), tensor.view(-1), group=group, whole=parts)
     return parts
+
+
+def _in_sequence(parts: torch.Tensor) -> torch.Tensor:
+    """Put the ranks' parts one after the other: [ranks, ..., part, size] -> [..., sequence,
+    size]."""
+    return rearrange(parts, "ranks ... part size -> ... (ranks part) size")
+
+
+def _parts_of_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
+    """Part the sequence: [..., sequence, size] -> [ranks, ..., part, size], contiguous."""
+    parts = rearrange(tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size())
+    return parts.contiguous()
+
+
+def _result(work, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Return a function that waits for the work, if there is any, and returns result()."""
+
+    def finish() -> torch.Tensor:
+        if work:
+            with spent("communication", "wait"):
+                work.wait()
+        return result()
+
+    return finish
 
 
 def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megazoo import environment
 from megazoo.errors import UserError
+from megazoo.parallel.cpu import products
 from megazoo.parallel.device import choose_device, share_cores
+from megazoo.parallel.groups import CUDA_BACKENDS, allow_sockets, groups_of, warm_up
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
 AXES = ("pp", "dp", "tp")
@@ -47,6 +49,7 @@ class Axis:
     """One axis of the mesh, as a rank sees it: the ranks that differ from it in this axis alone.
 
     rank: which of the `size` ranks it is. group: through which they talk; None in a world of one.
+    Where only the axis is of size 1, the group is of this rank alone (see groups.py).
     """
 
     size: int
@@ -99,7 +102,7 @@ class ParallelContext:
         pipeline_parallel_size: int = 1,
         data_parallel_size: int | None = None,
         *,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = False,
         virtual_pipeline_size: int = 1,
         stage_layers: str | Sequence[int] = "balanced",
         device: str | torch.device = "auto",
@@ -113,7 +116,7 @@ class ParallelContext:
         bounds every wait on every group.
         sequence_parallel: between tensor-parallel regions cut the activations along the sequence
         (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
-        in return backward gathers once more what a column-parallel layer takes.
+        in return backward gathers once more what a column-parallel layer takes. None: on CUDA.
         virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule.
         stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
         included; "uniform" by layers; or the number of layers of each.
@@ -124,8 +127,7 @@ class ParallelContext:
         _check_size("tensor_parallel_size", tensor_parallel_size)
         _check_size("pipeline_parallel_size", pipeline_parallel_size)
         _check_size("virtual_pipeline_size", virtual_pipeline_size)
-        if data_parallel_size is not None:
-            _check_size("data_parallel_size", data_parallel_size)
+        _check_size("data_parallel_size", 1 if data_parallel_size is None else data_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
@@ -139,19 +141,21 @@ class ParallelContext:
             stage_layers=stage_layers,
         )
         device = choose_device(device)
+        if sequence_parallel is None:
+            here = replace(here, sequence_parallel=device.type == "cuda")
         _take(device)
+        allow_sockets(world)
         if not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ:
                 return replace(here, device=device)
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with meeting():
-                dist.init_process_group(backend, timeout=timeout)
+                _initialize(device, world, timeout)
         ranks = torch.arange(world).view(here.sizes)
-        groups = [_new_group_along(dim, ranks, timeout) for dim in range(len(AXES))]
+        groups = groups_of(ranks, device, timeout)
+        if device.type == "cuda":
+            warm_up(groups, groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name)
-        return replace(here, device=device, mesh=mesh, name=name[0], timeout=timeout)
+        return replace(here, device=device, mesh=mesh, name=_agree(rank, device), timeout=timeout)
 
     @classmethod
     def virtual(
@@ -320,6 +324,30 @@ def _take(device: torch.device) -> None:
         share_cores()
 
 
+def _initialize(device: torch.device, world: int, timeout: timedelta) -> None:
+    """Initialise torch.distributed: gloo for CPU tensors, NCCL for those of a GPU.
+
+    NCCL is told this rank's device: it then connects the world here, where all ranks are, and makes
+    each other group out of the world's. In a world of one rank it has nothing to connect.
+    """
+    if device.type == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    bound = {"device_id": device} if world > 1 else {}
+    dist.init_process_group(CUDA_BACKENDS, timeout=timeout, **bound)
+
+
+def _agree(rank: int, device: torch.device) -> str:
+    """Return a name for a context, the same on all ranks; and have all follow rank 0 in how CPUs
+    multiply bfloat16."""
+    measures = rank == 0 and device.type == "cpu"
+    told = [uuid.uuid4().hex, products.widening_pays() if measures else None]
+    dist.broadcast_object_list(told)
+    name, verdict = told
+    products.follow(verdict)
+    return name
+
+
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
     """Return the data-parallel size of `world` ranks; UserError if tp x pp (x dp) doesn't fit."""
     if min(tp, pp) < 1:
@@ -334,14 +362,3 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) 
 def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
     """Return how many ranks to start for a layout instead of `world`: whole replicas, enough."""
     return tp * pp * (dp or -(-world // (tp * pp)))
-
-
-def _new_group_along(dim: int, ranks: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
-    """Make the groups along one dimension of the mesh, and return this rank's.
-
-    ranks: of the world, as they lie in the mesh. Every rank makes every group, in the same order.
-    """
-    rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-    # new_group does not inherit the world's timeout
-    groups = [dist.new_group(row, timeout=timeout) for row in rows]
-    return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)

@@ -1,8 +1,11 @@
-"""The queue of weight gradients, for schedules that split the backward."""
+"""Gradients of linear weights that something else than autograd adds up: at once, or, for schedules
+that split the backward, later."""
 
 from collections.abc import Callable
 
 import torch
+
+from megazoo.torch_internals import has_gradient_hooks, product_in_fp32
 
 
 class WeightQueue:
@@ -15,11 +18,16 @@ class WeightQueue:
     def __init__(self, received: Callable[[torch.nn.Parameter], None]):
         self.received = received
         self.weights: set[torch.nn.Parameter] = set()
-        self._waiting: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = []
+        self._waiting: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
 
-    def put(self, weight: torch.nn.Parameter, gradient: Callable[[], torch.Tensor]) -> None:
-        """Add gradient() to the weight's gradient later."""
-        self._waiting.append((weight, gradient))
+    def serves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Say whether a layer that multiplies x by `weight` should use the queue: any should."""
+        return True
+
+    def put(self, weight: torch.nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add the product a b to the weight's gradient later. Returns what is left for autograd to
+        add: nothing."""
+        self._waiting.append((weight, a, b))
         self.weights.add(weight)
 
     def take(self) -> Callable[[], None]:
@@ -27,14 +35,61 @@ class WeightQueue:
         waiting, self._waiting = self._waiting, []
 
         def compute() -> None:
-            weights = dict.fromkeys(weight for weight, _ in waiting)
+            weights = dict.fromkeys(weight for weight, *_ in waiting)
             while waiting:
-                weight, gradient = waiting.pop(0)
-                if weight.grad is None:
-                    weight.grad = gradient().float()
-                else:
-                    weight.grad += gradient()
+                weight, a, b = waiting.pop(0)
+                weight.grad = add_product(weight.grad, a, b)
             for weight in weights:
                 self.received(weight)
 
         return compute
+
+
+class AtOnce:
+    """Stands where a WeightQueue does if no gradient has to wait: of 16-bit weights on CUDA it adds
+    each product to the fp32 gradient in the kernel that multiplies.
+
+    Autograd would take a product rounded to 16 bits, widen it and add it, in two more kernels.
+    """
+
+    def serves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Say whether a layer that multiplies x by `weight` should use it.
+
+        Not where the compiler looks on; nor where autograd has more to do with each product than to
+        add it: for what is no parameter, or has hooks on its gradient.
+        """
+        return (
+            not torch.compiler.is_compiling()
+            and multiplies_in_fp32(x)
+            and x.dtype == weight.dtype
+            and weight.is_leaf
+            and weight.grad_dtype == torch.float32
+            and not has_gradient_hooks(weight)
+        )
+
+    def put(self, weight: torch.nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the weight's gradient so far plus the product a b, for autograd to put it back.
+
+        The weight has no gradient until then. So autograd, which adds to what is there, moves no
+        memory; yet it sums what else has used the weight in this backward, and tells the buckets
+        once, when all is there.
+        """
+        total, weight.grad = weight.grad, None
+        return add_product(total, a, b)
+
+
+AT_ONCE = AtOnce()
+
+
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return total + a b, in fp32, in total's memory; without a total, a b."""
+    if multiplies_in_fp32(a):
+        return product_in_fp32(total, a, b)
+    if total is None:
+        return (a @ b).float()
+    return total.add_(a @ b)
+
+
+def multiplies_in_fp32(factor: torch.Tensor) -> bool:
+    """Say whether the device gives products of such factors, of 16 bits each, in fp32."""
+    return factor.is_cuda and factor.dtype in (torch.float16, torch.bfloat16)

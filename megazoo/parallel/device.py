@@ -1,30 +1,59 @@
 """This rank's device, and its share of the machine's cores."""
 
+import functools
 import os
+import warnings
 
 import torch
 
-from megazoo.environment import local_rank, local_world_size
-from megazoo.errors import UserError
+from megazoo.environment import has_devices_of_its_own, is_rank_zero, local_rank, local_world_size
+from megazoo.errors import UserError, advise
 
 
 def choose_device(device: str | torch.device, local_world: int | None = None) -> torch.device:
-    """Choose this rank's device. "auto" is CUDA if each rank of this machine can have a device.
+    """Choose this rank's device: the one of its number among the ranks of this machine, or the
+    first where a launcher shows each rank devices of its own.
 
-    local_world: ranks on this machine; None takes the launcher's word. UserError if CUDA has too
-    few devices.
+    "auto" is CUDA if each rank of this machine can have a device, else the CPU; if there are
+    devices, but too few, rank 0 says so. local_world: ranks that this process will start; None if
+    there are as many as the launcher says. UserError if CUDA has too few devices.
     """
-    local_world = local_world or local_world_size()
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = local_world or local_world_size()
+    bound = local_world is None and available > 0 and has_devices_of_its_own()
+    enough = bound or available >= ranks
     if device == "auto":
-        device = "cuda" if available >= local_world else "cpu"
+        device = "cuda" if enough else "cpu"
+        if available and not enough and local_world is None and is_rank_zero():
+            _tell_fallback(ranks, available)
     kind = torch.device(device).type
-    if kind == "cuda" and available < local_world:
+    if kind == "cuda" and not enough:
         raise UserError(
-            f"cuda: {local_world} ranks here but {available} CUDA devices: use fewer, or "
-            "--device cpu"
+            f"cuda: {ranks} ranks here but {available} CUDA devices: use fewer, or --device cpu"
         )
-    return torch.device("cuda", local_rank()) if kind == "cuda" else torch.device("cpu")
+    if kind != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank() if available >= ranks else 0)
+
+
+@functools.cache  # the program chooses before it makes the context, which chooses again
+def _tell_fallback(ranks: int, available: int) -> None:
+    advise(
+        f"this machine has {ranks} ranks but {available} CUDA device{'s' * (available > 1)}: all "
+        f"run on the CPU; start {available} here to use CUDA"
+    )
+
+
+def set_fp32_precision(precision: str) -> None:
+    """Have CUDA multiply matrices of fp32 in "tf32" (torch's default is "ieee"), on tensor cores,
+    which round the factors to 10 bits of mantissa; the sums are fp32. CPUs multiply as before.
+
+    Other settings of torch won't do: set_float32_matmul_precision changes products on CPUs, too,
+    and after `matmul.fp32_precision` get_float32_matmul_precision raises, which torch.compile asks.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions of torch advise matmul.fp32_precision
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 
 
 def share_cores() -> None:

@@ -7,7 +7,8 @@ wait for it: it closes its connections, so that their waits end now; they close 
 raise what the first one said.
 
 This is so for what travels by gloo and through shared memory. What waits for NCCL ends with the
-launcher, which ends all ranks when one has died.
+launcher, which ends all ranks when one has died, or after the timeout, by NCCL's own watchdog; a
+training program then has named the absent rank before (megazoo/cli/heartbeat.py).
 """
 
 import threading
@@ -30,6 +31,8 @@ OUT_OF_REACH = 5.0  # seconds after which the job's store is given up
 UNUSED_TAG = 911  # of messages that nobody sends
 
 _thread = threading.local()  # its `inside` is set within a call
+_made: dict[str, int] = {}  # how often this process has begun each call that all ranks make
+_latest = {"call": (0, "none")}  # see calls_made; one value, so that threads read it whole
 
 
 @contextmanager
@@ -66,6 +69,7 @@ def together(function: Callable) -> Callable:
 
     @wraps(function)
     def call(model, *args, **kwargs):
+        _note(function.__name__)
         with failing_together(model.ctx):
             return function(model, *args, **kwargs)
 
@@ -81,6 +85,18 @@ def together_in_replica(function: Callable) -> Callable:
             return function(model, *args, **kwargs)
 
     return call
+
+
+def calls_made() -> tuple[int, str]:
+    """Return how many calls this process has begun that all ranks make, and which one was the last:
+    (35, "train_batch 17"), the 17th of that name. Any thread may ask."""
+    return _latest["call"]
+
+
+def _note(name: str) -> None:
+    """Count a call of that name."""
+    _made[name] = _made.get(name, 0) + 1
+    _latest["call"] = _latest["call"][0] + 1, f"{name} {_made[name]}"
 
 
 def is_of_communication(error: Exception) -> bool:

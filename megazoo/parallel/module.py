@@ -14,9 +14,11 @@ from torch import nn
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import ParameterSpec, Piece
+from megazoo.parallel.staging import Upload
+from megazoo.torch_internals import copy_each
 
 TILE = 128  # rows and columns of the blocks in which initial values are drawn
 
@@ -30,14 +32,15 @@ class ShardedModule(nn.Module):
     deepcopy, to() and to_empty().
 
     sums_later: whoever runs backward sums those parts, once for many backwards, as train_batch
-    does (`sum_over_copies`). weight_queue: where gradients of linear weights wait, if they do.
+    does (`sum_over_copies`). weight_queue: what adds up the gradients of linear weights in
+    train_batch.
     multiplied: names of the parameters that are matrices by which every token is multiplied, for
     `flops_per_token` to count.
     """
 
     multiplied: ClassVar[tuple[str, ...]] = ()
     sums_later = False
-    weight_queue: WeightQueue | None = None
+    weight_queue: WeightQueue | AtOnce | None = None
 
     def __init__(self, ctx: ParallelContext | None = None):
         super().__init__()
@@ -152,24 +155,27 @@ def sum_over_copies(
             whole.view(shape).narrow(dim, start, share.shape[dim])
             for whole, (share, shape, dim, start) in zip(wholes, together, strict=True)
         ]
-        for place, (share, *_) in zip(mine, together, strict=True):
-            place.copy_(share)
+        copy_each(mine, [share for share, *_ in together])
         all_reduce(flat, ctx.tp_group)
-        for place, (share, *_) in zip(mine, together, strict=True):
-            share.copy_(place)
+        copy_each([share for share, *_ in together], mine)
 
 
 @torch.no_grad()
 def initialize(
-    parameter: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext, seed: int
+    parameter: torch.Tensor,
+    spec: ParameterSpec,
+    ctx: ParallelContext,
+    seed: int,
+    upload: Upload | None = None,
 ) -> None:
     """Fill this rank's part of a parameter with its initial values.
 
     They are parts of one global tensor, the same in every layout. That is drawn in tiles of
     TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the tiles that its boxes
-    touch, one tile of scratch at a time, on the CPU whatever the device.
+    touch, one tile of scratch at a time, on the CPU whatever the device. upload: how they get to
+    the device; who fills many parameters passes the same one.
     """
-    generator = torch.Generator("cpu")
+    upload = upload or Upload()
     for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
         view = parameter[piece.index()]
         if spec.std == 0:
@@ -177,13 +183,21 @@ def initialize(
             continue
         (y0, y1), (x0, x1) = piece.box if len(piece.box) == 2 else (piece.box[0], (0, 1))
         view = view.view(y1 - y0, x1 - x0) if view.dim() == 1 else view
-        height, width = spec.shape if len(spec.shape) == 2 else (spec.shape[0], 1)
-        for top in range(y0 // TILE * TILE, y1, TILE):
-            for left in range(x0 // TILE * TILE, x1, TILE):
-                tile = torch.empty(min(TILE, height - top), min(TILE, width - left), device="cpu")
-                generator.manual_seed(derive_seed(seed, top, left))
-                tile.normal_(spec.mean, spec.std, generator=generator)
-                north, south = max(top, y0), min(top + TILE, y1)
-                west, east = max(left, x0), min(left + TILE, x1)
-                ours = tile[north - top : south - top, west - left : east - left]
-                view[north - y0 : south - y0, west - x0 : east - x0] = ours
+        for start, rows in upload.rows(view, TILE, y0):
+            _draw(rows, y0 + start, x0, spec, seed)
+
+
+def _draw(values: torch.Tensor, y0: int, x0: int, spec: ParameterSpec, seed: int) -> None:
+    """Draw a box of a global tensor, which begins at row y0 and column x0, into `values`."""
+    height, width = spec.shape if len(spec.shape) == 2 else (spec.shape[0], 1)
+    y1, x1 = y0 + values.shape[0], x0 + values.shape[1]
+    generator = torch.Generator("cpu")
+    for top in range(y0 // TILE * TILE, y1, TILE):
+        for left in range(x0 // TILE * TILE, x1, TILE):
+            tile = torch.empty(min(TILE, height - top), min(TILE, width - left), device="cpu")
+            generator.manual_seed(derive_seed(seed, top, left))
+            tile.normal_(spec.mean, spec.std, generator=generator)
+            north, south = max(top, y0), min(top + TILE, y1)
+            west, east = max(left, x0), min(left + TILE, x1)
+            ours = tile[north - top : south - top, west - left : east - left]
+            values[north - y0 : south - y0, west - x0 : east - x0] = ours

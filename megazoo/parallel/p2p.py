@@ -1,4 +1,11 @@
-"""Point-to-point exchange between the stages of the pipeline."""
+"""Point-to-point traffic between the stages of the pipeline.
+
+Every transfer is a batch of its own over the pipeline's group. NCCL moves the batches of a group
+one after the other, in the order in which a rank starts them, and a send may block until its
+receive: so all ranks start theirs in one order, which a schedule's program gives for training.
+Without a batch, NCCL would open a communicator for each pair of ranks, and two ranks that each
+queue a send before the receive that frees the other would hang.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,62 +15,38 @@ from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.timing import spent
 
 
-def exchange_with_stages(
-    receives: list[tuple[torch.Tensor, int]],
-    sends: list[tuple[torch.Tensor, int]],
-    ctx: ParallelContext,
-) -> tuple[list[list], list]:
-    """Start receiving into tensors from pipeline ranks, and sending tensors to them, in one go.
+def start_receive(buffer: torch.Tensor, pp_rank: int, ctx: ParallelContext):
+    """Start receiving into a contiguous tensor from a pipeline rank, which knows its shape and
+    dtype; returns what to wait for, by its `wait()`, before it is read."""
+    boxes = _mailboxes(buffer, ctx)
+    return boxes.receive(buffer, pp_rank) if boxes else _start(dist.irecv, buffer, pp_rank, ctx)
 
-    Returns, for each tensor to come, the works to wait for before it is read; and the works to wait
-    for before what is sent may change: until then it must live. Tensors are contiguous; both sides
-    know their shapes and dtypes. Between CPU ranks of one host small tensors are sent when this
-    returns; it waits where too many have not been read.
+
+def start_send(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
+    """Start sending a contiguous tensor to a pipeline rank.
+
+    Returns the work to wait for before the tensor may change; until then it must live. Between CPU
+    ranks of one host a small tensor is sent when this returns None; it waits where too many have
+    not been read.
     """
-    boxes = (
-        shared_memory.shared_by(ctx.pp_group, shared_memory.Mailboxes)
-        if ctx.device.type == "cpu"
-        else None
-    )
-
-    def boxed(tensor: torch.Tensor) -> bool:
-        return boxes is not None and tensor.nbytes <= shared_memory.SLOT_BYTES
-
-    ops = [(dist.irecv, *each) for each in receives] + [(dist.isend, *each) for each in sends]
-    ops = [
-        dist.P2POp(op, tensor, ctx.rank_at(pp=peer), ctx.pp_group)
-        for op, tensor, peer in ops
-        if not boxed(tensor)
-    ]
-    works = dist.batch_isend_irecv(ops) if ops else []
-    if len(works) != len(ops):  # NCCL returns one work for all, gloo one for each
-        return [works] * len(receives), works
-    rest = iter(works)
-    coming = [
-        [boxes.receive(tensor, peer) if boxed(tensor) else next(rest)] for tensor, peer in receives
-    ]
-    for tensor, peer in sends:
-        if boxed(tensor):
-            boxes.send(tensor, peer)
-    return coming, list(rest)
+    boxes = _mailboxes(tensor, ctx)
+    return boxes.send(tensor, pp_rank) if boxes else _start(dist.isend, tensor, pp_rank, ctx)
 
 
-def send_to_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
-    """Start sending to a pipeline rank, in generation and in a user's own loop over micro-batches;
-    in training `exchange_with_stages` sends.
+def _mailboxes(tensor: torch.Tensor, ctx: ParallelContext) -> shared_memory.Mailboxes | None:
+    """Return what moves this tensor between CPU ranks of one host; None where torch.distributed has
+    to. The first call is one of all ranks of the pipeline."""
+    if ctx.device.type != "cpu":
+        return None
+    boxes = shared_memory.shared_by(ctx.pp_group, shared_memory.Mailboxes)
+    return boxes if tensor.nbytes <= shared_memory.SLOT_BYTES else None
 
-    `tensor` must live, unchanged, until the returned work is waited for.
-    """
-    return dist.isend(tensor, ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
 
-
-def receive_from_stage(
-    shape: tuple[int, ...], dtype: torch.dtype, pp_rank: int, ctx: ParallelContext
-) -> torch.Tensor:
-    """Wait for what a pipeline rank sends next, and return it."""
-    tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
-    dist.recv(tensor, ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
-    return tensor
+def _start(operation, tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> dist.Work:
+    """Start dist.isend or dist.irecv as a batch of its own."""
+    transfer = dist.P2POp(operation, tensor, ctx.rank_at(pp=pp_rank), ctx.pp_group)
+    (work,) = dist.batch_isend_irecv([transfer])
+    return work
 
 
 @spent("communication", "sum_between_stages")

@@ -9,6 +9,7 @@ import torch
 from megazoo.parallel.collectives import (
     all_gather_last_dim,
     all_gather_sequence,
+    all_reduce,
     reduce_scatter_sequence,
     summed,
 )
@@ -31,6 +32,18 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         return summed(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.mark_dirty(x)
+        all_reduce(x, group)
+        return x
 
     @staticmethod
     def backward(ctx, grad):
@@ -107,6 +120,14 @@ def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
     if ctx.sequence_parallel:
         return _apply(_ReduceScatterSequence, x, ctx.tp_group)
     return reduce_from_tensor_parallel(x, ctx)
+
+
+def leave_tensor_parallel_in_place(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Leave a tensor-parallel region as `leave_tensor_parallel` does, where the sum may take x's
+    memory: nobody else has x, and the backward of what made it does not need it."""
+    if ctx.sequence_parallel or ctx.tp_size == 1:
+        return leave_tensor_parallel(x, ctx)
+    return _apply(_ReduceInPlace, x, ctx.tp_group)
 
 
 def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:

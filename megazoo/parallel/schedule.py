@@ -6,6 +6,7 @@ when each action would run, and `program` orders the point-to-point traffic by t
 both its sides; whether backward is in two parts, and how much memory is held, can be asked below.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -243,8 +244,12 @@ class Transfer(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Sends and receives that a rank starts together, so that neighbours who swap tensors can't
-    block each other."""
+    """What a rank starts at one point of its program: a single transfer, which it either sends or
+    receives.
+
+    There is one transfer in each because NCCL makes one work of all that is started together:
+    whoever waited for one tensor would wait for all of them.
+    """
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
@@ -256,30 +261,48 @@ def program(
 ) -> tuple[Action | Exchange, ...]:
     """Return a rank's table with its traffic.
 
-    All ranks start their transfers in one order, that of the timeline: even where a library moves
-    one exchange of a rank after the other, none can wait for one that waits for it. A result leaves
-    as soon as it is there; what another rank sends is waited for where that order allows, and taken
-    in when it is needed.
+    Each rank starts its transfers in the order of `transfers_in_order`: even where a library moves
+    a rank's tensors one after the other, and a send blocks until its receive, none can wait for one
+    that waits for it. A send starts when the timeline comes to its place in that order. A receive
+    starts, and takes memory, when the action that makes its tensor does: before, nothing can come.
     """
-    tables = tables_of(schedule, pp, virtual, microbatches)
-    spans = timeline(tables)
-    place = {action: number for number, action in enumerate(tables[rank])}
-    transfers = []
-    for consumer in spans:
-        source = source_of(consumer, pp * virtual - 1)
-        if source and rank in (rank_of(source.stage, pp), rank_of(consumer.stage, pp)):
-            transfers.append((spans[source].end, source, consumer))
-    slots: list[tuple[list, list]] = [([], []) for _ in range(len(place) + 1)]
-    slot = 0
-    for _, source, consumer in sorted(transfers):
-        transfer = Transfer(consumer, rank_of(source.stage, pp), rank_of(consumer.stage, pp))
-        if transfer.source == rank:
-            slot = max(slot, place[source] + 1)
-        slots[slot][transfer.target == rank].append(transfer)
+    spans, transfers = transfers_in_order(schedule, pp, virtual, microbatches)
+    table = schedule(rank, pp, virtual, microbatches)
+    ends = [spans[action].end for action in table]
+    slots: list[list[Exchange]] = [[] for _ in range(len(table) + 1)]
+    slot = 0  # how many actions come before
+    for place, source, transfer in transfers:
+        if rank == transfer.source:
+            slot = max(slot, bisect_right(ends, place))
+            slots[slot].append(Exchange(sends=(transfer,), receives=()))
+        elif rank == transfer.target:
+            slot = max(slot, bisect_right(ends, spans[source].start))
+            slots[slot].append(Exchange(sends=(), receives=(transfer,)))
     steps: list[Action | Exchange] = []
-    for (sends, receives), action in zip(slots, [*tables[rank], None], strict=True):
-        if sends or receives:
-            steps.append(Exchange(tuple(sends), tuple(receives)))
-        if action:
-            steps.append(action)
-    return tuple(steps)
+    for exchanges, action in zip(slots, table, strict=False):
+        steps += [*exchanges, action]
+    return (*steps, *slots[-1])
+
+
+@lru_cache(maxsize=8)
+def transfers_in_order(
+    schedule: Schedule, pp: int, virtual: int, microbatches: int
+) -> tuple[dict[Action, Span], list[tuple[float, Action, Transfer]]]:
+    """Return the timeline, and the transfers of all ranks in the one order in which each starts its
+    own, each with its place in the timeline and the action that makes its tensor.
+
+    The place is the middle of the time between when its tensor is made and when it is
+    needed: one that is not needed soon then holds up none that is, also where actions take longer
+    or shorter than in the timeline. Of those at the same place every other pair of stages goes
+    first, so that a late rank holds up its neighbours and not, one behind the other, all ranks.
+    """
+    spans = timeline(tables_of(schedule, pp, virtual, microbatches))
+    order = []
+    for consumer, span in spans.items():
+        source = source_of(consumer, pp * virtual - 1)
+        if source:
+            place = (spans[source].end + span.start) / 2
+            transfer = Transfer(consumer, rank_of(source.stage, pp), rank_of(consumer.stage, pp))
+            pair = min(source.stage, consumer.stage)
+            order.append((place, pair % 2, transfer, source))
+    return spans, [(place, source, transfer) for place, _, transfer, source in sorted(order)]

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megazoo.cli.options import Options, ParallelOptions, TrainingOptions
+from megazoo.cli.options import Options, ParallelOptions, TrainingOptions, default_dtype
 from megazoo.cli.rules import check_run, check_values, parse_stage_layers
 from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
@@ -152,6 +152,7 @@ class Planner:
 
     def plan(self, parallel: ParallelOptions, training: TrainingOptions, dp: int = 1) -> Plan:
         """Return the plan of a run that `check` allows."""
+        training = replace(training, dtype=training.dtype or default_dtype("cpu"))
         tables = schedule_tables(parallel, training, dp)
         without_recompute = replace(training, recompute="none")
         ranks: list[RankPlan] = []
@@ -197,7 +198,7 @@ class Planner:
             parallel.tp,
             parallel.pp,
             dp,
-            sequence_parallel=parallel.sequence_parallel,
+            sequence_parallel=bool(parallel.sequence_parallel),
             virtual=parallel.virtual_pp,
             stage_layers=parse_stage_layers(parallel.stage_layers),
         )

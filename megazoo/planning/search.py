@@ -143,7 +143,7 @@ def _fitting(
         dp=dp,
         virtual_pp=parallel.virtual_pp,
         recompute=training.recompute,
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=bool(parallel.sequence_parallel),
         zero=parallel.zero,
         microbatches=microbatches_of(training, dp),
         total=max(rank.total for rank in ranks),

@@ -7,6 +7,7 @@ from fakecuda.audit import audit
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
+NUMBERS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}  # as in torch.nn.attention.SDPBackend
 
 
 def kernels(q, k, v, mask, is_causal: bool, enable_gqa: bool) -> dict[str, str]:
@@ -19,6 +20,7 @@ def kernels(q, k, v, mask, is_causal: bool, enable_gqa: bool) -> dict[str, str]:
     dense = all(t.stride(-1) == 1 for t in (q, k, v)) and (mask is None or mask.dim() in (2, 4))
     groups = same_heads or enable_gqa
     cudnn = half and dense and groups and size <= 128 and size % 8 == 0 and k.shape[2] > 1
+    cudnn = cudnn and torch.backends.cuda.cudnn_sdp_enabled()
     flash = half and dense and groups and mask is None and size <= 256
     flash = flash and not (is_causal and q.shape[2] != k.shape[2])
     efficient = dense and same_heads and size % (8 if half else 4) == 0
@@ -27,14 +29,18 @@ def kernels(q, k, v, mask, is_causal: bool, enable_gqa: bool) -> dict[str, str]:
 
 
 class Chooser(TorchFunctionMode):
-    """Notes the choice for each call of scaled_dot_product_attention, and runs flash in its
-    place."""
+    """Notes the choice for each call of scaled_dot_product_attention, and runs flash in its place.
+    Says it before a call, too, of the device that torch.cuda.get_device_capability tells."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         attention = torch.nn.functional.scaled_dot_product_attention
         if function is attention and args[0].device.type == "cuda":
             return self.attend(*args, **kwargs)
+        if function is torch._fused_sdp_choice and args[0].device.type == "cuda":
+            q, k, v, mask, _ = args
+            chosen = kernels(q, k, v, mask, kwargs["is_causal"], kwargs["enable_gqa"])
+            return NUMBERS[chosen["sm90" if torch.cuda.get_device_capability()[0] >= 9 else "sm80"]]
         return function(*args, **kwargs)
 
     def attend(

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fakecuda import groups
 from fakecuda.attention import Chooser
 from fakecuda.audit import CUDA, Audit, Pinning, Watcher, audit, told
+from megazoo.layers import ALiBi, CausalSelfAttention, Packed, segment_mask
+from megazoo.layers.masks import additive
 from megazoo.models.registry import FAMILIES, family_of, find_config
 from megazoo.optim import AdamW
 from megazoo.parallel.context import AXES, ParallelContext
@@ -62,6 +64,9 @@ def training(
     recompute: str = "none",
     padding: bool = False,
     documents: bool = False,
+    on_host: bool = False,
+    batches: int = 1,
+    capability: tuple[int, int] = (9, 0),
     train_only: str | None = None,
     own_loop: bool = False,
     optimizer: dict | None = None,
@@ -69,9 +74,10 @@ def training(
 ) -> tuple[Audit, Audit]:
     """Train a batch, then step; returns what was seen of each.
 
-    layout: the arguments of `context`. padding, documents: the batch has some. train_only: all
-    other parameters are frozen. own_loop: backward is called in a loop over micro-batches.
-    optimizer: options of AdamW. changes: of the config.
+    layout: the arguments of `context`. padding, documents: the batch has some. on_host: it is on
+    the CPU. batches: so many are trained, and the last is seen. capability: of the device: (9, 0),
+    Hopper, or (8, 0), Ampere. train_only: all other parameters are frozen. own_loop: backward is
+    called in a loop over micro-batches. optimizer: options of AdamW. changes: of the config.
     """
     with watched():
         model = build(preset, context(**(layout or {})), dtype, **changes).recompute(recompute)
@@ -79,12 +85,20 @@ def training(
             model.train_only(train_only)
         adamw = AdamW(model, **(optimizer or {}))
         batch = batch_of(model, rows, length, padding, documents)
+        message = list(told)
+        if on_host:
+            batch = {name: torch.zeros_like(x, device="cpu") for name, x in batch.items()}
+        torch.cuda.get_device_capability = lambda device=None: capability
         seen()
         if own_loop:
             for output in model.microbatches(**batch, num_microbatches=microbatches):
                 output.loss.backward()
         else:
-            model.train_batch(**batch, num_microbatches=microbatches, schedule=schedule)
+            for _ in range(batches):
+                told.clear()
+                told.extend(message)
+                seen()
+                model.train_batch(**batch, num_microbatches=microbatches, schedule=schedule)
         trained = seen()
         adamw.step()
         return trained, seen()
@@ -101,6 +115,37 @@ def batch_of(model, rows: int, length: int, padding: bool, documents: bool) -> d
     told.clear()
     told.extend([rows, length, 0, int(padding or documents)])
     return batch
+
+
+def attention(
+    q: tuple, k: tuple, dtype: torch.dtype, mask: str, capability: tuple[int, int]
+) -> Audit:
+    """Run the attention of heads q and k, shapes [batch, heads, tokens, features]; returns what was
+    seen. mask: "none", "segments", "documents" or "ALiBi"."""
+    torch.cuda.get_device_capability = lambda device=None: capability
+    with watched():
+        layer = CausalSelfAttention(q[1] * q[3], q[1], k[1], ctx=context())
+        given = attention_mask(mask, q, k, dtype, CUDA)
+        q, k = (torch.empty(shape, dtype=dtype, device=CUDA) for shape in (q, k))
+        seen()
+        if isinstance(given, Packed):
+            layer._attend_in_documents(q, k, k, given)
+        else:
+            layer._scaled_dot_product(q, k, k, given)
+        return seen()
+
+
+def attention_mask(mask: str, q: tuple, k: tuple, dtype: torch.dtype, device: torch.device):
+    """Return a mask of one of these kinds, as the models make it."""
+    (batch, heads, queries, _), keys = q, k[2]
+    if mask == "none":
+        return None
+    if mask == "ALiBi":
+        return ALiBi(heads, range(heads))(queries, keys, dtype, device)
+    if mask == "documents" and device == CUDA:
+        return Packed(torch.zeros(4, dtype=torch.int32, device=device), keys)
+    segments = torch.zeros(batch, keys, dtype=torch.int64, device=device)
+    return additive(segment_mask(segments, queries), dtype)
 
 
 def evaluation(

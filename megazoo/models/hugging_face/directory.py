@@ -102,7 +102,8 @@ class HuggingFaceDirectory(ModelSource):
                     box = ((shared[0][0] - first, shared[0][1] - first), *shared[1:])
                     turned = (shape[::-1], box[::-1]) if transposed else (shape, box)
                     values = self.files.box(self._file_of[part], part, *turned)
-                    destination[piece.index(shared)] = values.T if transposed else values
+                    place = destination[piece.index(shared)]
+                    self.put(place, values.T if transposed else values)
             first += rows
 
     def _parts(self, name: str, spec: ParameterSpec) -> list[tuple[str, int]]:

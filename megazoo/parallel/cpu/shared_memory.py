@@ -160,9 +160,9 @@ class Mailboxes(_Shared):
     def slots_each(size: int) -> int:
         """Return how many slots a rank has for each other rank.
 
-        A sender waits for an empty one; with too few, ranks would wait for each other. The
-        interleaved schedule needs so many where the micro-batches don't divide into groups of
-        `size`.
+        A sender waits for an empty one; with too few, ranks would wait for each other. These are
+        enough for the interleaved schedule where the micro-batches don't divide into groups of
+        `size`, which needs the most.
         """
         return max(3, size // 2 + 1)
 

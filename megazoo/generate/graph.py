@@ -1,0 +1,55 @@
+"""A step of generation as one CUDA graph: a GPU then waits for no launches."""
+
+from collections.abc import Callable
+
+import torch
+
+from megazoo.errors import advise
+
+
+class StepGraph:
+    """Runs a function that reads and writes the same memory at each call, and returns a tensor.
+
+    Of calls with the same key, which stands for all shapes and addresses, the first one runs as it
+    is, which makes what libraries make at their first use. The second is captured as a CUDA graph,
+    which it and all others replay; the result is then the same tensor each time. A function that
+    can't be captured runs as it is, which is told.
+    """
+
+    def __init__(self, device: torch.device):
+        # one for all runs: what libraries keep for a stream is there before the capture
+        self.stream = torch.cuda.Stream(device)
+        self.key, self.fails = None, False
+        self.graph, self.result = None, None
+
+    def __call__(self, function: Callable[[], torch.Tensor], key: int) -> torch.Tensor:
+        if key != self.key:
+            self.key, self.graph, self.result = key, None, None
+            return self._run(function)
+        if self.graph is None and not self.fails:
+            self._capture(function)
+        if self.graph is None:
+            return self._run(function)
+        self.graph.replay()
+        return self.result
+
+    def _run(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = function()
+        current.wait_stream(self.stream)
+        return result
+
+    def _capture(self, function: Callable[[], torch.Tensor]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads may use CUDA meanwhile, such as NCCL's
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                result = function()
+        except RuntimeError as error:
+            self.fails = True
+            reason = str(error).partition("\n")[0]
+            advise(f"generation goes on without CUDA graphs, as a step can't be captured: {reason}")
+            return
+        self.graph, self.result = graph, result

@@ -1,0 +1,145 @@
+"""Prompts, and the rows that go on from them, that go through the stages together."""
+
+from dataclasses import replace
+
+import torch
+
+from megazoo.engine.microbatch import MicroBatch
+from megazoo.generate.decoding import BeamSearch, Choice, Sampler
+from megazoo.generate.graph import StepGraph
+from megazoo.generate.settings import GenerationSettings
+from megazoo.layers import CausalSelfAttention, KVCache
+from megazoo.layers.cache import StaticKVCache
+from megazoo.parallel.context import ParallelContext
+
+
+def takes_static_steps(model) -> bool:
+    """Say whether a model's steps are given a StaticKVCache: on CUDA, if its family takes it and
+    its layers attend by our attention. A CPU has less to do where shapes grow."""
+    return (
+        model.ctx.device.type == "cuda"
+        and getattr(model.forward_stage, "static_steps", False)
+        and all(
+            any(type(module) is CausalSelfAttention for module in layer.modules())
+            for layer in model.layers.values()
+        )
+    )
+
+
+def takes_graphs(ctx: ParallelContext) -> bool:
+    """Say whether steps of fixed shapes become CUDA graphs: on CUDA, where a rank has all of a
+    replica, and no step waits for another rank."""
+    return ctx.device.type == "cuda" and ctx.tp_size == ctx.pp_size == 1
+
+
+class Group:
+    """Prompts, and the rows that go on from them, that go through the stages together.
+
+    numbers: of the prompts in the whole batch. input_ids, positions, segments: of the tokens that
+    the next forward takes, int64 [rows, tokens], without a cache all of them; segments are of the
+    cached tokens, too. longest: tokens of the whole batch's longest prompt. chooser: on the last
+    stage alone; choice: what it chose last. graph: of a step of one token, if that is one.
+
+    With a StaticKVCache these tensors are the same ones in every step of one token, filled anew.
+    """
+
+    def __init__(
+        self,
+        model,
+        input_ids: torch.Tensor,
+        real: torch.Tensor | None,
+        numbers: range,
+        longest: int,
+        settings: GenerationSettings,
+        use_cache: bool,
+    ):
+        """real: which of the prompts' tokens are not padding, bool, or None for all."""
+        self.numbers, self.longest = numbers, longest
+        self.copies, self.beams = settings.rows_of_prompt, settings.num_beams > 1
+        self.done, self.steps, self.most = False, 0, settings.max_new_tokens
+        self.input_ids, self.positions, self.segments = input_ids, None, None
+        if real is not None:
+            self.positions = (real.cumsum(1) - 1).clamp(min=0)
+            self.segments = real.long() - 1  # padding is a segment of its own, -1
+        self.cache = self.chooser = self.choice = self.graph = None
+        self.static = use_cache and takes_static_steps(model)
+        if use_cache:
+            length = input_ids.shape[1] + settings.max_new_tokens - 1
+            sizes = (len(model.layers), length, self.copies)
+            device = input_ids.device
+            self.cache = StaticKVCache(*sizes, device) if self.static else KVCache(*sizes)
+        if self.static and takes_graphs(model.ctx):
+            self.graph = StepGraph(input_ids.device)
+        if model.stages[-1].last and self.beams:
+            self.chooser = BeamSearch(settings, input_ids, real)
+        elif model.stages[-1].last:
+            self.chooser = Sampler(settings, input_ids, real, numbers)
+
+    @property
+    def rows(self) -> int:
+        """The rows that are chosen for: beams count."""
+        return len(self.numbers) * self.copies
+
+    def batch(self) -> MicroBatch:
+        """Return what the stages' next forward takes."""
+        batch = MicroBatch(
+            tuple(self.input_ids.shape),
+            self.input_ids,
+            position_ids=self.positions,
+            segments=self.segments,
+            longest=self.longest + self.steps,
+            cache=self.cache,
+            last_only=True,
+        )
+        if self.static and self.steps > 0:
+            seen = None if self.segments is None else self.segments[:, : batch.keys]
+            alone = self.cache.position if self.positions is None else self.positions
+            return replace(batch, position_ids=alone, segments=seen)
+        return batch
+
+    def take(self, choice: Choice) -> None:
+        """Go on with the chosen tokens."""
+        self.done = self.steps + 1 == self.most or choice.done
+        if self.done:
+            return
+        if self.copies > 1 and self.steps == 0:
+            self._copy_prompts()
+        self.steps += 1
+        tokens = choice.tokens[:, None]
+        if self.cache is None:
+            self._append(tokens, choice.sources)
+            return
+        if choice.sources is not None:
+            self.cache.reorder(choice.sources)
+        if not self.static or self.steps == 1:
+            self._begin_steps(tokens)
+        else:
+            self.input_ids.copy_(tokens)
+            if self.positions is not None:
+                self.positions += 1
+
+    def _append(self, tokens: torch.Tensor, sources: torch.Tensor | None) -> None:
+        """Go on with all tokens, as there is no cache."""
+        earlier = self.input_ids if sources is None else self.input_ids[sources]
+        self.input_ids = torch.cat([earlier, tokens], dim=1)
+        if self.positions is not None:
+            self.positions = torch.cat([self.positions, self.positions[:, -1:] + 1], dim=1)
+            self.segments = torch.cat([self.segments, torch.zeros_like(tokens)], dim=1)
+
+    def _begin_steps(self, tokens: torch.Tensor) -> None:
+        """Go on with the tokens [rows, 1] alone, in tensors of their own."""
+        self.input_ids = tokens.clone()
+        if self.positions is None:
+            return
+        self.positions = self.positions[:, -1:] + 1
+        # to come: the next token, or all that there may be
+        more = self.cache.length - self.segments.shape[1] if self.static else 1
+        new = self.segments.new_zeros(len(tokens), more)
+        self.segments = torch.cat([self.segments, new], dim=1)
+
+    def _copy_prompts(self) -> None:
+        """Give every beam, or every row that is drawn, a row of its own."""
+        self.input_ids = self.input_ids.repeat_interleave(self.copies, 0)
+        if self.positions is not None:
+            self.positions = self.positions.repeat_interleave(self.copies, 0)
+            self.segments = self.segments.repeat_interleave(self.copies, 0)

@@ -1,0 +1,173 @@
+"""What travels between stages while generating goes in one order: no rank waits for another in a
+circle, even if each send blocks its rank until it is received."""
+
+from collections import Counter
+from itertools import count
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from megazoo.generate import traffic
+from megazoo.generate.decoding import GOES_ON, OVER, Choice
+from megazoo.parallel.cpu.shared_memory import Mailboxes
+
+STEPS = 5
+
+
+class Group:
+    """Rows that end after so many tokens. sizes: of messages, which tell the group."""
+
+    def __init__(self, number: int, tokens: int):
+        self.number, self.tokens, self.steps, self.done = number, tokens, 0, False
+        self.input_ids = torch.zeros(1 + number, 1, dtype=torch.int64)
+        self.rows, self.beams, self.choice = 1 + number, False, None
+
+    def take(self, choice: Choice) -> None:
+        self.done = choice.done
+        self.steps += not self.done
+
+    def choose(self) -> Choice:
+        state = OVER if self.steps + 1 >= self.tokens else GOES_ON
+        return Choice(torch.zeros(self.rows, dtype=torch.int64), None, state)
+
+
+def transfers_of(pp_rank: int, pp: int, virtual: int, lengths: list[int]) -> list[tuple]:
+    """What a rank starts, in order, as (send or receive, the other rank, kind and rows), and what
+    it waits for, as (take, the other rank, which of its messages), by megazoo's own code. lengths:
+    tokens of each group."""
+    made = []
+    groups = [Group(*each) for each in enumerate(lengths)]
+
+    def note(way: str, tensor: torch.Tensor, other: int) -> None:
+        kind = "choice" if tensor.dtype == torch.int64 else "activations"
+        made.append((way, other, kind, len(tensor) - (kind == "choice")))
+
+    def start_send(tensor, other, ctx):
+        note("send", tensor, other)
+
+    def start_receive(buffer, other, ctx):
+        number = sum(each[:2] == ("receive", other) for each in made)
+        note("receive", buffer, other)
+        if buffer.dtype == torch.int64:
+            group = groups[len(buffer) - 2]
+            buffer.copy_(group.choose().message())
+        return SimpleNamespace(wait=lambda: made.append(("take", other, number)))
+
+    ctx = SimpleNamespace(
+        pp_rank=pp_rank, pp_size=pp, virtual_size=virtual, device=torch.device("cpu")
+    )
+    model = SimpleNamespace(ctx=ctx, hidden_size=2, dtype=torch.float32)
+    with mock.patch.multiple(traffic, start_send=start_send, start_receive=start_receive):
+        moving = traffic.Traffic(model, groups)
+        for tick in count():
+            turn = moving.turn_of(tick, pp_rank)
+            if all(group.done for group in groups):
+                break
+            moving.end_tick(tick, turn, turn and result_of(moving, turn, groups[turn.group]))
+    assert not moving.activations
+    assert not moving.choices
+    return made
+
+
+def result_of(moving: traffic.Traffic, turn: traffic.Turn, group: Group):
+    ctx = moving.ctx
+    if ctx.pp_rank or turn.stage:
+        moving.input_for(turn)
+    if moving.is_last(turn, ctx.pp_rank):
+        group.choice = group.choose()
+        return group.choice
+    return torch.zeros(group.rows, 1, 2)
+
+
+def stuck(programs: list[list[tuple]]) -> list[tuple]:
+    """Let every rank do its transfers in its order, each until the other side does the same one;
+    returns what is never done."""
+    programs = [[each for each in program if each[0] != "take"] for program in programs]
+    places = [0] * len(programs)
+
+    def newest(rank):
+        program = programs[rank]
+        return program[places[rank]] if places[rank] < len(program) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(programs)):
+            while (mine := newest(rank)) and mine[0] == "send":
+                _, other, *what = mine
+                if newest(other) != ("receive", rank, *what):
+                    break
+                places[rank] += 1
+                places[other] += 1
+                moved = True
+    return [
+        program[place]
+        for program, place in zip(programs, places, strict=True)
+        if place < len(program)
+    ]
+
+
+def stuck_in_slots(programs: list[list[tuple]], slots: int) -> bool:
+    """Whether ranks wait for each other where a message waits for one of so many slots, which the
+    one it is for makes empty by taking what lies there."""
+    places, sent, taken = [0] * len(programs), Counter(), set()
+
+    def step(rank: int) -> bool:
+        if places[rank] == len(programs[rank]):
+            return False
+        what, other, *number = programs[rank][places[rank]]
+        if what == "send":
+            before = sent[rank, other] - slots  # what lay in this slot
+            if before >= 0 and (rank, other, before) not in taken:
+                return False
+            sent[rank, other] += 1
+        elif what == "take":
+            if sent[other, rank] <= number[0]:
+                return False
+            taken.add((other, rank, *number))
+        places[rank] += 1
+        return True
+
+    while any(step(rank) for rank in range(len(programs))):
+        pass
+    return places != list(map(len, programs))
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_no_rank_waits_in_a_circle_for_slots_of_shared_memory(virtual):
+    for pp in (2, 3, 4, 7, 8, 16):
+        for groups in (1, pp // 2, pp):
+            programs = [transfers_of(rank, pp, virtual, [3] * groups) for rank in range(pp)]
+            assert not stuck_in_slots(programs, Mailboxes.slots_each(pp))
+    assert stuck_in_slots(programs, 3)
+
+
+@pytest.mark.parametrize("pp", range(2, 9))
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_no_rank_waits_in_a_circle_though_sends_block(pp, virtual):
+    for groups in range(1, pp + 1):
+        for lengths in ([STEPS] * groups, [1 + (3 * g) % STEPS for g in range(groups)]):
+            programs = [transfers_of(rank, pp, virtual, lengths) for rank in range(pp)]
+            tokens = sum(lengths)
+            sends = [each for program in programs for each in program if each[0] == "send"]
+            assert len(sends) == tokens * (pp * virtual - 1 + pp - 1)
+            assert not stuck(programs)
+
+
+def test_the_check_finds_ranks_that_wait_for_each_other():
+    """Each of two ranks sends before it receives, or in other orders than the other."""
+    both = [[("send", 1, "a"), ("receive", 1, "b")], [("send", 0, "b"), ("receive", 0, "a")]]
+    assert len(stuck(both)) == 2
+    orders = [[("send", 1, "a"), ("send", 1, "b")], [("receive", 0, "b"), ("receive", 0, "a")]]
+    assert len(stuck(orders)) == 2
+    assert not stuck([both[0], both[1][::-1]])
+
+
+def test_every_rank_computes_in_every_tick_if_there_are_groups_enough():
+    turns = [traffic.turn_in(tick, 2, 4, 4, 2) for tick in range(2, 100)]
+    assert None not in turns
+    assert len(set(turns)) == len(turns)
+    assert turns == sorted(turns, key=lambda turn: (turn.step, turn.stage, turn.group))
+    assert traffic.turn_in(1, 2, 4, 4, 2) is None
