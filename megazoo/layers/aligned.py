@@ -8,12 +8,13 @@ mask in a loss, and no padding in a weight, an optimizer or a checkpoint.
 
 import torch
 
-ELEMENTS = 64  # that a row's memory is a multiple of
+ELEMENTS = 64  # that a row's memory is a multiple of, where it is made here
+LEAST = 8  # elements of 16 bits: of rows that are a multiple of so many, products are fast
 
 
 def needs_alignment(x: torch.Tensor, columns: int) -> bool:
     """Say whether x's device is slow at products, in x's dtype, of rows of so many elements."""
-    return columns % (16 // 2) != 0 and _has_tensor_cores(x.device) and x.element_size() == 2
+    return columns % LEAST != 0 and _has_tensor_cores(x.device) and x.element_size() == 2
 
 
 def empty_aligned(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:

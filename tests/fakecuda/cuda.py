@@ -32,9 +32,6 @@ class Stream:
     def record(self, *_) -> None:
         pass
 
-    def record_event(self, *_) -> "Stream":
-        return self
-
     def wait(self, *_) -> None:
         pass
 
