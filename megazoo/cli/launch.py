@@ -37,7 +37,7 @@ def data_parallel_size(tp: int, pp: int) -> int:
     # These load torch, which --help does not need.
     import torch.distributed as dist
 
-    from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
+    from megazoo.parallel.sizes import data_parallel_size_for, ranks_that_fit
 
     world = world_size()
     if world == 1:

@@ -6,11 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megazoo.data.order import Blend
 from megazoo.data.samples import Sample
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.sequence import SequenceCut, padded_length
 
 AHEAD = 2  # batches a worker has ready
 
@@ -41,17 +43,18 @@ class Batches:
 
     Only the first and the last stage should be given a blend: without one there are no arguments,
     and the first stage tells the others the batch's shape. Replica r takes the r-th of dp equal
-    parts of every global batch.
+    parts of every global batch, and of its rows each context-parallel rank its own chunks.
     """
 
     def __init__(self, blend: Blend | None, global_batch: int, ctx: ParallelContext):
-        self.blend, self.global_batch, self.device = blend, global_batch, ctx.device
+        self.blend, self.global_batch, self.ctx, self.device = blend, global_batch, ctx, ctx.device
         self.rows = global_batch // ctx.dp_size
         self.first = ctx.dp_rank * self.rows
 
     def __call__(self, consumed: int) -> dict[str, torch.Tensor]:
         """Return the batch that comes after `consumed` samples: input_ids and targets, int64
-        [batch, longest sample].
+        [batch, longest sample]; under context parallelism this rank's part of them, and
+        sequence_length, the longest sample's.
 
         Rows are padded on the right, where nothing sees the padding. If documents are not to see
         each other, document_ids and position_ids are there too.
@@ -60,9 +63,25 @@ class Batches:
             return {}
         samples = self.blend.samples(consumed + self.first, self.rows)
         batch = _padded(samples)
+        if self.ctx.cp_size > 1:
+            batch |= self._own_part(batch)
         if self.device.type == "cuda":
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+            batch = {
+                name: value.pin_memory() if isinstance(value, torch.Tensor) else value
+                for name, value in batch.items()
+            }
         return batch
+
+    def _own_part(self, batch: dict[str, torch.Tensor]) -> dict:
+        """Return what replaces whole sequences where a rank has a part of them."""
+        length = batch["input_ids"].shape[1]
+        padded = padded_length(length, self.ctx)
+        cut, padding = SequenceCut.of(padded, self.ctx), (0, padded - length)
+        return {
+            "input_ids": cut.own(F.pad(batch["input_ids"], padding)),
+            "targets": cut.own(F.pad(batch["targets"], padding, value=IGNORE_INDEX)),
+            "sequence_length": length,
+        }
 
     def tokens(self, consumed: int) -> int:
         """Return how many tokens the whole global batch after `consumed` samples has, without
@@ -94,8 +113,10 @@ class Batches:
 
     def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
-            name: tensor if name == "document_ids" else tensor.to(self.device, non_blocking=True)
-            for name, tensor in batch.items()
+            name: value
+            if name in ("document_ids", "sequence_length")
+            else value.to(self.device, non_blocking=True)
+            for name, value in batch.items()
         }
 
 

@@ -25,7 +25,7 @@ from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.masks import Packed, segment_mask
+from megazoo.layers.masks import OfChunks, Packed, segment_mask
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary, rotate
@@ -41,6 +41,7 @@ __all__ = [
     "HeadwiseLayerNorm",
     "KVCache",
     "LayerNorm",
+    "OfChunks",
     "Packed",
     "PositionEmbedding",
     "QKVParallelLinear",

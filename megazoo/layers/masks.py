@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from megazoo.parallel.sequence import SequenceCut
+
 # What is added to a score that does not count. exp makes it 0, as it does of -inf; but where a
 # kernel looks at a block of keys that are all hidden before it sees others, -inf may give NaN:
 # torch has put this number in its place for cuDNN (attention.cpp, convert_boolean_attn_mask_cudnn).
@@ -16,11 +18,23 @@ class Packed(NamedTuple):
     """Documents one after the other, in all rows of a micro-batch together.
 
     boundaries: int32 [documents + 1], the first token of each and the end of the last. Documents at
-    the end may be empty. longest: tokens of the longest document at most.
+    the end may be empty. longest: tokens of the longest document at most. Where only some of the
+    last tokens of each document are queries, these are said of the queries; and key_boundaries and
+    longest_of_keys of the keys, of all tokens.
     """
 
     boundaries: torch.Tensor
     longest: int
+    key_boundaries: torch.Tensor | None = None
+    longest_of_keys: int | None = None
+
+
+class OfChunks(NamedTuple):
+    """The masks for a sequence that is cut over context-parallel ranks: one for each run of queries
+    in `SequenceCut.queries`, and all keys up to its end; None where a query looks at itself and
+    backwards and there are no other keys."""
+
+    masks: tuple[torch.Tensor | Packed | None, ...]
 
 
 def segment_mask(segments: torch.Tensor | None, queries: int | None = None) -> torch.Tensor | None:
@@ -57,3 +71,51 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     added = in_aligned_rows(mask.shape, dtype, mask.device)
     return added.fill_(HIDDEN).masked_fill_(mask, 0.0)
+
+
+def masks_of_chunks(
+    cut: SequenceCut,
+    rows: int,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    segments: torch.Tensor | None = None,
+    boundaries: torch.Tensor | None = None,
+    packed: bool = False,
+) -> OfChunks:
+    """Return the masks of a causal attention over a sequence that is cut, of so many rows.
+
+    segments: of the whole sequences, int64 [rows, sequence]; None where there is one. boundaries:
+    of the documents that they are, as in Packed, if they are known. packed: the attention takes
+    masks that are Packed. dtype: of what is added to the scores; None for boolean masks.
+    """
+    if packed and (segments is None or boundaries is not None):
+        if boundaries is None:
+            boundaries = torch.arange(rows + 1, device=device) * cut.length
+        return OfChunks(tuple(_packed_of(boundaries, cut.length, chunk) for chunk in cut.queries))
+    masks = [_mask_of_chunk(segments, chunk, device) for chunk in cut.queries]
+    if dtype is not None:
+        masks = [None if mask is None else additive(mask, dtype) for mask in masks]
+    return OfChunks(tuple(masks))
+
+
+def _mask_of_chunk(
+    segments: torch.Tensor | None, chunk: range, device: torch.device
+) -> torch.Tensor | None:
+    """Return where the tokens of a chunk may look, among the keys up to its end: bool [rows or 1,
+    1, chunk, keys]. None where that is all before them, and on meta, where no kernel looks."""
+    if segments is not None:
+        return segment_mask(segments[:, : chunk.stop], len(chunk))
+    if chunk.start == 0 or device.type == "meta":
+        return None
+    everything = torch.ones(1, 1, len(chunk), chunk.stop, dtype=torch.bool, device=device)
+    return everything.tril(chunk.start)
+
+
+def _packed_of(boundaries: torch.Tensor, length: int, chunk: range) -> Packed:
+    """Return the documents of a chunk of rows of this length: of queries what is in the chunk, and
+    of keys what is before its end. boundaries: of all documents of all rows, [documents + 1]."""
+    row, place = boundaries // length, boundaries % length
+    queries = row * len(chunk) + (place - chunk.start).clamp(0, len(chunk))
+    keys = row * chunk.stop + place.clamp(max=chunk.stop)
+    return Packed(queries.int(), len(chunk), keys.int(), chunk.stop)

@@ -1,0 +1,88 @@
+"""Attention over a sequence that is cut over the context-parallel ranks.
+
+Each rank comes with the queries, keys and values of its own two chunks (megazoo/parallel/
+sequence.py), and goes on with what its own tokens have seen.
+
+    allgather   Every rank gets the keys and values of all, and computes the attention of its own
+                tokens: each chunk from the keys up to its end. Llama 3 was trained so (Dubey et al.
+                2024). A layer's forward sends 2 b s d_kv (cp - 1) / cp elements.
+    ulysses     Every rank gets the whole sequence of some of the heads, and computes their
+                attention (DeepSpeed-Ulysses: Jacobs et al. 2023). It sends 1 / cp of its part of q,
+                k, v and the result to each other rank, which with many ranks is less.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from megazoo.errors import UserError
+from megazoo.layers.masks import OfChunks
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.regions import exchange_in_context, gather_context
+from megazoo.parallel.sequence import SequenceCut, in_order, in_parts
+from megazoo.parallel.shares import share_of
+
+# kernel(q, k, v, mask): the attention of some queries, which are the last of the keys
+Kernel = Callable[..., torch.Tensor]
+
+
+def check_heads(heads: int, ctx: ParallelContext) -> None:
+    """Raise UserError if context-parallel ranks can't have a head each. heads: the fewest of a
+    tp rank."""
+    if ctx.cp_method == "ulysses" and heads < ctx.cp_size:
+        raise UserError(
+            f"cp-method ulysses cuts the {heads} heads of a tp rank over cp {ctx.cp_size}: use cp "
+            f"{heads} at most, or cp-method allgather"
+        )
+
+
+def attend_across_ranks(
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    masks: OfChunks,
+    ctx: ParallelContext,
+) -> torch.Tensor:
+    """Return the attention of this rank's tokens: [batch, heads, this rank's part, head_size], as q
+    is. k and v may have fewer heads."""
+    attend = _with_some_heads if ctx.cp_method == "ulysses" else _with_all_keys
+    return attend(kernel, q, k, v, masks, ctx)
+
+
+def _with_all_keys(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):
+    k, v = gather_context(torch.stack([k, v]), ctx)
+    chunks = SequenceCut.of(k.shape[2], ctx).chunks
+    seen = [
+        kernel(part, k[:, :, : chunk.stop], v[:, :, : chunk.stop], mask)
+        for part, chunk, mask in zip(q.chunk(2, dim=2), chunks, masks.masks, strict=True)
+    ]
+    return torch.cat(seen, dim=2)
+
+
+def _with_some_heads(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):
+    ranks, mine = ctx.cp_size, ctx.cp_rank
+    queries = [share_of(range(q.shape[1]), ranks, rank) for rank in range(ranks)]
+    keys = [_keys_of(heads, q.shape[1] // k.shape[1]) for heads in queries]
+    q, k, v = q.unbind(1), k.unbind(1), v.unbind(1)
+    heads = []  # rank by rank, those of q, k and v that it needs: each [batch, part, head_size]
+    for of_queries, of_keys in zip(queries, keys, strict=True):
+        heads += [*(q[i] for i in of_queries), *(k[i] for i in of_keys), *(v[i] for i in of_keys)]
+    sizes = [len(queries[mine]), len(keys[mine]), len(keys[mine])]
+    sends = [len(a) + 2 * len(b) for a, b in zip(queries, keys, strict=True)]
+    received = exchange_in_context(torch.stack(heads), ctx, sends, [sum(sizes)] * ranks)
+    whole = in_order(received.unflatten(0, (ranks, -1)))  # [heads, batch, sequence, head_size]
+    q, k, v = whole.transpose(0, 1).split(sizes, dim=1)
+    (mask,) = masks.masks
+    seen = in_parts(kernel(q, k, v, mask).transpose(0, 1), ranks).flatten(0, 1)
+    receives = [len(heads) for heads in queries]
+    return exchange_in_context(seen, ctx, [sizes[0]] * ranks, receives).transpose(0, 1)
+
+
+def _keys_of(queries: range, group: int) -> list[int]:
+    """Return the heads of keys that some heads of queries use, `group` of which share one: each
+    once; or, if they don't use all equally often, one for each query."""
+    used = [query // group for query in queries]
+    once = sorted(set(used))
+    even = all(used.count(head) * len(once) == len(used) for head in once)
+    return once if even else used
