@@ -58,9 +58,7 @@ def model_in(config, ctx, *, train: str | None = None, recompute=("none",), **ho
     return (model.train_only(train) if train else model).recompute(*recompute)
 
 
-def trained(
-    config, kind: str, layout: dict, *, micro_batches=2, schedule="1f1b", model=None, **opt
-):
+def trained(config, kind: str, layout: dict, *, count=2, schedule="1f1b", model=None, **opt):
     """Losses and norms of some steps, and the gradients of the first: {name: [(box, part)]}."""
     ctx = cp_context(**layout)
     model = model_in(config, ctx, **(model or {}))
@@ -68,8 +66,8 @@ def trained(
     history, gradients = [], {}
     for step in range(STEPS):
         batch = rows_of_replica(batch_of(step, kind), ctx)
-        count = micro_batches if ctx.dp_size == 1 else 1
-        loss = model.train_batch(**batch, num_microbatches=count, schedule=schedule)
+        micro_batches = count if ctx.dp_size == 1 else 1
+        loss = model.train_batch(**batch, num_microbatches=micro_batches, schedule=schedule)
         if step == 0:
             gradients = pieces_of_gradients(model)
         history.append((loss.item(), optimizer.step().item()))

@@ -1,5 +1,5 @@
-"""Context parallelism where its ranks do different things: classifiers, float16's overflow, dropout,
-and a rank that fails alone; and what is refused."""
+"""Context parallelism where its ranks do different things: classifiers, float16's overflow,
+dropout, and a rank that fails alone."""
 
 from dataclasses import replace
 from unittest import mock
@@ -21,8 +21,7 @@ from helpers_cp import (
 )
 
 import megazoo
-from megazoo.errors import UserError
-from megazoo.layers import CausalSelfAttention, Dropout
+from megazoo.layers import Dropout
 from megazoo.layers import attention as attention_module
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel import failure
@@ -115,7 +114,8 @@ def test_an_overflow_on_one_cp_rank_skips_the_step_on_all(ranks, layout, broken,
     for history in ranks(overflow_on_one_rank, ranks_of(layout), layout, broken, zero):
         assert [skipped for skipped, *_ in history] == [False, True, False]
         assert [changed for _, _, changed, _ in history] == [True, False, True]
-        assert history[1][1] == torch.inf and history[1][3] == history[0][3] / 2
+        assert history[1][1] == torch.inf
+        assert history[1][3] == history[0][3] / 2
 
 
 class _Watched:
@@ -169,7 +169,8 @@ def test_dropout_differs_between_cp_ranks_and_chunks_and_can_be_drawn_again(rank
         halves = masks[0].chunk(2, dim=1)
         assert not torch.equal(*halves), "the two chunks have one mask"
     for mine, whole, part in zip(plain, again, selective, strict=True):
-        assert whole[0] == mine[0] * 2 and part[0] == _each_layer_twice(mine[0], chunks)
+        assert whole[0] == mine[0] * 2
+        assert part[0] == _each_layer_twice(mine[0], chunks)
         for theirs in (whole, part):
             assert theirs[2][0] == pytest.approx(mine[2][0], rel=1e-6)
             assert theirs[2][1] == pytest.approx(mine[2][1], rel=1e-5)

@@ -35,7 +35,7 @@ CASES = {
     "selective": ("mpt", EVERYTHING, dict(tp=2, cp=2, sp=True), dict(recompute=("selective",))),
     "full, every 2": ("llama", "documents", dict(cp=2), dict(recompute=("full", 2))),
     "full, ulysses": ("gpt2", "padding", dict(cp=2, **ULYSSES), dict(recompute=("full", 2))),
-    "accumulation": ("llama", EVERYTHING, dict(cp=4), {"micro_batches": 4}),
+    "accumulation": ("llama", EVERYTHING, dict(cp=4), {"count": 4}),
     "embedding frozen": ("llama", "plain", dict(cp=2), dict(train=NO_EMBEDDING)),
     "head alone": ("gpt2, untied", "padding", dict(cp=2, pp=2), dict(train=HEAD_ALONE)),
     "keys without gradient": ("llama", "plain", dict(cp=2), dict(train=KEYS_WITHOUT_GRADIENT)),

@@ -337,8 +337,8 @@ def _cut(
 
 
 def _longest(positions: torch.Tensor | None, length: int) -> int | torch.Tensor:
-    """Return the tokens of a micro-batch's longest row, by the positions of whole sequences. length:
-    of the sequence, without padding."""
+    """Return the tokens of a micro-batch's longest row, by the positions of whole sequences.
+    length: of the sequence, without padding."""
     if positions is None or not positions.numel():
         return length
     return positions.max() + 1  # on the device: only who needs the number waits for it
