@@ -14,6 +14,7 @@ CONFIGS = {
     "gpt2, untied": tiny_config(tied=False, layers=2),
     "gpt2, 5 heads": tiny_config(layers=2, hidden_size=40, heads=5),
     "llama": replace(MODELS["llama"], layers=2),
+    "llama, 6 heads": replace(MODELS["llama"], layers=2, hidden_size=48, heads=6, kv_heads=3),
     "llama, one KV head": replace(MODELS["llama, one KV head"], layers=2),
     "mpt": replace(MODELS["mpt"], layers=2),  # clip_qkv, qk_norm, 2 KV heads
     "mpt, learned positions": replace(MODELS["mpt, learned positions"], layers=2),
@@ -50,6 +51,7 @@ CASES = {
     "one KV head": ("llama, one KV head", "documents", dict(cp=4, **ULYSSES), {}),
     "one KV head, tp": ("llama, one KV head", "plain", dict(tp=2, cp=2, **ULYSSES), {}),
     "uneven heads": ("gpt2, 5 heads", "padding", dict(cp=2, **ULYSSES), {}),
+    "uneven groups": ("llama, 6 heads", "documents", dict(cp=2, **ULYSSES), {}),
     "uneven heads, tp": ("gpt2, 5 heads", "plain", dict(tp=2, cp=2, **ULYSSES), {}),
     "uneven heads, cp 3": ("gpt2, 5 heads", "documents", dict(cp=3, **ULYSSES), {}),
     "uneven heads, keys": ("gpt2, 5 heads", "plain", dict(tp=2, cp=2, sp=True), {}),

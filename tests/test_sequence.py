@@ -25,7 +25,7 @@ def test_two_ranks_have_the_outer_and_the_inner_chunks():
 @pytest.mark.parametrize("size", SIZES)
 def test_each_token_is_on_one_rank_and_each_rank_looks_at_as_many_pairs(size):
     here = [cut.positions(torch.device("cpu")).tolist() for cut in cuts(size)]
-    assert sorted(sum(here, [])) == list(range(6 * size))
+    assert sorted(place for places in here for place in places) == list(range(6 * size))
     pairs = {sum(position + 1 for position in positions) for positions in here}
     assert len(pairs) == 1
     for cut, positions in zip(cuts(size), here, strict=True):
