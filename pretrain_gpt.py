@@ -182,6 +182,7 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
         f"{family_of(run.config)}, {parameter_count(run.config):,} parameters, "
         f"on {ctx.world_size} x {ctx.device.type}: "
         f"{product_of(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size)}"
+        + (", cp-method ulysses" if ctx.cp_size > 1 and ctx.cp_method == "ulysses" else "")
         + (", sequence parallel" if ctx.sequence_parallel else "")
         + run.note_on_precision(ctx.device.type)
     )

@@ -117,6 +117,17 @@ def test_python_starts_the_ranks_of_cp_and_says_the_layout(tmp_path):
     assert re.search(r"go on +\S*python pretrain_gpt.py .*--cp 2", done.stdout)
 
 
+def test_the_method_is_that_of_the_flag(ranks):
+    """Either gives the same losses, so it is asked of the context that the model has."""
+    methods = ranks(method_of_the_run, 2, [*SMALL, "--cp", "2", "--cp-method", "ulysses"])
+    assert methods == [("ulysses", 2)] * 2
+
+
+def method_of_the_run(arguments: list[str]) -> tuple[str, int]:
+    ctx = pretrain_gpt.start_ranks(pretrain_gpt.prepare(arguments))
+    return ctx.cp_method, ctx.cp_size
+
+
 def test_a_world_that_cp_does_not_fit_gets_the_right_command():
     done = start([*TORCHRUN, "--nproc-per-node", "3"], "--tp", 1, "--cp", 2)
     lines = [line for line in done.stderr.splitlines() if "pretrain_gpt.py: error:" in line]

@@ -72,12 +72,9 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
     local_ranks = options.tp * options.pp * options.cp if world_size() == 1 else None
     choose_device(options.device, local_ranks)
     start_missing_ranks(options.tp, options.pp, options.cp)
+    # The ranks of --cp are replicas here: generation and scoring need whole sequences.
     ctx = ParallelContext.from_torch(
-        options.tp,
-        options.pp,
-        context_parallel_size=options.cp,
-        stage_layers=stage_layers,
-        device=options.device,
+        options.tp, options.pp, stage_layers=stage_layers, device=options.device
     )
     set_fp32_precision(options.fp32_precision)
     dtype = (
