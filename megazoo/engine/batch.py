@@ -66,8 +66,8 @@ class Batch:
         tokens = self._given()
         if ctx.pp_rank == 0 and "input_ids" not in tokens:
             raise UserError("the first stage needs input_ids")
-        if self.sequence_length is not None and ctx.cp_size > 1:
-            self._place_parts(tokens, ctx, task)
+        if self.sequence_length is not None:
+            tokens |= self._whole_of_parts(tokens, ctx, task)
         # Labels that are not of tokens have a shape of their own.
         labels = None if task.labels_are_of_tokens and not own_loss else tokens.pop("labels", None)
         shape, shared = _agree_on_shape(tokens, ctx)
@@ -102,8 +102,8 @@ class Batch:
             tensors = _from_first_stage(tensors, padded_shape, shared, ctx)
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
-        cut = SequenceCut.of(padded_shape[1], ctx)
-        return _cut(tensors, padded_shape, cut, length=shape[1], dropout_seeds=seeds)
+        of_tokens = {"position_ids", *tokens} - {"segments"}  # attention looks at all segments
+        return _cut(tensors, padded_shape, of_tokens, ctx, length=shape[1], dropout_seeds=seeds)
 
     def _given(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are there, ids as int64."""
@@ -115,8 +115,10 @@ class Batch:
             if is_tensor(name, tensor)
         }
 
-    def _place_parts(self, tokens: dict[str, torch.Tensor], ctx: ParallelContext, task) -> None:
-        """Replace this rank's part of input_ids and targets by sequences that have it where it
+    def _whole_of_parts(
+        self, tokens: dict[str, torch.Tensor], ctx: ParallelContext, task
+    ) -> dict[str, torch.Tensor]:
+        """Return input_ids and targets as whole sequences, that have this rank's part where it
         belongs, and nothing elsewhere."""
         check_number("sequence_length", self.sequence_length, 1, whole=True)
         if not task.labels_are_of_tokens or "labels" in tokens:
@@ -124,18 +126,21 @@ class Batch:
                 "labels go with whole sequences: give targets, shifted before they were cut, or no "
                 "sequence_length"
             )
-        padded = padded_length(self.sequence_length, ctx)
+        padded, whole = padded_length(self.sequence_length, ctx), {}
         cut, part = SequenceCut.of(padded, ctx), padded // ctx.cp_size
         for name, nothing in (("input_ids", 0), ("targets", IGNORE_INDEX)):
             if name not in tokens:
                 continue
-            if tokens[name].dim() != 2 or tokens[name].shape[1] != part:
+            own = tokens[name]
+            if own.dim() != 2 or own.shape[1] != part:
                 raise UserError(
-                    f"{name} has the shape {list(tokens[name].shape)}, not [batch, {part}], a "
+                    f"{name} has the shape {list(own.shape)}, not [batch, {part}], a "
                     f"rank's part of {padded} tokens"
                 )
-            whole = tokens[name].new_full((len(tokens[name]), padded), nothing)
-            tokens[name] = cut.place(tokens[name], whole)[:, : self.sequence_length]
+            if cut is not None:
+                own = cut.place(own, own.new_full((len(own), padded), nothing))
+            whole[name] = own[:, : self.sequence_length]
+        return whole
 
 
 def is_tensor(name: str, tensor) -> bool:
@@ -306,34 +311,34 @@ def _from_first_stage(
 def _cut(
     tensors: dict[str, torch.Tensor],
     shape: tuple[int, int],
-    cut: SequenceCut | None,
+    of_tokens: set[str],
+    ctx: ParallelContext,
     *,
     length: int,
     dropout_seeds: list[int],
 ) -> list[MicroBatch]:
-    """Cut tensors along the batch into one micro-batch for each seed, and of each take this rank's
-    part of the sequences. shape: with padding; length: of the sequence without."""
-    count = len(dropout_seeds)
-    rows, tokens = shape[0] // count, shape[1] if cut is None else shape[1] // cut.size
+    """Cut tensors along the batch into one micro-batch for each seed, and those that are of_tokens
+    along the sequence, of which this rank takes its part. shape: with padding; length: of the
+    sequence without."""
+    count, cut = len(dropout_seeds), SequenceCut.of(shape[1], ctx)
+    of_each = (shape[0] // count, shape[1] // ctx.cp_size)
     parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
     batches = []
     for index, dropout_seed in enumerate(dropout_seeds):
         given = {name: part[index] for name, part in parts.items()}
         if cut is not None:
-            given |= _own_part(given, cut, length)
-        batch = MicroBatch(
-            (rows, tokens), length=length, cut=cut, dropout_seed=dropout_seed, **given
+            longest = _longest(given.get("position_ids"), length)
+            given |= {name: cut.own(given[name]) for name in of_tokens & given.keys()}
+            given["longest"] = longest
+        batches.append(
+            MicroBatch(of_each, length=length, cut=cut, dropout_seed=dropout_seed, **given)
         )
-        batches.append(batch)
     return batches
 
 
-def _own_part(given: dict[str, torch.Tensor], cut: SequenceCut, length: int) -> dict:
-    """Return what of a micro-batch is only for this rank's tokens, and its longest row. Attention
-    looks at the segments of all tokens. length: of the sequence, without padding."""
-    of_tokens = [name for name in ("input_ids", "targets", "position_ids") if name in given]
-    whole = {name: given[name] for name in of_tokens if given[name].shape[1:] == (cut.length,)}
-    positions = given.get("position_ids")
-    if positions is not None and positions.numel():
-        length = positions.max() + 1  # on the device: only who needs the number waits for it
-    return {"longest": length} | {name: cut.own(tensor) for name, tensor in whole.items()}
+def _longest(positions: torch.Tensor | None, length: int) -> int | torch.Tensor:
+    """Return the tokens of a micro-batch's longest row, by the positions of whole sequences.
+    length: of the sequence, without padding."""
+    if positions is None or not positions.numel():
+        return length
+    return positions.max() + 1  # on the device: only who needs the number waits for it

@@ -148,6 +148,8 @@ class CausalSelfAttention(nn.Module):
     al. 2019; normalised queries and keys: Henry et al. 2020.
     """
 
+    context_parallel = True
+
     def __init__(
         self,
         hidden_size: int,

@@ -11,9 +11,10 @@ sequence.py), and goes on with what its own tokens have seen.
                 k, v and the result to each other rank, which with many ranks is less.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers.masks import OfChunks
@@ -34,6 +35,43 @@ def check_heads(heads: int, ctx: ParallelContext) -> None:
             f"cp-method ulysses cuts the {heads} heads of a tp rank over cp {ctx.cp_size}: use cp "
             f"{heads} at most, or cp-method allgather"
         )
+
+
+def check_layers(layers: Mapping[str, nn.Module], ctx: ParallelContext) -> None:
+    """Raise UserError if one of a model's layers does not say that it is right with a part of the
+    sequence: its attention would see nothing beyond, without a word. layers: by their index."""
+    if ctx.cp_size == 1:
+        return
+    for index, layer in layers.items():
+        attentions = list(_attentions(layer))
+        if not attentions or not all(attentions):
+            raise UserError(
+                f"layer {index}, a {type(layer).__name__}, would not look beyond its part of the "
+                f"sequence at cp {ctx.cp_size}: use CausalSelfAttention, or cp 1; a module that "
+                "does look says context_parallel = True (see megazoo.layers)"
+            )
+
+
+def _attentions(module: nn.Module) -> Iterator[bool]:
+    """Yield whether each outermost attention of a module works with a part of the sequence."""
+    if _is_context_parallel(module):
+        yield True
+    elif getattr(module, "score_features", 0):
+        yield False
+    else:
+        for child in module.children():
+            yield from _attentions(child)
+
+
+def _is_context_parallel(module: nn.Module) -> bool:
+    """Return what a module says by the attribute of that name. What a class says of its forward
+    does not hold for another one that a class below it has."""
+    for names in (vars(module), *map(vars, type(module).__mro__)):
+        if "context_parallel" in names:
+            return bool(names["context_parallel"])
+        if "forward" in names:
+            return False
+    return False
 
 
 def attend_across_ranks(

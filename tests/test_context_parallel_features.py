@@ -1,0 +1,99 @@
+"""Context parallelism with everything else that trains: losses, norms and gradients of one
+process."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+from helpers import MODELS, tiny_config, worst_relative
+from helpers_cp import assert_gradients_equal, cp_name, ranks_of, trained
+
+CONFIGS = {
+    "gpt2": tiny_config(layers=2),
+    "gpt2, untied": tiny_config(tied=False, layers=2),
+    "gpt2, 5 heads": tiny_config(layers=2, hidden_size=40, heads=5),
+    "llama": replace(MODELS["llama"], layers=2),
+    "llama, 6 heads": replace(MODELS["llama"], layers=2, hidden_size=48, heads=6, kv_heads=3),
+    "llama, one KV head": replace(MODELS["llama, one KV head"], layers=2),
+    "mpt": replace(MODELS["mpt"], layers=2),  # clip_qkv, qk_norm, 2 KV heads
+    "mpt, learned positions": replace(MODELS["mpt, learned positions"], layers=2),
+}
+ULYSSES = {"method": "ulysses"}
+NO_EMBEDDING, HEAD_ALONE = r"^(?!embedding)", r"^head"
+# In the first layer no query, key or value has a gradient; in the second they have, and no weight.
+KEYS_WITHOUT_GRADIENT = r"layers\.0\.(?!attention\.qkv)|^norm|^head"
+EVERYTHING = "documents, padding"
+
+# model, what the batch has, layout, how it trains
+CASES = {
+    "dp": ("gpt2", "plain", dict(dp=2, cp=2), {}),
+    "dp, ulysses": ("llama", EVERYTHING, dict(dp=2, cp=2, **ULYSSES), {}),
+    "zero": ("llama", "plain", dict(cp=2), {"zero": 1}),
+    "zero, dp": ("mpt", "documents", dict(dp=2, cp=2), {"zero": 1}),
+    "zero, offload": ("gpt2", "plain", dict(cp=2), {"zero": 1, "offload": True}),
+    "offload, tp": ("llama", "padding", dict(tp=2, cp=2), {"offload": True}),
+    "selective": ("mpt", EVERYTHING, dict(tp=2, cp=2, sp=True), dict(recompute=("selective",))),
+    "full, every 2": ("llama", "documents", dict(cp=2), dict(recompute=("full", 2))),
+    "full, ulysses": ("gpt2", "padding", dict(cp=2, **ULYSSES), dict(recompute=("full", 2))),
+    "accumulation": ("llama", EVERYTHING, dict(cp=4), {"count": 4}),
+    "embedding frozen": ("llama", "plain", dict(cp=2), dict(train=NO_EMBEDDING)),
+    "head alone": ("gpt2, untied", "padding", dict(cp=2, pp=2), dict(train=HEAD_ALONE)),
+    "keys without gradient": ("llama", "plain", dict(cp=2), dict(train=KEYS_WITHOUT_GRADIENT)),
+    "keys without gradient, ulysses": (
+        "gpt2, untied", "plain", dict(cp=2, **ULYSSES), dict(train=KEYS_WITHOUT_GRADIENT),
+    ),
+    "tied over stages": ("gpt2", "padding", dict(pp=2, cp=2), {}),
+    "untied over stages": ("gpt2, untied", "documents", dict(pp=2, cp=2, **ULYSSES), {}),
+    "zero bubble": ("gpt2", EVERYTHING, dict(pp=2, cp=2), {"schedule": "zb-h1"}),
+    "norms over tp": ("mpt", "plain", dict(tp=2, cp=2), {}),
+    "norms over tp, ulysses": ("mpt", EVERYTHING, dict(tp=2, cp=2, **ULYSSES), {}),
+    "one KV head": ("llama, one KV head", "documents", dict(cp=4, **ULYSSES), {}),
+    "one KV head, tp": ("llama, one KV head", "plain", dict(tp=2, cp=2, **ULYSSES), {}),
+    "uneven heads": ("gpt2, 5 heads", "padding", dict(cp=2, **ULYSSES), {}),
+    "uneven groups": ("llama, 6 heads", "documents", dict(cp=2, **ULYSSES), {}),
+    "uneven heads, tp": ("gpt2, 5 heads", "plain", dict(tp=2, cp=2, **ULYSSES), {}),
+    "uneven heads, cp 3": ("gpt2, 5 heads", "documents", dict(cp=3, **ULYSSES), {}),
+    "uneven heads, keys": ("gpt2, 5 heads", "plain", dict(tp=2, cp=2, sp=True), {}),
+    "positions": ("llama", "positions, padding", dict(cp=2), {}),
+    "learned positions": ("mpt, learned positions", "positions", dict(pp=2, cp=2), {}),
+}  # fmt: skip
+
+
+@cache
+def one_process(model: str, kind: str, train: str | None):
+    return trained(CONFIGS[model], kind, {}, model={"train": train})
+
+
+def check(ranks, model, kind, layout, how):
+    how = dict(how)
+    of_model = {name: how.pop(name) for name in ("train", "recompute") if name in how}
+    history, gradients = one_process(model, kind, of_model.get("train"))
+    results = ranks(trained, ranks_of(layout), CONFIGS[model], kind, layout, model=of_model, **how)
+    assert all(theirs == results[0][0] for theirs, _ in results), "ranks disagree"
+    assert worst_relative(results[0][0], history) < 1e-5
+    if not how.get("zero"):  # a rank has then its share of the sums alone
+        assert_gradients_equal([ours for _, ours in results], gradients)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cp_trains_like_one_process_with(ranks, name):
+    check(ranks, *CASES[name])
+
+
+SWEEP = [
+    (model, kind, {**layout, "method": method}, how)
+    for model, kind, layout, method, how in product(
+        CONFIGS,
+        ("plain", EVERYTHING, "positions"),
+        (dict(cp=2), dict(tp=2, cp=2, sp=True), dict(pp=2, cp=2), dict(dp=2, cp=2), dict(cp=3)),
+        ("allgather", "ulysses"),
+        ({}, {"zero": 1, "recompute": ("full", 2)}, {"recompute": ("selective",)}),
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "kind", "layout", "how"), SWEEP, ids=cp_name)
+def test_cp_trains_like_one_process_in_all_cases(ranks, model, kind, layout, how):
+    check(ranks, model, kind, layout, how)
