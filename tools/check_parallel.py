@@ -25,9 +25,8 @@ from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config
 from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, shrink
-from megazoo.testing.layouts import SWITCHES
+from megazoo.testing.layouts import switches
 
-ON = ", ".join(f"+{name}" for name in SWITCHES)
 MOST_STEPS, MOST_RANKS = 10_000, 256
 
 
@@ -49,7 +48,7 @@ class Options(ImportOption):
         str,
         tyro.conf.arg(
             help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
-            f"on: {ON}. Or all."
+            f"on: {switches()}. Or all."
         ),
     ] = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
     ranks: int = 4

@@ -14,7 +14,6 @@ from megazoo.parallel.schedule import SCHEDULES, check_schedule
 SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "v": "virtual"}
 # The ways of context parallelism that a name must say: all but the first.
 OTHER_METHODS = CP_METHODS[1:]
-SWITCHES = ("sp", "zero", *OTHER_METHODS, *SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ class Layout:
             else:
                 found = None
         if not found or not name:
-            on = ", ".join(f"+{option}" for option in SWITCHES)
             raise UserError(
-                f"unknown layout {name!r}: write sizes, tp2cp2pp2dp2v2, then what is on: {on}"
+                f"unknown layout {name!r}: write sizes, tp2cp2pp2dp2v2, then what is on: "
+                f"{switches()}"
             )
         return cls(**given)
 
@@ -102,6 +101,11 @@ class Layout:
             cp_method=self.cp_method,
             virtual=self.virtual,
         )
+
+
+def switches() -> str:
+    """List what can be on in a layout: +sp, +zero, and so on."""
+    return ", ".join(f"+{name}" for name in ("sp", "zero", *OTHER_METHODS, *SCHEDULES))
 
 
 def all_layouts(config, ranks: int) -> list[Layout]:
