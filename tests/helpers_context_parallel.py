@@ -35,10 +35,10 @@ MODELS = {
     "mpt": MPTConfig(**{**LONG, "hidden_size": 48, "heads": 12}),
     "mpt, learned positions": MPTConfig(**LONG, alibi=False),
 }
-# Heads that cp does not divide: five, and six of which three share one of keys.
+# Heads that cp doesn't divide; and six, of which two share one of keys: cp 2 cuts through a pair.
 UNEVEN = {
     "gpt2, 5 heads": GPT2Config(**{**LONG, "hidden_size": 40, "heads": 5}, **NO_DROPOUT),
-    "llama, 6 heads": replace(LLAMA, max_positions=32, hidden_size=48, heads=6),
+    "llama, 6 heads": replace(LLAMA, max_positions=32, hidden_size=48, heads=6, kv_heads=3),
     "mpt, 5 heads": MPTConfig(**{**LONG, "hidden_size": 40, "heads": 5}),
 }
 KINDS = ("plain", "packed", "padded", "odd")
