@@ -263,24 +263,29 @@ def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    boundaries: tuple[torch.Tensor, torch.Tensor],
-    longest: tuple[int, int],
+    boundaries: torch.Tensor,
+    longest: int,
     scale: float | None,
+    key_boundaries: torch.Tensor | None = None,
+    longest_of_keys: int | None = None,
 ) -> torch.Tensor:
     """Return the causal attention of sequences of several lengths, one after the other: [tokens,
     heads, head_size] of each.
 
-    boundaries: of the queries and of the keys, int32 [sequences + 1]; the queries of a sequence are
-    the last of its tokens. longest: the most queries and keys of a sequence. It is public, but
-    since torch 2.12 it must be told that there are fewer heads of keys than of queries, which the
-    kernel has always taken. Imports torch._dynamo (0.7 s, 70 MB).
+    boundaries and the rest: as in megazoo.layers.Packed; where a sequence has fewer queries than
+    keys, they are its last tokens. It is public, but since torch 2.12 it must be told that there
+    are fewer heads of keys than of queries, which the kernel has always taken. Imports
+    torch._dynamo (0.7 s, 70 MB).
     """
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0)}  # all that is before, nothing after: causal
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = k.shape[1] < q.shape[1]
-    return varlen_attn(q, k, v, *boundaries, *longest, **options)
+    if key_boundaries is None:
+        key_boundaries, longest_of_keys = boundaries, longest
+    lengths = longest, longest_of_keys
+    return varlen_attn(q, k, v, boundaries, key_boundaries, *lengths, **options)
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:

@@ -69,7 +69,7 @@ class ModelOptions:
 
 @dataclass
 class ParallelOptions:
-    """How ranks share the work. The data-parallel size is what remains: world / (tp x pp)."""
+    """How ranks share the work. The data-parallel size is what remains: world / (tp x pp x cp)."""
 
     tp: int = 1
     """Tensor-parallel size: ranks that share each layer."""
@@ -78,6 +78,11 @@ class ParallelOptions:
     virtual_pp: int = 1
     """Stages of a pipeline rank; above 1, 1f1b is the interleaved schedule, with a smaller bubble
     and more traffic."""
+    cp: int = 1
+    """Context-parallel size: ranks that share each sequence."""
+    cp_method: Literal["allgather", "ulysses"] = "allgather"
+    """How attention looks beyond a rank's part: allgather brings it the keys and values of all,
+    ulysses some heads of the whole sequence."""
     stage_layers: str = "balanced"
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
@@ -98,6 +103,11 @@ class ParallelOptions:
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
+
+    @property
+    def replica(self) -> int:
+        """The ranks that hold one replica."""
+        return self.tp * self.pp * self.cp
 
 
 @dataclass

@@ -15,6 +15,8 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut, padded_length
 
 AHEAD = 2  # batches a worker has ready
+# What train_batch looks at before it moves it, and a number.
+NOT_MOVED = ("document_ids", "sequence_length")
 
 
 def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,44 +53,35 @@ class Batches:
         self.rows = global_batch // ctx.dp_size
         self.first = ctx.dp_rank * self.rows
 
-    def __call__(self, consumed: int) -> dict[str, torch.Tensor]:
-        """Return the batch that comes after `consumed` samples: input_ids and targets, int64
-        [batch, longest sample]; under context parallelism this rank's part of them, and
-        sequence_length, the longest sample's.
+    def __call__(self, consumed: int) -> dict[str, torch.Tensor | int]:
+        """Return the batch that comes after `consumed` samples.
 
-        Rows are padded on the right, where nothing sees the padding. If documents are not to see
-        each other, document_ids and position_ids are there too.
+        input_ids, targets: int64 [batch, longest sample], padded on the right, where nothing sees
+        the padding. document_ids, position_ids: likewise, if documents are not to see each other.
+
+        Under context parallelism input_ids and targets are this rank's chunks alone, and
+        sequence_length says how long the longest sample is; document_ids and position_ids stay
+        whole, since attention looks at all documents of a row.
         """
         if self.blend is None:
             return {}
         samples = self.blend.samples(consumed + self.first, self.rows)
         batch = _padded(samples)
-        if self.ctx.cp_size > 1:
-            batch |= self._own_part(batch)
-        if self.device.type == "cuda":
-            batch = {
-                name: value.pin_memory() if isinstance(value, torch.Tensor) else value
-                for name, value in batch.items()
-            }
-        return batch
-
-    def _own_part(self, batch: dict[str, torch.Tensor]) -> dict:
-        """Return what replaces whole sequences where a rank has a part of them."""
         length = batch["input_ids"].shape[1]
-        padded = padded_length(length, self.ctx)
-        cut, padding = SequenceCut.of(padded, self.ctx), (0, padded - length)
-        return {
-            "input_ids": cut.own(F.pad(batch["input_ids"], padding)),
-            "targets": cut.own(F.pad(batch["targets"], padding, value=IGNORE_INDEX)),
-            "sequence_length": length,
-        }
+        if self.ctx.cp_size > 1:
+            batch |= _own_chunks(batch, self.ctx)
+        if self.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return batch if self.ctx.cp_size == 1 else {**batch, "sequence_length": length}
 
     def tokens(self, consumed: int) -> int:
         """Return how many tokens the whole global batch after `consumed` samples has, without
         padding; 0 without a blend."""
         return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
 
-    def ahead(self, consumed: Sequence[int], workers: int) -> Iterator[dict[str, torch.Tensor]]:
+    def ahead(
+        self, consumed: Sequence[int], workers: int
+    ) -> Iterator[dict[str, torch.Tensor | int]]:
         """Yield the batch after each number of samples in `consumed`, on the device; but for
         document_ids, which train_batch looks at before it moves them.
 
@@ -111,13 +104,25 @@ class Batches:
                 for future in waiting:
                     future.cancel()
 
-    def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: value
-            if name in ("document_ids", "sequence_length")
-            else value.to(self.device, non_blocking=True)
+    def _moved(self, batch: dict[str, torch.Tensor | int]) -> dict[str, torch.Tensor | int]:
+        moved = {
+            name: value.to(self.device, non_blocking=True)
             for name, value in batch.items()
+            if name not in NOT_MOVED
         }
+        return batch | moved
+
+
+def _own_chunks(batch: dict[str, torch.Tensor], ctx: ParallelContext) -> dict[str, torch.Tensor]:
+    """Return this context-parallel rank's chunks of input_ids and targets, which are padded to a
+    length that can be cut: int64 [batch, padded / cp]."""
+    length = batch["input_ids"].shape[1]
+    padded = padded_length(length, ctx)
+    cut, padding = SequenceCut.of(padded, ctx), (0, padded - length)
+    return {
+        "input_ids": cut.own(F.pad(batch["input_ids"], padding)),
+        "targets": cut.own(F.pad(batch["targets"], padding, value=IGNORE_INDEX)),
+    }
 
 
 def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:

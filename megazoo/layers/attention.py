@@ -285,10 +285,9 @@ class CausalSelfAttention(nn.Module):
         """Return softmax(q k^T * scale) v of each document by itself, causal."""
         rows = len(q)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, heads, size]
-        queries, longest, keys, longest_of_keys = packed
-        boundaries = queries, queries if keys is None else keys
-        lengths = longest, longest if keys is None else longest_of_keys
-        y = varlen_attention(q, k, v, boundaries, lengths, self.scale)
+        boundaries, longest, *keys = packed
+        keys = [] if packed.key_boundaries is None else keys
+        y = varlen_attention(q, k, v, boundaries, longest, self.scale, *keys)
         return y.unflatten(0, (rows, -1)).transpose(1, 2)
 
     def _scaled_dot_product(
