@@ -42,6 +42,9 @@ def batch_of(step: int, kind: str = "plain") -> dict:
     if "documents" in kind:
         starts = torch.tensor([[3, 4, 11], [1, 7, 9], [6, 7, 12], [2, 5, 8]])
         batch["document_ids"] = (place[..., None] >= starts[:, None]).sum(-1)
+    if "restarting" in kind:
+        earlier = (place[..., None] >= starts[:, None]) * starts[:, None]
+        batch["position_ids"] = place - earlier.amax(-1)
     if "padding" in kind:  # on the right, on the left, a whole half, none
         ends, begins = torch.tensor([[5], [13], [6], [13]]), torch.tensor([[0], [8], [0], [0]])
         mask = ((place < ends) & (place >= begins)).long()
