@@ -44,15 +44,16 @@ class TrainingStep:
         """Run one batch; call it with the same inputs on every rank of a (pp, tp) group.
 
         Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every
-        rank. Without, or with return_logits, or where the loss needs them whole anyway (pp and tp
-        are 1, or a classifier): logits [batch, sequence, vocabulary] ([batch, labels] of a
+        rank. Without, or with return_logits, or where the loss needs them whole anyway (pp, tp and
+        cp are 1, or a classifier): logits [batch, sequence, vocabulary] ([batch, labels] of a
         classifier) on every rank of the last stage. They live as long as the output: where memory
         is short keep its loss only. The loss can be differentiated when pp is 1, with
         `sync_gradients` after backward; `train_batch` and `microbatches` train in every layout.
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self.micro_batches(batch, 1)
-        whole = self.num_labels or self.ctx.pp_size == self.ctx.tp_size == 1
+        together = self.ctx.pp_size * self.ctx.tp_size * self.ctx.cp_size == 1
+        whole = self.num_labels or together
         collect = self.whole_logits if return_logits or labels is None or whole else None
         if self.ctx.pp_size > 1:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
