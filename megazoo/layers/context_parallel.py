@@ -89,13 +89,15 @@ def attend_across_ranks(
 
 
 def _with_all_keys(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):
-    k, v = gather_context(torch.stack([k, v]), ctx)
-    chunks = SequenceCut.of(k.shape[2], ctx).chunks
+    cut = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx)
+    first_k, first_v, k, v = gather_context([k, v], [chunk.stop for chunk in cut.chunks], ctx)
     seen = [
-        kernel(part, k[:, :, : chunk.stop], v[:, :, : chunk.stop], mask)
-        for part, chunk, mask in zip(q.chunk(2, dim=2), chunks, masks.masks, strict=True)
+        kernel(part, *before, mask).transpose(1, 2)  # the order in which kernels write it
+        for part, before, mask in zip(
+            q.chunk(2, dim=2), ((first_k, first_v), (k, v)), masks.masks, strict=True
+        )
     ]
-    return torch.cat(seen, dim=2)
+    return torch.cat(seen, dim=1).transpose(1, 2)
 
 
 def _with_some_heads(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):

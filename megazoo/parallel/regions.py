@@ -4,6 +4,8 @@ What is a sum forward is a copy backward, and the reverse (Megatron-LM: Shoeybi 
 3).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from megazoo.parallel.collectives import (
@@ -18,7 +20,7 @@ from megazoo.parallel.collectives import (
 )
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.sequence import in_order, in_parts
+from megazoo.parallel.sequence import add_to_parts, in_order, in_parts
 
 
 class _CopyToTensorParallel(torch.autograd.Function):
@@ -101,15 +103,20 @@ class _ScatterToTensorParallel(torch.autograd.Function):
 
 class _GatherContext(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return in_order(all_gather_parts(x, group))
+    def forward(ctx, group, ends, *tensors):
+        mine = torch.stack(tensors)
+        ctx.group, ctx.shape = group, mine.shape
+        whole = in_order(all_gather_parts(mine, group))
+        return tuple(tensor[..., :end, :] for end in ends for tensor in whole)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         # every rank goes on with what was gathered in its own way
-        parts = in_parts(grad.float(), ctx.group.size())
-        return reduce_scatter_parts(parts, ctx.group).to(grad.dtype), None
+        parts = grads[0].new_zeros(ctx.group.size(), *ctx.shape, dtype=torch.float32)
+        for number, grad in enumerate(grads):
+            add_to_parts(parts[:, number % ctx.shape[0]], grad)
+        mine = reduce_scatter_parts(parts, ctx.group).to(grads[0].dtype)
+        return None, None, *mine
 
 
 class _GatherFromContext(torch.autograd.Function):
@@ -136,7 +143,7 @@ class _Exchange(torch.autograd.Function):
 
 
 @untraced
-def _apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
+def _apply(function: type[torch.autograd.Function], *args):
     return function.apply(*args)
 
 
@@ -197,11 +204,16 @@ def scatter_to_tensor_parallel(
     return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
 
 
-def gather_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Give each context-parallel rank, which goes on with it in its own way, what all have of a
-    sequence: [..., part, size] -> [..., sequence, size]. The gradient is the sum of all ranks', in
-    fp32."""
-    return _apply(_GatherContext, x, ctx.cp_group)
+def gather_context(
+    tensors: Sequence[torch.Tensor], ends: Sequence[int], ctx: ParallelContext
+) -> tuple[torch.Tensor, ...]:
+    """Give each context-parallel rank, which goes on with them in its own way, what all have of
+    some sequences, up to several ends: tensors of one shape, [..., part, size] -> for each end each
+    tensor's [..., end, size], one after the other. An end is a multiple of a chunk.
+
+    The gradient is the sum over all ends and ranks, in fp32.
+    """
+    return _apply(_GatherContext, ctx.cp_group, ends, *tensors)
 
 
 def gather_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:

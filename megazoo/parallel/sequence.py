@@ -94,6 +94,15 @@ def in_order(parts: torch.Tensor) -> torch.Tensor:
     return torch.cat([*first, *reversed(second.unbind())], dim=-2)
 
 
+def add_to_parts(parts: torch.Tensor, beginning: torch.Tensor) -> None:
+    """Add what a sequence begins with, some of its chunks, to the ranks' parts in place: [...,
+    tokens, size] to [ranks, ..., part, size]."""
+    ranks, chunks = len(parts), parts.unflatten(-2, (2, -1))
+    for number, chunk in enumerate(beginning.split(chunks.shape[-2], dim=-2)):
+        rank, half = (number, 0) if number < ranks else (2 * ranks - 1 - number, 1)
+        chunks[rank].select(-3, half).add_(chunk)
+
+
 def in_parts(whole: torch.Tensor, ranks: int) -> torch.Tensor:
     """Cut a sequence into the ranks' parts: [..., sequence, size] -> [ranks, ..., part, size]."""
     chunks = rearrange(whole, "... (chunks part) size -> chunks ... part size", chunks=2 * ranks)
