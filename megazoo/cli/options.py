@@ -78,6 +78,11 @@ class ParallelOptions:
     virtual_pp: int = 1
     """Stages of a pipeline rank; above 1, 1f1b is the interleaved schedule, with a smaller bubble
     and more traffic."""
+    cp: int = 1
+    """Context-parallel size: ranks that share each sequence."""
+    cp_method: Literal["allgather", "ulysses"] = "allgather"
+    """How those look beyond their own tokens: by the keys and values of all, or each by some of the
+    heads."""
     stage_layers: str = "balanced"
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
