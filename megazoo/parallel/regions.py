@@ -4,6 +4,8 @@ What is a sum forward is a copy backward, and the reverse (Megatron-LM: Shoeybi 
 3).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from megazoo.parallel.collectives import (
@@ -18,7 +20,7 @@ from megazoo.parallel.collectives import (
 )
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.sequence import in_order, in_parts
+from megazoo.parallel.sequence import in_order, in_parts, place_of_chunk
 
 
 class _CopyToTensorParallel(torch.autograd.Function):
@@ -101,22 +103,28 @@ class _ScatterToTensorParallel(torch.autograd.Function):
 
 class _GatherContext(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return in_order(all_gather_parts(x, group))
+    def forward(ctx, x, stops, group):
+        ctx.group, ctx.dtype, ctx.shape = group, x.dtype, x.shape
+        k, v = gathered_in_order(x, group)
+        return tuple(x[..., :stop, :] for stop in stops for x in (k, v))
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         # every rank goes on with what was gathered in its own way
-        parts = in_parts(grad.float(), ctx.group.size())
-        return reduce_scatter_parts(parts, ctx.group).to(grad.dtype), None
+        ranks, length = ctx.group.size(), ctx.shape[-2] // 2
+        parts = torch.zeros(ranks, *ctx.shape, dtype=torch.float32, device=grads[0].device)
+        for index, grad in enumerate(grads):
+            for number, chunk in enumerate(grad.split(length, dim=-2)):
+                rank, half = place_of_chunk(number, ranks)
+                parts[rank, index % 2].narrow(-2, half * length, length).add_(chunk)
+        return reduce_scatter_parts(parts, ctx.group).to(ctx.dtype), None, None
 
 
 class _GatherFromContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return in_order(all_gather_parts(x, group))
+        return gathered_in_order(x, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -197,11 +205,23 @@ def scatter_to_tensor_parallel(
     return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
 
 
-def gather_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Give each context-parallel rank, which goes on with it in its own way, what all have of a
-    sequence: [..., part, size] -> [..., sequence, size]. The gradient is the sum of all ranks', in
-    fp32."""
-    return _apply(_GatherContext, x, ctx.cp_group)
+def gather_context(
+    x: torch.Tensor, stops: Sequence[int], ctx: ParallelContext
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Give each context-parallel rank, which goes on with them in its own way, the keys and values
+    of all up to each of `stops`: [2, ..., part, size] -> two of [..., stop, size] for each, all of
+    one storage. The gradient is the sum of all ranks', in fp32.
+
+    stops: where chunks of the sequence end (see SequenceCut).
+    """
+    gathered = _apply(_GatherContext, x, stops, ctx.cp_group)
+    return list(zip(gathered[::2], gathered[1::2], strict=True))
+
+
+def gathered_in_order(x: torch.Tensor, group) -> torch.Tensor:
+    """Return what all context-parallel ranks have of a sequence, without autograd: [..., part,
+    size] -> [..., sequence, size]."""
+    return in_order(all_gather_parts(x, group))
 
 
 def gather_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:

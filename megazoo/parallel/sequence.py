@@ -87,6 +87,12 @@ class SequenceCut:
         return torch.cat([torch.arange(c.start, c.stop, device=device) for c in self.chunks])
 
 
+def place_of_chunk(number: int, ranks: int) -> tuple[int, int]:
+    """Return the rank that has a chunk of the sequence, and whether it is its first (0) or second
+    (1)."""
+    return (number, 0) if number < ranks else (2 * ranks - 1 - number, 1)
+
+
 def in_order(parts: torch.Tensor) -> torch.Tensor:
     """Put the ranks' parts into the order of the sequence: [ranks, ..., part, size] -> [...,
     sequence, size]."""
