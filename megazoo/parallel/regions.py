@@ -7,6 +7,7 @@ What is a sum forward is a copy backward, and the reverse (Megatron-LM: Shoeybi 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from megazoo.parallel.collectives import (
     all_gather_last_dim,
@@ -110,14 +111,26 @@ class _GatherContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # every rank goes on with what was gathered in its own way
-        ranks, length = ctx.group.size(), ctx.shape[-2] // 2
-        parts = torch.zeros(ranks, *ctx.shape, dtype=torch.float32, device=grads[0].device)
-        for index, grad in enumerate(grads):
-            for number, chunk in enumerate(grad.split(length, dim=-2)):
-                rank, half = place_of_chunk(number, ranks)
-                parts[rank, index % 2].narrow(-2, half * length, length).add_(chunk)
-        return reduce_scatter_parts(parts, ctx.group).to(ctx.dtype), None, None
+        # Every rank goes on with what was gathered in its own way. Keys, then values: the buffer is
+        # as long as the sequence.
+        own = torch.empty(ctx.shape, dtype=ctx.dtype, device=grads[0].device)
+        for number, mine in enumerate(own):
+            mine.copy_(_sum_of_prefixes(grads[number::2], mine.shape, ctx.group))
+        return own, None, None
+
+
+def _sum_of_prefixes(
+    grads: Sequence[torch.Tensor], shape: torch.Size, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return this rank's part, of this shape, of the fp32 sum of all ranks' gradients, each of the
+    beginning of the sequence."""
+    ranks, length = group.size(), shape[-2] // 2
+    parts = torch.zeros(ranks, *shape, dtype=torch.float32, device=grads[0].device)
+    for grad in grads:
+        for number, chunk in enumerate(grad.split(length, dim=-2)):
+            rank, half = place_of_chunk(number, ranks)
+            parts[rank].narrow(-2, half * length, length).add_(chunk)
+    return reduce_scatter_parts(parts, group)
 
 
 class _GatherFromContext(torch.autograd.Function):
