@@ -16,7 +16,7 @@ from megazoo.layers.context_parallel import attend_across_ranks, check_heads
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.fused import CosAndSin, replaced_by
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.masks import OfChunks, Packed, masks_of_chunks
+from megazoo.layers.masks import OfChunks, Packed, Shifted, masks_of_chunks
 from megazoo.layers.rotary import rotate
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
@@ -257,19 +257,23 @@ class CausalSelfAttention(nn.Module):
         ctx = self.qkv.ctx
         if mask is None:
             cut, packed = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx), self.takes_packed(q.dtype)
-            packed = packed and q.device.type == "cuda"
+            packed = packed and q.device.type != "cpu"
             mask = masks_of_chunks(cut, len(q), q.dtype, q.device, packed=packed)
         elif not isinstance(mask, OfChunks):
             raise UserError(
                 "under context parallelism a rank has a part of the sequence, and an attention "
                 "mask must say what it sees of all: make it by megazoo.models.masks.mask_of"
             )
-        return attend_across_ranks(partial(self._attend_here, dropout=dropout), q, k, v, mask, ctx)
+        kernel = partial(self._attend_here, dropout=dropout)
+        return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=self.recompute)
 
     def _attend_here(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v, of keys that are all on this rank."""
         if isinstance(mask, Packed):
             return self._attend_in_documents(q, k, v, mask)
+        if isinstance(mask, Shifted):
+            y = self._scaled_dot_product(q.flip(2), k, v, mask.of_flipped(), dropout)
+            return y.flip(2)
         return self._scaled_dot_product(q, k, v, mask, dropout)
 
     def takes_packed(self, dtype: torch.dtype) -> bool:

@@ -5,23 +5,28 @@ sequence.py), and goes on with what its own tokens have seen.
 
     allgather   Every rank gets the keys and values of all, and computes the attention of its own
                 tokens: each chunk from the keys up to its end. Llama 3 was trained so (Dubey et al.
-                2024). A layer's forward sends 2 b s d_kv (cp - 1) / cp elements.
+                2024). A layer's forward sends 2 b s d_kv (cp - 1) / cp elements, and so does its
+                backward, which gathers again what would be as long on cp ranks as on one, and then
+                as many gradients, in fp32.
     ulysses     Every rank gets the whole sequence of some of the heads, and computes their
                 attention (DeepSpeed-Ulysses: Jacobs et al. 2023). It sends 1 / cp of its part of q,
                 k, v and the result to each other rank, which with many ranks is less.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megazoo.errors import UserError
 from megazoo.layers.masks import OfChunks
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.regions import exchange_in_context, gather_context
+from megazoo.parallel.regions import exchange_in_context, gather_context, gathered_in_order
 from megazoo.parallel.sequence import SequenceCut, in_order, in_parts
 from megazoo.parallel.shares import share_of
+from megazoo.torch_internals import storage_key
 
 # kernel(q, k, v, mask): the attention of some queries, which are the last of the keys
 Kernel = Callable[..., torch.Tensor]
@@ -81,23 +86,63 @@ def attend_across_ranks(
     v: torch.Tensor,
     masks: OfChunks,
     ctx: ParallelContext,
+    *,
+    keep: bool = False,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens: [batch, heads, this rank's part, head_size], as q
-    is. k and v may have fewer heads."""
-    attend = _with_some_heads if ctx.cp_method == "ulysses" else _with_all_keys
-    return attend(kernel, q, k, v, masks, ctx)
+    is. k and v may have fewer heads. keep: backward follows at once, so what was gathered is kept
+    for it instead of gathered again."""
+    if ctx.cp_method == "ulysses":
+        return _with_some_heads(kernel, q, k, v, masks, ctx)
+    return _with_all_keys(kernel, q, k, v, masks, ctx, keep)
 
 
-def _with_all_keys(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):
-    cut = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx)
-    first_k, first_v, k, v = gather_context([k, v], [chunk.stop for chunk in cut.chunks], ctx)
-    seen = [
-        kernel(part, *before, mask).transpose(1, 2)  # the order in which kernels write it
-        for part, before, mask in zip(
-            q.chunk(2, dim=2), ((first_k, first_v), (k, v)), masks.masks, strict=True
-        )
-    ]
+def _with_all_keys(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext, keep: bool):
+    chunks = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx).chunks
+    seen, own = [], torch.stack([k, v])
+    gathered = gather_context(own, [chunk.stop for chunk in chunks], ctx)
+    again = _GatheredAgain(own.detach(), gathered[0][0], ctx)
+    q = q.contiguous()  # a view would keep k and v, too, of which there is a copy by now
+    with nullcontext() if keep else saved_tensors_hooks(again.pack, again.unpack):
+        for part, (keys, values), mask in zip(
+            q.chunk(2, dim=2), gathered, masks.masks, strict=True
+        ):
+            # transposed: the order in which kernels write it
+            seen.append(kernel(part, keys, values, mask).transpose(1, 2))
     return torch.cat(seen, dim=1).transpose(1, 2)
+
+
+class _GatheredAgain:
+    """What autograd keeps instead of the keys and values of all ranks: this rank's, which are
+    gathered again in backward.
+
+    own: this rank's, [2, ..., part, size]. gathered: any of what `gather_context` made of them.
+    """
+
+    def __init__(self, own: torch.Tensor, gathered: torch.Tensor, ctx: ParallelContext):
+        self.own, self.ctx = own, ctx
+        self.storage = storage_key(gathered.untyped_storage())
+        self.packed = self.missing = 0  # tensors of that storage, and those backward still needs
+        self.again: torch.Tensor | None = None
+
+    def pack(self, tensor: torch.Tensor):
+        """Return what is kept of a tensor: where it lies in what is gathered, if it does."""
+        if storage_key(tensor.untyped_storage()) != self.storage:
+            return tensor
+        self.packed += 1
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed) -> torch.Tensor:
+        """Return the tensor of which `pack` has kept this."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if self.again is None:
+            self.again, self.missing = gathered_in_order(self.own, self.ctx.cp_group), self.packed
+        tensor = self.again.as_strided(*packed)
+        self.missing -= 1
+        if not self.missing:
+            self.again = None
+        return tensor
 
 
 def _with_some_heads(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):

@@ -29,12 +29,29 @@ class Packed(NamedTuple):
     longest_of_keys: int | None = None
 
 
+class Shifted(NamedTuple):
+    """A causal mask for queries that are the last of the keys, kept as one row: the mask of each
+    query is a part of it, which begins one element before that of the query before.
+
+    row: [queries + keys - 1]. queries: how many.
+    """
+
+    row: torch.Tensor
+    queries: int
+
+    def of_flipped(self) -> torch.Tensor:
+        """Return the mask for the queries in the reverse order, the last one first: [1, 1, queries,
+        keys], without memory of its own."""
+        keys = len(self.row) - self.queries + 1
+        return self.row.as_strided((1, 1, self.queries, keys), (0, 0, 1, 1))
+
+
 class OfChunks(NamedTuple):
     """The masks for a sequence that is cut over context-parallel ranks: one for each run of queries
     in `SequenceCut.queries`, and all keys up to its end; None where a query looks at itself and
     backwards and there are no other keys."""
 
-    masks: tuple[torch.Tensor | Packed | None, ...]
+    masks: tuple[torch.Tensor | Packed | Shifted | None, ...]
 
 
 def segment_mask(segments: torch.Tensor | None, queries: int | None = None) -> torch.Tensor | None:
@@ -89,27 +106,37 @@ def masks_of_chunks(
     of the documents that they are, as in Packed, if they are known. packed: the attention takes
     masks that are Packed. dtype: of what is added to the scores; None for boolean masks.
     """
+    if packed and device.type == "meta":  # where no kernel looks at them
+        return OfChunks((None,) * len(cut.queries))
     if packed and (segments is None or boundaries is not None):
         if boundaries is None:
             boundaries = torch.arange(rows + 1, device=device) * cut.length
         return OfChunks(tuple(_packed_of(boundaries, cut.length, chunk) for chunk in cut.queries))
     masks = [_mask_of_chunk(segments, chunk, device) for chunk in cut.queries]
-    if dtype is not None:
-        masks = [None if mask is None else additive(mask, dtype) for mask in masks]
-    return OfChunks(tuple(masks))
+    return OfChunks(tuple(_ready(mask, dtype) for mask in masks))
+
+
+def _ready(mask: torch.Tensor | Shifted | None, dtype: torch.dtype | None):
+    """Return a boolean mask of a chunk as its attention takes it. Only the CPU's kernel reads rows
+    that begin anywhere without a copy."""
+    if isinstance(mask, Shifted):
+        if dtype is not None and mask.row.device.type == "cpu":
+            return Shifted(additive(mask.row, dtype), mask.queries)
+        mask = mask.of_flipped().flip(2)
+    return mask if mask is None or dtype is None else additive(mask, dtype)
 
 
 def _mask_of_chunk(
     segments: torch.Tensor | None, chunk: range, device: torch.device
-) -> torch.Tensor | None:
+) -> torch.Tensor | Shifted | None:
     """Return where the tokens of a chunk may look, among the keys up to its end: bool [rows or 1,
-    1, chunk, keys]. None where that is all before them, and on meta, where no kernel looks."""
+    1, chunk, keys]. None where that is all before them."""
     if segments is not None:
         return segment_mask(segments[:, : chunk.stop], len(chunk))
-    if chunk.start == 0 or device.type == "meta":
+    if chunk.start == 0:
         return None
-    everything = torch.ones(1, 1, len(chunk), chunk.stop, dtype=torch.bool, device=device)
-    return everything.tril(chunk.start)
+    row = torch.arange(len(chunk) + chunk.stop - 1, device=device)
+    return Shifted(row < chunk.stop, len(chunk))
 
 
 def _packed_of(boundaries: torch.Tensor, length: int, chunk: range) -> Packed:

@@ -35,7 +35,7 @@ def mask_of(
             device,
             segments=batch.segments,
             boundaries=batch.boundaries,
-            packed=packed and device.type == "cuda",
+            packed=packed and device.type != "cpu",
         )
     if packed and batch.boundaries is not None:
         return Packed(batch.boundaries, batch.shape[1])

@@ -103,27 +103,29 @@ class _ScatterToTensorParallel(torch.autograd.Function):
 
 class _GatherContext(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, ends, *tensors):
-        mine = torch.stack(tensors)
-        ctx.group, ctx.shape = group, mine.shape
-        whole = in_order(all_gather_parts(mine, group))
-        return tuple(tensor[..., :end, :] for end in ends for tensor in whole)
+    def forward(ctx, x, ends, group):
+        ctx.group, ctx.dtype, ctx.shape = group, x.dtype, x.shape
+        k, v = gathered_in_order(x, group)
+        return tuple(tensor[..., :end, :] for end in ends for tensor in (k, v))
 
     @staticmethod
     def backward(ctx, *grads):
-        # every rank goes on with what was gathered in its own way
-        parts = grads[0].new_zeros(ctx.group.size(), *ctx.shape, dtype=torch.float32)
-        for number, grad in enumerate(grads):
-            add_to_parts(parts[:, number % ctx.shape[0]], grad)
-        mine = reduce_scatter_parts(parts, ctx.group).to(grads[0].dtype)
-        return None, None, *mine
+        # Every rank goes on with what was gathered in its own way. Keys, then values: the buffer is
+        # as long as the sequence.
+        own = torch.empty(ctx.shape, dtype=ctx.dtype, device=grads[0].device)
+        for number, mine in enumerate(own):
+            parts = mine.new_zeros(ctx.group.size(), *mine.shape, dtype=torch.float32)
+            for grad in grads[number::2]:
+                add_to_parts(parts, grad)
+            mine.copy_(reduce_scatter_parts(parts, ctx.group))
+        return own, None, None
 
 
 class _GatherFromContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return in_order(all_gather_parts(x, group))
+        return gathered_in_order(x, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -205,15 +207,20 @@ def scatter_to_tensor_parallel(
 
 
 def gather_context(
-    tensors: Sequence[torch.Tensor], ends: Sequence[int], ctx: ParallelContext
-) -> tuple[torch.Tensor, ...]:
-    """Give each context-parallel rank, which goes on with them in its own way, what all have of
-    some sequences, up to several ends: tensors of one shape, [..., part, size] -> for each end each
-    tensor's [..., end, size], one after the other. An end is a multiple of a chunk.
+    x: torch.Tensor, ends: Sequence[int], ctx: ParallelContext
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Give each context-parallel rank, which goes on with them in its own way, the keys and values
+    of all, up to each of `ends`, which are multiples of a chunk: [2, ..., part, size] -> two of
+    [..., end, size] for each, all of one storage. The gradient is the sum over all ends and ranks,
+    in fp32."""
+    gathered = _apply(_GatherContext, x, ends, ctx.cp_group)
+    return list(zip(gathered[::2], gathered[1::2], strict=True))
 
-    The gradient is the sum over all ends and ranks, in fp32.
-    """
-    return _apply(_GatherContext, ctx.cp_group, ends, *tensors)
+
+def gathered_in_order(x: torch.Tensor, group) -> torch.Tensor:
+    """Return what all context-parallel ranks have of a sequence, without autograd: [..., part,
+    size] -> [..., sequence, size]."""
+    return in_order(all_gather_parts(x, group))
 
 
 def gather_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
