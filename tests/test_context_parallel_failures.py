@@ -2,7 +2,7 @@
 process finds it, by far, and the code as it is passes; some show in the probe, too."""
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ from test_context_parallel import CHANGED, LENGTHS, logits_of_both, positions_th
 
 from megazoo.engine import batch as batches
 from megazoo.layers import ALiBi, CausalSelfAttention, alibi_slopes, attention, masks
+from megazoo.layers.context_parallel import _GatheredAgain
 from megazoo.models.heads import LastStage
 from megazoo.parallel import regions
 from megazoo.parallel.buckets import GradientBuckets
@@ -39,39 +40,46 @@ def a_wrong_gradient_of(which: int):
     """Of q, k or v."""
     attend = attention.attend_across_ranks
 
-    def scaled(kernel, *qkv_and_more):
+    def scaled(kernel, *qkv_and_more, **how):
         what = list(qkv_and_more)
         what[which] = Scaled.apply(what[which])
-        return attend(kernel, *what)
+        return attend(kernel, *what, **how)
 
     return patch.object(attention, "attend_across_ranks", scaled)
 
 
+@contextmanager
 def stale_keys_and_values():
-    """What was gathered is in one buffer, which the next layer uses before this one's backward."""
-    kept, in_order = {}, regions.in_order
+    """Backward gathers again what the newest layer had, not its own."""
+    begin, unpack, newest = _GatheredAgain.__init__, _GatheredAgain.unpack, {}
 
-    def in_one_buffer(parts):
-        whole = in_order(parts)
-        buffer = kept.setdefault(whole.shape, torch.empty_like(whole))
-        buffer.data.copy_(whole)  # by .data, so that autograd does not notice
-        return buffer.detach()
+    def begins(self, own, *what):
+        newest["own"] = own
+        begin(self, own, *what)
 
-    return patch.object(regions, "in_order", in_one_buffer)
+    def unpacked(self, packed):
+        self.own = newest["own"]
+        return unpack(self, packed)
+
+    with (
+        patch.object(_GatheredAgain, "__init__", begins),
+        patch.object(_GatheredAgain, "unpack", unpacked),
+    ):
+        yield
 
 
 def labels_rolled_after_the_cut():
     """Each rank's last labels are its first, not the next rank's."""
-    own_part = batches._own_part
+    cut = batches._cut
 
-    def rolled(given, cut, length):
-        part = own_part(given, cut, length)
-        if "targets" in given:
-            labels = given["targets"].roll(1, dims=1)
-            part["targets"] = cut.own(labels).roll(-1, dims=1)
-        return part
+    def rolled(tensors, *what, **more):
+        if "targets" not in tensors:
+            return cut(tensors, *what, **more)
+        labels = tensors["targets"].roll(1, dims=1)
+        parts = cut(tensors | {"targets": labels}, *what, **more)
+        return [replace(part, targets=part.targets.roll(-1, dims=1)) for part in parts]
 
-    return patch.object(batches, "_own_part", rolled)
+    return patch.object(batches, "_cut", rolled)
 
 
 def a_loss_divided_by_cp():
@@ -95,13 +103,8 @@ def gradients_times(power: int):
 
 def the_longest_row_over_cp():
     """Dynamic rope scaling for a part of the length."""
-    own_part = batches._own_part
-
-    def over_cp(given, cut, length):
-        part = own_part(given, cut, length)
-        return part | {"longest": part["longest"] // cut.size}
-
-    return patch.object(batches, "_own_part", over_cp)
+    longest = batches._longest
+    return patch.object(batches, "_longest", lambda *what: longest(*what) // 2)
 
 
 def truncated_documents():
