@@ -1,6 +1,7 @@
 """What context parallelism is for: a rank's memory of a long sequence; and what it sends for it."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.parallel.context import ParallelContext
-from megazoo.planning import Planner
+from megazoo.planning import Planner, find_layouts
 from megazoo.testing import GROUP_TIMEOUT
 from megazoo.torch_internals import TorchDispatchMode
 
@@ -41,13 +42,13 @@ def plan(config, cp, method="allgather", dp=1, parallel=None, **training):
     return planner.plan(parallel, training, dp)
 
 
-def peak_of_activations(config, length, cp, recompute, dtype=torch.float32):
+def peak_of_activations(config, length, cp, recompute):
     """Of a batch of two micro-batches of a sequence, above the model and its gradients, bytes."""
     give_back_freed_memory()
     ctx = context(cp)
     small = type(config)(**{**TINY, "heads": 4})
     for each, tokens in ((small, 32), (config, length)):  # first what is imported and made once
-        model = megazoo.from_config(each, ctx, dtype=dtype).recompute(recompute)
+        model = megazoo.from_config(each, ctx).recompute(recompute)
         ids = torch.arange(2 * tokens).view(2, tokens) % 61
         model.train_batch(ids[:, :32], targets=ids[:, :32], num_microbatches=2)
         with PeakMemory() as peak:
@@ -78,10 +79,10 @@ def test_two_ranks_need_half_the_activations_of_one(name):
 @pytest.mark.parametrize(("name", "recompute"), [("gpt2", "none"), ("llama", "selective")])
 def test_activations_are_within_a_tenth_of_the_plan(name, recompute):
     measured = in_fresh_processes(
-        peak_of_activations, LONG[name], LENGTH, 2, recompute, torch.bfloat16, processes=2
+        peak_of_activations, LONG[name], LENGTH, 2, recompute, processes=2
     )
     how = dict(micro_batch_size=1, global_batch_size=2, seq_length=LENGTH, recompute=recompute)
-    told = plan(LONG[name], 2, dtype="bfloat16", **how).ranks[0].activations
+    told = plan(LONG[name], 2, dtype="float32", **how).ranks[0].activations
     assert measured == pytest.approx([told, told], rel=0.1)
 
 
@@ -203,3 +204,34 @@ def test_bytes_over_cp_are_those_of_the_plan_and_by_hand(ranks, tp, method, reco
     for rank in told.ranks:
         assert rank.sent_cp == times * layers * MICRO_BATCHES * forward
     assert set(real) == {(layers * forward, rank.sent_cp)}
+
+
+def test_a_search_offers_cp_to_sequences_that_do_not_fit_otherwise():
+    """A GPT-2 of 4,096 tokens on four ranks; cut over four, each has as few as can be searched."""
+    config = replace(LONG["gpt2"], max_positions=4096)
+
+    def sizes(memory, length):
+        how = TrainingOptions(
+            micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16"
+        )
+        found = find_layouts(Planner(config, quick=True), 4, memory, ParallelOptions(), how)
+        return {(each.tp, each.pp, each.cp, each.dp): each for each in found}
+
+    roomy, short = sizes(10**9, 4096), sizes(90 * 10**6, 2047)
+    assert {cp for _, _, cp, _ in roomy} == {cp for _, _, cp, _ in short} == {1}
+    tight = sizes(90 * 10**6, 4096)
+    assert tight[1, 1, 1, 4].recompute != "none"
+    assert tight[1, 1, 4, 1].recompute == "none"
+    assert tight[1, 1, 4, 1].sent_cp > 0
+    for (tp, pp, cp, dp), each in tight.items():
+        assert tp * pp * cp * dp == 4
+        assert each.total <= 90 * 10**6
+        exact = plan(
+            config, cp, dp=dp, micro_batch_size=1, global_batch_size=4, seq_length=4096,
+            dtype="bfloat16", recompute=each.recompute, parallel=dict(
+                tp=tp, pp=pp, virtual_pp=each.virtual_pp, zero=each.zero,
+                sequence_parallel=each.sequence_parallel,
+            ),
+        )  # fmt: skip
+        assert each.sent_cp == max(rank.sent_cp for rank in exact.ranks)
+        assert each.sent_dp == max(rank.sent_dp for rank in exact.ranks)

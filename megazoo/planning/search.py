@@ -62,7 +62,8 @@ def find_layouts(
     recomputation), dp, virtual-pp (at most LARGEST_VIRTUAL_PP, where it divides the layers), and
     recompute: the least that fits. Where a sequence is not so short that ranks would have less than
     SHORTEST_PART tokens, and fits with recomputation only or not at all, cp is searched, too:
-    powers of two, until it fits without. Sequence parallelism and ZeRO-1 send no more than what
+    powers of two, until it fits without, of which those are told that fit with less. Sequence
+    parallelism and ZeRO-1 send no more than what
     they replace, so they are on where there are ranks for them. The rest is as given. Of the tp
     ranks the first is looked at: if one has more, it does. Raises UserError for what no layout
     could run.
@@ -77,16 +78,16 @@ def find_layouts(
         for pp in range(1, min(gpus, layers) + 1):
             if gpus % (tp * pp):
                 continue
-            fits, cp = False, 1
-            while not fits and gpus % (tp * pp * cp) == 0:
+            least, cp = len(MODES), 1  # least: the recomputation that a smaller cp needs
+            while least > 0 and gpus % (tp * pp * cp) == 0:
                 if cp > 1 and training.seq_length < cp * SHORTEST_PART:
                     break
                 sizes = tp, pp, cp, gpus // (tp * pp * cp)
                 found = list(_of_sizes(planner, sizes, memory, parallel, training))
-                yield from found
-                fits = any(layout.recompute == "none" for layout in found)
+                yield from (each for each in found if MODES.index(each.recompute) < least)
+                least = min([least, *(MODES.index(each.recompute) for each in found)])
                 cp *= 2
-            if fits and cp == 2:  # it does without context parallelism
+            if least == 0 and cp == 2:  # it does without context parallelism
                 break
 
 
