@@ -42,14 +42,15 @@ def plan(config, cp, method="allgather", dp=1, parallel=None, **training):
     return planner.plan(parallel, training, dp)
 
 
-def peak_of_activations(config, length, cp, recompute):
-    """Of a batch of two micro-batches of a sequence, above the model and its gradients, bytes."""
+def peak_of_activations(config, length, cp, recompute, rows=2):
+    """Of two micro-batches of so many rows, above the model and its gradients, bytes. Activations
+    must be many more than gradients, which are copied into a bucket after the last backward."""
     give_back_freed_memory()
     ctx = context(cp)
     small = type(config)(**{**TINY, "heads": 4})
     for each, tokens in ((small, 32), (config, length)):  # first what is imported and made once
         model = megazoo.from_config(each, ctx).recompute(recompute)
-        ids = torch.arange(2 * tokens).view(2, tokens) % 61
+        ids = torch.arange(2 * rows * tokens).view(-1, tokens) % 61
         model.train_batch(ids[:, :32], targets=ids[:, :32], num_microbatches=2)
         with PeakMemory() as peak:
             model.train_batch(ids, targets=ids, num_microbatches=2)
@@ -68,9 +69,9 @@ def test_two_ranks_need_half_the_activations_of_one(name):
         )
         for cp in (1, 2)
     }
-    assert measured[1] > 25e6
+    assert measured[1] > 50e6
     assert measured[2] < 0.55 * measured[1], measured
-    how = dict(micro_batch_size=1, global_batch_size=2, seq_length=LENGTH, recompute="full")
+    how = dict(micro_batch_size=2, global_batch_size=4, seq_length=LENGTH, recompute="full")
     told = {cp: plan(LONG[name], cp, dtype="bfloat16", **how).ranks[0] for cp in (1, 2)}
     assert told[2].activations < 0.55 * told[1].activations
 
@@ -81,7 +82,7 @@ def test_activations_are_within_a_tenth_of_the_plan(name, recompute):
     measured = in_fresh_processes(
         peak_of_activations, LONG[name], LENGTH, 2, recompute, processes=2
     )
-    how = dict(micro_batch_size=1, global_batch_size=2, seq_length=LENGTH, recompute=recompute)
+    how = dict(micro_batch_size=2, global_batch_size=4, seq_length=LENGTH, recompute=recompute)
     told = plan(LONG[name], 2, dtype="float32", **how).ranks[0].activations
     assert measured == pytest.approx([told, told], rel=0.1)
 
@@ -121,7 +122,7 @@ def test_a_rank_of_four_needs_three_tenths_for_a_long_sequence_with_alibi():
     measured = {
         cp: max(
             in_fresh_processes(
-                peak_of_activations, MPT, 8192, cp, "none", processes=cp, timeout=240
+                peak_of_activations, MPT, 8192, cp, "none", 1, processes=cp, timeout=240
             )
         )
         for cp in (1, 4)
