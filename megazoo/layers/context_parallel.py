@@ -109,12 +109,13 @@ def _with_all_keys(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContex
         ):
             # transposed: the order in which kernels write it
             seen.append(kernel(part, keys, values, mask).transpose(1, 2))
-    return torch.cat(seen, dim=1).transpose(1, 2)
+    seen = torch.cat(seen, dim=1)
+    return (seen if keep else _GatherBeforeBackward.apply(seen, again)).transpose(1, 2)
 
 
 class _GatheredAgain:
-    """What autograd keeps instead of the keys and values of all ranks: this rank's, which are
-    gathered again in backward.
+    """Keep this rank's keys and values for backward instead of those of all ranks, which are
+    gathered again there.
 
     own: this rank's, [2, ..., part, size]. gathered: any of what `gather_context` made of them.
     """
@@ -124,6 +125,12 @@ class _GatheredAgain:
         self.storage = storage_key(gathered.untyped_storage())
         self.packed = self.missing = 0  # tensors of that storage, and those backward still needs
         self.again: torch.Tensor | None = None
+
+    def gather(self) -> None:
+        """Gather again: all ranks at once, also one whose kernels have copied what they need, as
+        some do where there is a mask."""
+        gathered = gathered_in_order(self.own, self.ctx.cp_group)
+        self.again, self.missing = gathered if self.packed else None, self.packed
 
     def pack(self, tensor: torch.Tensor):
         """Return what is kept of a tensor: where it lies in what is gathered, if it does."""
@@ -136,13 +143,23 @@ class _GatheredAgain:
         """Return the tensor of which `pack` has kept this."""
         if isinstance(packed, torch.Tensor):
             return packed
-        if self.again is None:
-            self.again, self.missing = gathered_in_order(self.own, self.ctx.cp_group), self.packed
         tensor = self.again.as_strided(*packed)
         self.missing -= 1
         if not self.missing:
             self.again = None
         return tensor
+
+
+class _GatherBeforeBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, again: _GatheredAgain):
+        ctx.again = again
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.again.gather()
+        return grad, None
 
 
 def _with_some_heads(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):
