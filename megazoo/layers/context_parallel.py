@@ -5,9 +5,9 @@ sequence.py), and goes on with what its own tokens have seen.
 
     allgather   Every rank gets the keys and values of all, and computes the attention of its own
                 tokens: each chunk from the keys up to its end. Llama 3 was trained so (Dubey et al.
-                2024). A layer's forward sends 2 b s d_kv (cp - 1) / cp elements, and so does its
-                backward, which gathers again what would be as long on cp ranks as on one, and then
-                as many gradients, in fp32.
+                2024). Of b rows of s tokens, whose keys have d_kv features, a layer's forward sends
+                2 b s d_kv (cp - 1) / cp elements. Backward gathers them again: kept, they would
+                take as much memory on cp ranks as on one. Then it sends as many gradients, in fp32.
     ulysses     Every rank gets the whole sequence of some of the heads, and computes their
                 attention (DeepSpeed-Ulysses: Jacobs et al. 2023). It sends 1 / cp of its part of q,
                 k, v and the result to each other rank, which with many ranks is less.
@@ -89,9 +89,13 @@ def attend_across_ranks(
     *,
     keep: bool = False,
 ) -> torch.Tensor:
-    """Return the attention of this rank's tokens: [batch, heads, this rank's part, head_size], as q
-    is. k and v may have fewer heads. keep: backward follows at once, so what was gathered is kept
-    for it instead of gathered again."""
+    """Return what this rank's tokens have seen, in the shape of q: [batch, heads, this rank's part,
+    head_size].
+
+    k, v: of the same tokens; they may have fewer heads. masks: one for each of
+    `SequenceCut.queries`. keep: backward follows at once, so what was gathered is kept for it
+    instead of gathered again.
+    """
     if ctx.cp_method == "ulysses":
         return _with_some_heads(kernel, q, k, v, masks, ctx)
     return _with_all_keys(kernel, q, k, v, masks, ctx, keep)
