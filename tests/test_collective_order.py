@@ -59,10 +59,13 @@ def test_no_rank_waits_for_another_in_a_circle(ranks, model, layout, schedule, r
     made, of_context = found[0]
     if method == "allgather" and layout.get("dp", 1) > 1 and layout.get("pp", 1) == 1:
         gathers = [name for name, group, _ in made if group == of_context and "gather" in name]
-        assert len(gathers) == 4 * 5  # of four micro-batches each of five layers
+        times = 3 if recompute == "full" else 2  # forward, backward, and what is recomputed
+        assert len(gathers) == times * 4 * 5  # of four micro-batches each of five layers
 
 
 def test_a_recomputed_layer_gathers_again_in_backward(ranks):
+    """All layers do, as they keep no other rank's keys and values. A layer that is recomputed whole
+    gathers for that, too; selectively, it keeps what it then gathers."""
     counts = {}
     for recompute in ("none", "selective", "full"):
         found = ranks(issued, 2, MODELS["gpt2"], dict(cp=2), "1f1b", recompute)
@@ -70,7 +73,7 @@ def test_a_recomputed_layer_gathers_again_in_backward(ranks):
         counts[recompute] = sum("all_gather" in name for name in names)
     layers = 4 * 5  # of four micro-batches each of five layers
     assert counts["full"] == counts["none"] + layers
-    assert counts["selective"] == counts["none"] + layers
+    assert counts["selective"] == counts["none"] > 2 * layers
 
 
 def test_the_check_finds_ranks_that_issue_in_different_orders():

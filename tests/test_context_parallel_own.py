@@ -239,14 +239,22 @@ def test_a_layer_that_cannot_look_across_ranks_is_refused_when_the_model_is_buil
     BLIND[name].on_meta(LLAMA, ParallelContext.virtual(tp=2))  # at cp 1 it may be
 
 
-def alone(layout: dict):
-    """An attention in a user's own module: what its tokens see, and the gradients, of the whole."""
+def alone(layout: dict, copied: str = "never"):
+    """An attention in a user's own module: what its tokens see, and the gradients, of the whole.
+    copied: where its kernel keeps copies of the keys and values for backward."""
     ctx = cp_context(**layout)
     with ctx:
         torch.manual_seed(1)
         attention = CausalSelfAttention(32, 4, 2)
         for parameter in attention.parameters():
             nn.init.normal_(parameter, std=0.3)
+    if copied != "never":
+        attend = attention._attend_here
+        attention._attend_here = lambda q, k, v, mask, dropout: (
+            attend(q, k.clone(), v.clone(), mask, dropout)
+            if copied == "always" or mask is not None
+            else attend(q, k, v, mask, dropout)
+        )
     cut = SequenceCut.of(16, ctx)
     own = (lambda x: x) if cut is None else cut.own
     x = own(torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2))).requires_grad_()
@@ -261,10 +269,13 @@ def alone(layout: dict):
     return y.detach(), x.grad, grads
 
 
+@pytest.mark.parametrize("copied", ["never", "where there is a mask", "always"])
 @pytest.mark.parametrize("layout", [CP2, ULYSSES], ids=cp_name)
-def test_an_attention_alone_sees_the_whole_sequence(ranks, layout):
+def test_an_attention_alone_sees_the_whole_sequence(ranks, layout, copied):
+    """Kernels may copy keys that have a mask, which the first chunk of all has not: a rank that
+    then keeps none gathers them again with the others."""
     y, dx, gradients = alone({})
-    for rank, (theirs, their_dx, their_gradients) in enumerate(ranks(alone, 2, layout)):
+    for rank, (theirs, their_dx, their_gradients) in enumerate(ranks(alone, 2, layout, copied)):
         own = SequenceCut(16, 2, rank, "allgather").own
         torch.testing.assert_close(theirs, own(y), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(their_dx, own(dx), atol=1e-4, rtol=1e-5)

@@ -16,9 +16,12 @@ LENGTHS = [(15,), (1, 14), (4, 5, 6), (7, 1, 1, 1, 5), (8, 7), (15,), (2, 13), (
 calls = []
 
 
-def each_alone(q, k, v, boundaries, longest, scale):
+def each_alone(q, k, v, boundaries, longest, scale, key_boundaries=None, longest_of_keys=None):
     """Stands in for varlen_attention: each document's softmax by hand. Its queries are the last of
     its tokens, as flash-attention says of a causal mask: it ends in the lower right corner."""
+    if key_boundaries is None:
+        key_boundaries, longest_of_keys = boundaries, longest
+    boundaries, longest = (boundaries, key_boundaries), (longest, longest_of_keys)
     ends = [each.tolist() for each in boundaries]
     calls.append(len(ends[0]) - 1)
     for each, tokens, their in zip(boundaries, (q, k), ends, strict=True):

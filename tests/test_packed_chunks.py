@@ -74,6 +74,18 @@ def test_a_chunk_attends_as_by_hand(method, cp, case, empty):
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("method", ["allgather", "ulysses"])
+def test_no_rows_need_no_documents(monkeypatch, method):
+    """CUDA's kernel refuses none; a replica's batch may have no rows."""
+    monkeypatch.setattr(attention, "varlen_attention", None)
+    layer = megazoo.layers.CausalSelfAttention(16, 4, 2, ctx=context())
+    cut = SequenceCut(8, 2, 1, method)
+    masks = masks_of_chunks(cut, 0, torch.float32, CPU, packed=True).masks
+    for chunk, mask in zip(cut.queries, masks, strict=True):
+        q, k = torch.randn(0, 4, len(chunk), 4), torch.randn(0, 2, chunk.stop, 4)
+        assert layer._attend_here(q, k, k, mask).shape == q.shape
+
+
 def trained(config, layout, packed, several):
     """The loss, each gradient with its place, and how many documents each call of the kernel
     had."""

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut, in_order, in_parts, padded_length
 from megazoo.parallel.shares import share_of
@@ -100,6 +101,11 @@ def test_shares_are_nearly_equal_and_the_first_are_the_larger(items, parts):
 def test_the_padded_length_is_the_least_that_all_ranks_can_share(cp, tp, sp, length, padded):
     ctx = ParallelContext.virtual(tp, cp=cp, sequence_parallel=sp)
     assert padded_length(length, ctx) == padded
+
+
+def test_a_length_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match="of 6 tokens can't be cut over cp 2: pad it to a multiple"):
+        SequenceCut.of(6, ParallelContext.virtual(cp=2))
 
 
 def test_one_rank_cuts_nothing():

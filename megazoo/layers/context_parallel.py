@@ -5,9 +5,9 @@ sequence.py), and goes on with what its own tokens have seen.
 
     allgather   Every rank gets the keys and values of all, and computes the attention of its own
                 tokens: each chunk from the keys up to its end. Llama 3 was trained so (Dubey et al.
-                2024). A layer's forward sends 2 b s d_kv (cp - 1) / cp elements, and so does its
-                backward, which gathers again what would be as long on cp ranks as on one, and then
-                as many gradients, in fp32.
+                2024). Of b rows of s tokens, whose keys have d_kv features, a layer's forward sends
+                2 b s d_kv (cp - 1) / cp elements. Backward gathers them again: kept, they would
+                take as much memory on cp ranks as on one. Then it sends as many gradients, in fp32.
     ulysses     Every rank gets the whole sequence of some of the heads, and computes their
                 attention (DeepSpeed-Ulysses: Jacobs et al. 2023). It sends 1 / cp of its part of q,
                 k, v and the result to each other rank, which with many ranks is less.
@@ -89,9 +89,13 @@ def attend_across_ranks(
     *,
     keep: bool = False,
 ) -> torch.Tensor:
-    """Return the attention of this rank's tokens: [batch, heads, this rank's part, head_size], as q
-    is. k and v may have fewer heads. keep: backward follows at once, so what was gathered is kept
-    for it instead of gathered again."""
+    """Return what this rank's tokens have seen, in the shape of q: [batch, heads, this rank's part,
+    head_size].
+
+    k, v: of the same tokens; they may have fewer heads. masks: one for each of
+    `SequenceCut.queries`. keep: backward follows at once, so what was gathered is kept for it
+    instead of gathered again.
+    """
     if ctx.cp_method == "ulysses":
         return _with_some_heads(kernel, q, k, v, masks, ctx)
     return _with_all_keys(kernel, q, k, v, masks, ctx, keep)
@@ -109,12 +113,13 @@ def _with_all_keys(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContex
         ):
             # transposed: the order in which kernels write it
             seen.append(kernel(part, keys, values, mask).transpose(1, 2))
-    return torch.cat(seen, dim=1).transpose(1, 2)
+    seen = torch.cat(seen, dim=1)
+    return (seen if keep else _GatherBeforeBackward.apply(seen, again)).transpose(1, 2)
 
 
 class _GatheredAgain:
-    """What autograd keeps instead of the keys and values of all ranks: this rank's, which are
-    gathered again in backward.
+    """Keep this rank's keys and values for backward instead of those of all ranks, which are
+    gathered again there.
 
     own: this rank's, [2, ..., part, size]. gathered: any of what `gather_context` made of them.
     """
@@ -124,6 +129,12 @@ class _GatheredAgain:
         self.storage = storage_key(gathered.untyped_storage())
         self.packed = self.missing = 0  # tensors of that storage, and those backward still needs
         self.again: torch.Tensor | None = None
+
+    def gather(self) -> None:
+        """Gather again: all ranks at once, also one whose kernels have copied what they need, as
+        some do where there is a mask."""
+        gathered = gathered_in_order(self.own, self.ctx.cp_group)
+        self.again, self.missing = gathered if self.packed else None, self.packed
 
     def pack(self, tensor: torch.Tensor):
         """Return what is kept of a tensor: where it lies in what is gathered, if it does."""
@@ -136,13 +147,23 @@ class _GatheredAgain:
         """Return the tensor of which `pack` has kept this."""
         if isinstance(packed, torch.Tensor):
             return packed
-        if self.again is None:
-            self.again, self.missing = gathered_in_order(self.own, self.ctx.cp_group), self.packed
         tensor = self.again.as_strided(*packed)
         self.missing -= 1
         if not self.missing:
             self.again = None
         return tensor
+
+
+class _GatherBeforeBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, again: _GatheredAgain):
+        ctx.again = again
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.again.gather()
+        return grad, None
 
 
 def _with_some_heads(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):

@@ -17,10 +17,10 @@ ROW = 64  # elements: the length of a mask's rows in memory is a multiple of it
 class Packed(NamedTuple):
     """Documents one after the other, in all rows of a micro-batch together.
 
-    boundaries: int32 [documents + 1], the first token of each and the end of the last. Documents at
-    the end may be empty. longest: tokens of the longest document at most. Where only some of the
-    last tokens of each document are queries, these are said of the queries; and key_boundaries and
-    longest_of_keys of the keys, of all tokens.
+    boundaries: int32 [documents + 1], the first query of each and the end of the last. Documents
+    may have none. longest: a bound on the queries of a document. key_boundaries, longest_of_keys:
+    the same of the keys, if there are more of them; a document's queries are then the last of its
+    tokens. None where every token is a query.
     """
 
     boundaries: torch.Tensor
@@ -48,8 +48,8 @@ class Shifted(NamedTuple):
 
 class OfChunks(NamedTuple):
     """The masks for a sequence that is cut over context-parallel ranks: one for each run of queries
-    in `SequenceCut.queries`, and all keys up to its end; None where a query looks at itself and
-    backwards and there are no other keys."""
+    in `SequenceCut.queries`, over all keys up to its end. None stands for a causal mask where each
+    key is a query's, too."""
 
     masks: tuple[torch.Tensor | Packed | Shifted | None, ...]
 
@@ -106,7 +106,7 @@ def masks_of_chunks(
     of the documents that they are, as in Packed, if they are known. packed: the attention takes
     masks that are Packed. dtype: of what is added to the scores; None for boolean masks.
     """
-    if packed and device.type == "meta":  # where no kernel looks at them
+    if packed and (device.type == "meta" or not rows):  # no kernel looks at them, or takes no rows
         return OfChunks((None,) * len(cut.queries))
     if packed and (segments is None or boundaries is not None):
         if boundaries is None:

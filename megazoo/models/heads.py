@@ -170,7 +170,8 @@ class LastStage:
         return self.task.outputs(self, x, batch)
 
     def whole_logits(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the outputs with the whole vocabulary, the same on every tp rank."""
+        """Return the outputs of whole sequences with the whole vocabulary, the same on every tp and
+        cp rank."""
         return self.task.whole_outputs(self, outputs, batch)
 
     def token_losses(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

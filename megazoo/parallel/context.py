@@ -168,7 +168,7 @@ class ParallelContext:
             where = AXES.index("dp")
             joint = group_along(where, ranks.flatten(where, where + 1), device, timeout)
         if device.type == "cuda":
-            warm_up([*groups, *filter(None, [joint])], groups[AXES.index("pp")], device)
+            warm_up([*groups, joint] if joint else groups, groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
         name = _agree(rank, device)
         return replace(

@@ -110,11 +110,11 @@ class _GatherContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # Every rank goes on with what was gathered in its own way. Keys, then values: the buffer is
-        # as long as the sequence.
         own = torch.empty(ctx.shape, dtype=ctx.dtype, device=grads[0].device)
+        # Keys, then values, in one buffer: it is as long as the sequence.
+        parts = own.new_empty(ctx.group.size(), *own.shape[1:], dtype=torch.float32)
         for number, mine in enumerate(own):
-            parts = mine.new_zeros(ctx.group.size(), *mine.shape, dtype=torch.float32)
+            parts.zero_()
             for grad in grads[number::2]:
                 add_to_parts(parts, grad)
             mine.copy_(reduce_scatter_parts(parts, ctx.group))
@@ -209,10 +209,12 @@ def scatter_to_tensor_parallel(
 def gather_context(
     x: torch.Tensor, ends: Sequence[int], ctx: ParallelContext
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give each context-parallel rank, which goes on with them in its own way, the keys and values
-    of all, up to each of `ends`, which are multiples of a chunk: [2, ..., part, size] -> two of
-    [..., end, size] for each, all of one storage. The gradient is the sum over all ends and ranks,
-    in fp32."""
+    """Return the keys and values of all context-parallel ranks, as far as each of `ends`: [2, ...,
+    part, size] -> two of [..., end, size] for each, all of one storage.
+
+    ends: in tokens, multiples of a chunk. Each rank goes on in its own way, so the gradient is the
+    sum over all ends and ranks, in fp32.
+    """
     gathered = _apply(_GatherContext, x, ends, ctx.cp_group)
     return list(zip(gathered[::2], gathered[1::2], strict=True))
 

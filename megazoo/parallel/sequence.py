@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 
+from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shares import share_of
 
 
 def padded_length(length: int, ctx: ParallelContext) -> int:
-    """Return the least length, not below the given one, that the ranks can share: of which cp ranks
-    have two chunks each, and under sequence parallelism tp ranks as much of those."""
+    """Return the least length, not below the given one, that the ranks can share: each cp rank gets
+    two chunks of one length, which under sequence parallelism tp ranks share evenly."""
     unit = ctx.tp_size if ctx.sequence_parallel else 1
     if ctx.cp_size > 1:
         unit = ctx.cp_size * math.lcm(2, unit)
@@ -28,13 +29,21 @@ def padded_length(length: int, ctx: ParallelContext) -> int:
 class SequenceCut:
     """The part of sequences that one of `size` context-parallel ranks has.
 
-    length: of the whole sequence, a multiple of 2 size. method: see CP_METHODS.
+    length: of the whole sequence, in tokens. method: see CP_METHODS.
+    Errors: UserError if the length is no multiple of 2 size.
     """
 
     length: int
     size: int
     rank: int
     method: str
+
+    def __post_init__(self):
+        if self.length % (2 * self.size):
+            raise UserError(
+                f"a sequence of {self.length} tokens can't be cut over cp {self.size}: pad it to a "
+                f"multiple of {2 * self.size} tokens"
+            )
 
     @classmethod
     def of(cls, length: int, ctx: ParallelContext) -> "SequenceCut | None":
@@ -46,9 +55,9 @@ class SequenceCut:
     @property
     def chunks(self) -> tuple[range, range]:
         """The positions of this rank's two chunks in the whole sequence."""
-        size = self.length // (2 * self.size)
-        first, second = self.rank, 2 * self.size - 1 - self.rank
-        return range(first * size, (first + 1) * size), range(second * size, (second + 1) * size)
+        tokens = self.length // (2 * self.size)  # of a chunk
+        first, second = self.rank * tokens, (2 * self.size - 1 - self.rank) * tokens
+        return range(first, first + tokens), range(second, second + tokens)
 
     @property
     def queries(self) -> tuple[range, ...]:
@@ -95,8 +104,8 @@ def in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 def add_to_parts(parts: torch.Tensor, beginning: torch.Tensor) -> None:
-    """Add what a sequence begins with, some of its chunks, to the ranks' parts in place: [...,
-    tokens, size] to [ranks, ..., part, size]."""
+    """Add the beginning of a sequence, a whole number of chunks, to the ranks' parts in place:
+    [..., tokens, size] to [ranks, ..., part, size]."""
     ranks, chunks = len(parts), parts.unflatten(-2, (2, -1))
     for number, chunk in enumerate(beginning.split(chunks.shape[-2], dim=-2)):
         rank, half = (number, 0) if number < ranks else (2 * ranks - 1 - number, 1)

@@ -1,5 +1,5 @@
-"""A range is shared out: rows to replicas, or to groups that go through the stages in turn, and
-heads to context-parallel ranks."""
+"""Share out a range: rows to replicas, or to groups that go through the stages in turn; heads to
+context-parallel ranks."""
 
 
 def share_of(items: range, parts: int, index: int) -> range:
