@@ -51,19 +51,19 @@ def a_wrong_gradient_of(which: int):
 @contextmanager
 def stale_keys_and_values():
     """Backward gathers again what the newest layer had, not its own."""
-    begin, unpack, newest = _GatheredAgain.__init__, _GatheredAgain.unpack, {}
+    begin, gather, newest = _GatheredAgain.__init__, _GatheredAgain.gather, {}
 
     def begins(self, own, *what):
         newest["own"] = own
         begin(self, own, *what)
 
-    def unpacked(self, packed):
+    def of_the_newest(self):
         self.own = newest["own"]
-        return unpack(self, packed)
+        gather(self)
 
     with (
         patch.object(_GatheredAgain, "__init__", begins),
-        patch.object(_GatheredAgain, "unpack", unpacked),
+        patch.object(_GatheredAgain, "gather", of_the_newest),
     ):
         yield
 
