@@ -177,10 +177,11 @@ def moved(layers: int) -> int:
 
 def test_a_layer_copies_little_to_share_keys_and_values():
     """Of n keys and values of a sequence, and q of a rank's queries. Forward: the rank's part is
-    stacked, all are put in order, the results are joined. Backward: gradients are zeroed in fp32,
-    added to it (a rank's two chunks see 1.25 sequences), and its part is rounded."""
+    stacked, all are put in order, queries are copied, the results are joined. Backward: all are put
+    in order again, gradients are zeroed in fp32, added to it (a rank's two chunks see 1.25
+    sequences), and its part is rounded."""
     one, two = (in_own_process(moved, layers) for layers in (1, 2))
     n, q = 2 * 8192 * 8 * 128, 4096 * 32 * 128
-    forward = 4 * n / 2 + 4 * n + 4 * q  # bytes read and written, 2 each
-    backward = 4 * n + (2 + 4 + 4) * 1.25 * n + (4 + 2) * n / 2
+    forward = 4 * n / 2 + 4 * n + 4 * q + 4 * q  # bytes read and written, 2 each
+    backward = 4 * n + 4 * n + (2 + 4 + 4) * 1.25 * n + (4 + 2) * n / 2
     assert two - one < 1.1 * (forward + backward)

@@ -16,12 +16,14 @@ LENGTHS = [(15,), (1, 14), (4, 5, 6), (7, 1, 1, 1, 5), (8, 7), (15,), (2, 13), (
 calls = []
 
 
-def each_alone(q, k, v, boundaries, longest, scale):
+def each_alone(q, k, v, boundaries, longest, scale, key_boundaries=None, longest_of_keys=None):
     """Stands in for varlen_attention: each document's softmax by hand. Its queries are the last of
     its tokens, as flash-attention says of a causal mask: it ends in the lower right corner."""
-    ends = [each.tolist() for each in boundaries]
+    if key_boundaries is None:
+        key_boundaries, longest_of_keys = boundaries, longest
+    ends = boundaries.tolist(), key_boundaries.tolist()
     calls.append(len(ends[0]) - 1)
-    for each, tokens, their in zip(boundaries, (q, k), ends, strict=True):
+    for each, tokens, their in zip((boundaries, key_boundaries), (q, k), ends, strict=True):
         assert each.dtype == torch.int32
         assert (their[0], their[-1]) == (0, len(tokens))
     scale, parts = q.shape[-1] ** -0.5 if scale is None else scale, []
@@ -29,8 +31,8 @@ def each_alone(q, k, v, boundaries, longest, scale):
     for (start, end), (first, last) in zip(*map(pairwise, ends), strict=True):
         queries, keys = end - start, last - first
         assert 0 <= queries <= keys
-        assert queries <= longest[0]
-        assert keys <= longest[1]
+        assert queries <= longest
+        assert keys <= longest_of_keys
         scores = torch.einsum("qhd,khd->hqk", q[start:end], k[first:last]) * scale
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
