@@ -189,10 +189,9 @@ def assert_outputs_equal(ranks, cases: list[Case], layout: dict):
 
 
 def layout_name(layout: dict) -> str:
-    return (
-        "".join(f"{axis}{size}" if axis != "sp" else axis for axis, size in layout.items())
-        or "one process"
-    )
+    words = {"sp": "sp", "method": layout.get("method")}
+    sizes = (words.get(axis) or f"{axis}{size}" for axis, size in layout.items())
+    return "".join(sizes) or "one process"
 
 
 def world(layout: dict) -> int:

@@ -4,14 +4,23 @@ any layout."""
 from dataclasses import replace
 from functools import cache
 
+import helpers
 import torch
-from helpers import CLIP, NO_DROPOUT, context, randomize, worst_gradient, worst_relative
+from helpers import (
+    CLIP,
+    NO_DROPOUT,
+    context,
+    layout_name,
+    randomize,
+    worst_gradient,
+    worst_relative,
+)
 
 import megazoo
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
-from megazoo.testing import GROUP_TIMEOUT, Layout
+from megazoo.testing import Layout
 
 VOCABULARY = 61
 # Four layers: one for each stage of pp 2 with two a rank.
@@ -43,11 +52,12 @@ UNEVEN = {
 }
 KINDS = ("plain", "packed", "padded", "odd")
 ROWS, MICRO_BATCHES = 4, 2
+TOKENS = 13  # of the rows of batch_of: not a multiple of 2 cp
 DOCUMENTS = ((11, 7, 13), (1, 21, 9), (5, 5, 5, 5, 11), (31,))  # of each row of packed ones
 
 
-def make_batch(kind: str, step: int = 0) -> dict[str, torch.Tensor]:
-    """What train_batch takes: rows of 32 tokens, of 31 packed ones or with padding, or of 29.
+def long_batch_of(step: int, kind: str = "plain") -> dict[str, torch.Tensor]:
+    """A global batch: rows of 32 tokens, of 31 packed ones or with padding, or of 29.
 
     Of the first micro-batch with padding, cp rank 0 of any number has padding only.
     """
@@ -69,45 +79,79 @@ def make_batch(kind: str, step: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens[:, :-1], "targets": targets, **more}
 
 
-def context_of(layout: Layout) -> megazoo.ParallelContext:
-    """This rank's context in a layout."""
-    if layout.ranks == 1:
-        return context()
-    ctx = megazoo.ParallelContext.from_torch(
-        layout.tp,
-        layout.pp,
-        layout.dp,
-        context_parallel_size=layout.cp,
-        context_parallel_method=layout.cp_method,
-        sequence_parallel=layout.sequence_parallel,
-        virtual_pipeline_size=layout.virtual,
-        device="cpu",
-        timeout=GROUP_TIMEOUT,
-    )
-    torch.set_num_threads(1)  # bits may depend on the number of threads
-    return ctx
+def batch_of(step: int, kind: str = "plain") -> dict:
+    """A global batch of 13 tokens a row with uneven labels. kind has any of these words: documents,
+    restarting (their positions), padding (on both sides), positions."""
+    ids, targets = helpers.make_batch(step, ROWS, TOKENS)
+    batch = {"input_ids": ids, "targets": targets}
+    place = torch.arange(TOKENS).expand(ROWS, TOKENS)
+    if "documents" in kind:
+        starts = torch.tensor([[3, 4, 11], [1, 7, 9], [6, 7, 12], [2, 5, 8]])
+        batch["document_ids"] = (place[..., None] >= starts[:, None]).sum(-1)
+    if "restarting" in kind:
+        earlier = (place[..., None] >= starts[:, None]) * starts[:, None]
+        batch["position_ids"] = place - earlier.amax(-1)
+    if "padding" in kind:  # on the right, on the left, a whole half, none
+        ends, begins = torch.tensor([[5], [13], [6], [13]]), torch.tensor([[0], [8], [0], [0]])
+        mask = ((place < ends) & (place >= begins)).long()
+        batch["attention_mask"] = mask
+        batch["targets"] = targets.masked_fill(mask == 0, -100)
+    if "positions" in kind:
+        batch["position_ids"] = (place * torch.tensor([[1], [1], [0], [1]])).flip(1)
+    return batch
 
 
-def trained(model: str, layout: Layout, kind: str, steps: int = 2):
-    """Train one of the models; returns [(loss, norm)] of every step, and what is to be compared by
+def cp_name(part) -> str:
+    """The name of a layout, or of another parameter of a test."""
+    return layout_name(part) if isinstance(part, dict) else str(part)
+
+
+def rows_of_replica(tensors: dict, ctx) -> dict:
+    return {name: helpers.replica_rows(tensor, ctx) for name, tensor in tensors.items()}
+
+
+def model_in(config, ctx, *, train: str | None = None, recompute=("none",), **how):
+    """A model with random biases. train: a pattern of the names that are trained."""
+    model = randomize(megazoo.from_config(config, ctx, seed=3, **how))
+    return (model.train_only(train) if train else model).recompute(*recompute)
+
+
+def sizes_of(layout: Layout) -> dict:
+    """A layout as `helpers.context` takes it."""
+    return {
+        "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp,
+        "sp": layout.sequence_parallel, "v": layout.virtual, "method": layout.cp_method,
+    }  # fmt: skip
+
+
+def trained(config, layout: dict, batches: list, *, count=MICRO_BATCHES, model=None,
+            schedule="1f1b", **optimizer):  # fmt: skip
+    """Train a step on each global batch; returns [(loss, norm)], and what is to be compared by
     parameter: every step's gradients, and last the weights, each as {name: [(box, this rank's
-    part)]}. ZeRO-1 has no whole gradients."""
-    config, ctx = (MODELS | UNEVEN)[model], context_of(layout)
-    model = randomize(megazoo.from_config(config, ctx, seed=3))
-    optimizer = megazoo.optim.AdamW(model, lr=1e-3, eps=1e-3, clip_grad=CLIP, zero=layout.zero)
-    history, kept = [], []
-    for step in range(steps):
+    part)]}. ZeRO-1 has no whole gradients. count: micro-batches, of all replicas together. model:
+    more for `model_in`."""
+    ctx = context(**layout)
+    model = model_in(config, ctx, **(model or {}))
+    # eps: so that a rounding of a small gradient is not a step of its own
+    optimizer = {"lr": 1e-3, "eps": 1e-3, "clip_grad": CLIP, **optimizer}
+    opt, history, kept = megazoo.optim.AdamW(model, **optimizer), [], []
+    for step, batch in enumerate(batches):
         loss = model.train_batch(
-            **make_batch(kind, step),
-            num_microbatches=MICRO_BATCHES,
-            schedule=layout.schedule,
+            **rows_of_replica(batch, ctx),
+            num_microbatches=count // ctx.dp_size,
+            schedule=schedule,
             step=step,
         )
-        if not layout.zero:
-            kept.append(_parts(model, lambda parameter: parameter.grad))
-        history.append((loss.item(), optimizer.step().item()))
+        if not optimizer.get("zero"):
+            kept.append(parts_of_gradients(model))
+        history.append((loss.item(), opt.step().item()))
     kept.append(_parts(model, lambda parameter: parameter.detach()))
     return history, kept
+
+
+def parts_of_gradients(model) -> dict:
+    """Of each parameter that has one: {name: [(box, this rank's part)]}."""
+    return _parts(model, lambda parameter: parameter.grad)
 
 
 def _parts(model, tensor_of) -> dict:
@@ -118,12 +162,20 @@ def _parts(model, tensor_of) -> dict:
             for piece in entry.spec.pieces(*tp)
         ]
         for entry in model.entries()
+        if tensor_of(entry.parameter) is not None
     }
+
+
+def named_run(model: str, layout: Layout, kind: str, steps: int = 2):
+    """Train one of the models on long batches."""
+    batches = [long_batch_of(step, kind) for step in range(steps)]
+    how = {"schedule": layout.schedule, "zero": layout.zero}
+    return trained((MODELS | UNEVEN)[model], sizes_of(layout), batches, **how)
 
 
 @cache
 def one_process(model: str, kind: str, steps: int = 2):
-    return trained(model, Layout(), kind, steps)
+    return named_run(model, Layout(), kind, steps)
 
 
 def worst_difference(results: list, expected) -> tuple[float, str]:
@@ -138,3 +190,10 @@ def worst_difference(results: list, expected) -> tuple[float, str]:
         found.append(worst_gradient([parts[number] for parts in of_ranks], whole))
     found = [(float("inf") if value != value else value, what) for value, what in found]
     return max(found)
+
+
+def assert_gradients_equal(results: list[dict], expected: dict) -> None:
+    """Each rank's gradients are those of one process, none is missing and none too many."""
+    assert set().union(*results) == set(expected)
+    distance, name = worst_gradient(results, expected)
+    assert distance < 1e-5, f"{name}: {distance}"

@@ -8,15 +8,15 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import randomize
+from helpers import context, randomize
 from helpers_context_parallel import (
     KINDS,
     MODELS,
     UNEVEN,
     VOCABULARY,
-    context_of,
+    named_run,
     one_process,
-    trained,
+    sizes_of,
     worst_difference,
 )
 
@@ -47,7 +47,7 @@ def sample() -> list[tuple[str, str, str]]:
 
 def check(ranks, layout: str, model: str, kind: str):
     layout = Layout.named(layout)
-    results = ranks(trained, layout.ranks, model, layout, kind)
+    results = ranks(named_run, layout.ranks, model, layout, kind)
     assert all(history == results[0][0] for history, _ in results), "ranks disagree"
     worst, what = worst_difference(results, one_process(model, kind))
     assert worst < 1e-5, what
@@ -90,7 +90,7 @@ def logits_of_both(layout: Layout) -> dict[str, tuple[torch.Tensor, torch.Tensor
         "document_ids": torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None],
         "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
     }
-    logits, ctx = {}, context_of(layout)
+    logits, ctx = {}, context(**sizes_of(layout))
     for name, config in MODELS.items():
         model = randomize(megazoo.from_config(config, ctx, seed=3)).eval()
         with torch.no_grad():

@@ -5,17 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import MODELS, tiny_config
-from helpers_cp import (
+from helpers import MODELS, context, tiny_config, world
+from helpers_context_parallel import (
     ROWS,
     TOKENS,
     assert_gradients_equal,
     batch_of,
-    cp_context,
     cp_name,
     model_in,
-    pieces_of_gradients,
-    ranks_of,
+    parts_of_gradients,
     rows_of_replica,
 )
 
@@ -47,7 +45,7 @@ def labels_of(kind: str) -> torch.Tensor:
 
 def gradients_by(how: str, config, layout: dict):
     """The loss (the micro-batches' added up), and the gradients, by one way to them."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model = model_in(config, ctx)
     rows = rows_of_replica(
         batch_of(0, "padding, positions") | {"labels": labels_of(how), "rows": LABELS_OF_ROWS}, ctx
@@ -78,7 +76,7 @@ def gradients_by(how: str, config, layout: dict):
         loss = loss_of_rows(logits, of_rows)
         loss.backward()
         model.sync_gradients()
-    return loss.item(), pieces_of_gradients(model)
+    return loss.item(), parts_of_gradients(model)
 
 
 WAYS = [
@@ -96,7 +94,7 @@ WAYS = [
 )
 def test_every_way_to_the_gradients_gives_those_of_one_process(ranks, how, layout):
     loss, gradients = gradients_by(how, LLAMA, {})
-    results = ranks(gradients_by, ranks_of(layout), how, LLAMA, layout)
+    results = ranks(gradients_by, world(layout), how, LLAMA, layout)
     for ours, _ in results:
         assert ours == pytest.approx(loss, rel=1e-5)
     assert_gradients_equal([parts for _, parts in results], gradients)
@@ -114,7 +112,7 @@ def test_a_backward_of_ones_own_is_averaged_over_the_replicas(ranks, how):
 
 def outputs_in(config, kind: str, layout: dict):
     """Logits and loss of a forward, and the loss and the count of an evaluation."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model = model_in(config, ctx)
     batch = rows_of_replica(batch_of(1, kind), ctx)
     targets = batch.pop("targets")
@@ -131,7 +129,7 @@ def outputs_in(config, kind: str, layout: dict):
 @pytest.mark.parametrize("layout", [CP3, ULYSSES, TP, PP], ids=cp_name)
 def test_logits_are_whole_and_in_order_and_losses_and_counts_right(ranks, kind, layout):
     _, logits, *numbers = outputs_in(GPT2, kind, {})
-    results = ranks(outputs_in, ranks_of(layout), GPT2, kind, layout)
+    results = ranks(outputs_in, world(layout), GPT2, kind, layout)
     mask = batch_of(1, kind).get("attention_mask", torch.ones(ROWS, TOKENS)).bool()
     for has_last, theirs, *others in results:
         assert others == pytest.approx(numbers, rel=1e-5)
@@ -143,7 +141,7 @@ def test_logits_are_whole_and_in_order_and_losses_and_counts_right(ranks, kind, 
 
 def uneven_replicas(kind: str, layout: dict):
     """Loss, count and gradients where a replica has no rows, or none of its tokens a label."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model, batch = model_in(LLAMA, ctx), batch_of(0, "padding")
     if kind == "no labels":
         batch["targets"][:2] = -100
@@ -151,7 +149,7 @@ def uneven_replicas(kind: str, layout: dict):
     elif ctx.dp_size > 1:
         batch = {name: x[: 0 if ctx.dp_rank else None] for name, x in batch.items()}
     loss = model.train_batch(**batch)
-    gradients = pieces_of_gradients(model)
+    gradients = parts_of_gradients(model)
     return (loss.item(), model.eval_batch(**batch, return_count=True)[1].item()), gradients
 
 
@@ -167,7 +165,7 @@ def test_a_replica_may_have_nothing_to_do(ranks, kind, method):
 
 def trained_on_parts(layout: dict, parts: bool):
     """The loss where each rank is given its own chunks alone, what the others have being wrong."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model, batch = model_in(LLAMA, ctx), batch_of(0, "documents")
     if parts:
         padded = padded_length(TOKENS, ctx)
@@ -176,7 +174,7 @@ def trained_on_parts(layout: dict, parts: bool):
             batch[name] = cut.own(F.pad(batch[name], (0, padded - TOKENS), value=7))
         batch["sequence_length"] = TOKENS
     loss = model.train_batch(**batch, num_microbatches=2)
-    gradients = pieces_of_gradients(model)
+    gradients = parts_of_gradients(model)
     return (loss.item(), model.eval_batch(**batch).item()), gradients
 
 
@@ -184,7 +182,7 @@ def trained_on_parts(layout: dict, parts: bool):
 def test_a_rank_may_be_given_its_part_alone(ranks, layout):
     """What is beyond sequence_length doesn't count, whatever stands there."""
     numbers, gradients = trained_on_parts({}, parts=False)
-    results = ranks(trained_on_parts, ranks_of(layout), layout, True)
+    results = ranks(trained_on_parts, world(layout), layout, True)
     for ours, _ in results:
         assert ours == pytest.approx(numbers, rel=1e-5)
     assert_gradients_equal([parts for _, parts in results], gradients)

@@ -7,16 +7,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import MODELS, tiny_config
-from helpers_cp import (
+from helpers import MODELS, context, tiny_config, world
+from helpers_context_parallel import (
     TOKENS,
     assert_gradients_equal,
     batch_of,
-    cp_context,
     cp_name,
     model_in,
-    pieces_of_gradients,
-    ranks_of,
+    parts_of_gradients,
     rows_of_replica,
 )
 
@@ -43,7 +41,7 @@ def classified(problem: str, layout: dict, loss_fn=None):
     """Loss, count, logits and gradients of a classifier whose rows end on either cp rank: at
     tokens 12 and 3 on the first of two, 6 and 8 on the second."""
     number, labels = PROBLEMS[problem]
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     config = replace(LLAMA, num_labels=number, pad_token_id=PAD, problem_type=problem)
     model = model_in(config, ctx)
     ids = batch_of(0)["input_ids"].clamp(max=PAD - 1)
@@ -55,7 +53,7 @@ def classified(problem: str, layout: dict, loss_fn=None):
     logits = None if logits is None else logits.detach()
     count = 1 if ctx.dp_size > 1 else 2
     loss = model.train_batch(**batch, num_microbatches=count, loss_fn=loss_fn)
-    gradients = pieces_of_gradients(model)
+    gradients = parts_of_gradients(model)
     evaluated, counted = model.eval_batch(**batch, return_count=True)
     return (loss.item(), evaluated.item(), counted.item()), (model.has_last, logits), gradients
 
@@ -70,7 +68,7 @@ def own_loss(logits, labels):
 )
 def test_a_classifier_is_trained_as_in_one_process(ranks, problem, loss_fn, layout):
     numbers, (_, logits), gradients = classified(problem, {}, loss_fn)
-    results = ranks(classified, ranks_of(layout), problem, layout, loss_fn)
+    results = ranks(classified, world(layout), problem, layout, loss_fn)
     size = len(logits) // layout.get("dp", 1)
     for rank, (ours, (has_last, theirs), _) in enumerate(results):
         assert ours == pytest.approx(numbers, rel=1e-5)
@@ -84,7 +82,7 @@ def test_a_classifier_is_trained_as_in_one_process(ranks, problem, loss_fn, layo
 
 def overflow_on_one_rank(layout: dict, broken: int, zero: int):
     """Three steps in float16; in the second one rank's gradient overflows."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model = model_in(GPT2, ctx, dtype=torch.float16)
     optimizer = megazoo.optim.AdamW(model, loss_scale=LossScale(256.0, hysteresis=1), zero=zero)
     layer = model.layers[str(min(map(int, model.layers)))]
@@ -111,7 +109,7 @@ def _overflowing(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("layout", "broken"), [(CP2, 1), (PP, 3), (DP, 2)], ids=cp_name)
 def test_an_overflow_on_one_cp_rank_skips_the_step_on_all(ranks, layout, broken, zero):
-    for history in ranks(overflow_on_one_rank, ranks_of(layout), layout, broken, zero):
+    for history in ranks(overflow_on_one_rank, world(layout), layout, broken, zero):
         assert [skipped for skipped, *_ in history] == [False, True, False]
         assert [changed for _, _, changed, _ in history] == [True, False, True]
         assert history[1][1] == torch.inf
@@ -147,7 +145,7 @@ class _Watched:
 
 
 def drawn(layout: dict, recompute: tuple):
-    model = model_in(tiny_config(layers=2, dropout=0.5), cp_context(**layout), recompute=recompute)
+    model = model_in(tiny_config(layers=2, dropout=0.5), context(**layout), recompute=recompute)
     with _Watched(model) as watched:
         loss = model.train_batch(**batch_of(0), step=3)
     norms = [parameter.grad.norm().item() for parameter in model.parameters()]
@@ -156,12 +154,12 @@ def drawn(layout: dict, recompute: tuple):
 
 @pytest.mark.parametrize("layout", [CP2, ULYSSES, TP], ids=cp_name)
 def test_dropout_differs_between_cp_ranks_and_chunks_and_can_be_drawn_again(ranks, layout):
-    plain = ranks(drawn, ranks_of(layout), layout, ("none",))
-    again = ranks(drawn, ranks_of(layout), layout, ("full", 2))
-    selective = ranks(drawn, ranks_of(layout), layout, ("selective",))
+    plain = ranks(drawn, world(layout), layout, ("none",))
+    again = ranks(drawn, world(layout), layout, ("full", 2))
+    selective = ranks(drawn, world(layout), layout, ("selective",))
     chunks = 1 if layout == ULYSSES else 2
     states = [state for attention, *_ in plain for state in attention]
-    assert len(states) == ranks_of(layout) * 2 * chunks  # two layers
+    assert len(states) == world(layout) * 2 * chunks  # two layers
     assert len(set(states)) == len(states), "two draws are alike"
     other = len(plain) // 2  # of the other cp rank, and the first tp rank
     for site, masks in plain[0][1].items():
@@ -183,7 +181,7 @@ def _each_layer_twice(states: list, chunks: int) -> list:
 
 def told(layout: dict, broken: int, kind: str):
     """What a rank hears where another one fails alone."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model = model_in(GPT2, ctx)
     if ctx.rank == broken:
         layer = model.layers[str(min(map(int, model.layers)))]
@@ -218,8 +216,8 @@ def _call(model, kind: str) -> None:
     ids=cp_name,
 )
 def test_all_hear_of_an_error_on_one_cp_rank(ranks, kind, layout):
-    broken = ranks_of(layout) - 1
-    for rank, answer in enumerate(ranks(told, ranks_of(layout), layout, broken, kind)):
+    broken = world(layout) - 1
+    for rank, answer in enumerate(ranks(told, world(layout), layout, broken, kind)):
         if rank == broken:
             assert answer == "RuntimeError: a rank's own trouble"
         else:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_context_parallel import one_process, trained, worst_difference
+from helpers_context_parallel import named_run, one_process, worst_difference
 from test_context_parallel import CHANGED, LENGTHS, logits_of_both, positions_that_differ
 
 from megazoo.engine import batch as batches
@@ -307,7 +307,7 @@ def planted(name: str | None):
 
 def trained_with(name: str | None, *what):
     with planted(name):
-        return trained(*what, steps=1)
+        return named_run(*what, steps=1)
 
 
 def probed_with(name: str | None, layout: Layout):

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import MODELS, tiny_config
-from helpers_cp import batch_of, cp_context, cp_name, model_in, ranks_of, rows_of_replica
+from helpers import MODELS, context, tiny_config, world
+from helpers_context_parallel import batch_of, cp_name, model_in, rows_of_replica
 from helpers_generation import PAD, prompts
 
 import megazoo
@@ -73,7 +73,7 @@ def scored(model) -> list:
 
 def trained_around(config, layout: dict):
     """What is generated and scored, and the losses before, between and after."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model, losses = model_in(config, ctx), []
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -114,9 +114,7 @@ SLOW = [case for case in product(CONFIGS, LAYOUTS) if case not in FAST]
 def test_generation_and_scores_are_those_of_one_process(ranks, name, layout):
     texts, (numbers, exact), losses = trained_around(CONFIGS[name], {})
     assert texts["streamed"] == [*texts["one row"][0][9:], "end"]
-    for theirs, scores, their_losses in ranks(
-        trained_around, ranks_of(layout), CONFIGS[name], layout
-    ):
+    for theirs, scores, their_losses in ranks(trained_around, world(layout), CONFIGS[name], layout):
         assert theirs == texts
         assert scores[0] == pytest.approx(numbers, rel=1e-5)
         assert scores[1] == exact

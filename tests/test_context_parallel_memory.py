@@ -58,7 +58,7 @@ def peak_of_activations(config, length, cp, recompute, rows=2):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_two_ranks_need_half_the_activations_of_one(name):
     """With full recomputation; measured, and as planned."""
     measured = {
@@ -77,7 +77,10 @@ def test_two_ranks_need_half_the_activations_of_one(name):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
-@pytest.mark.parametrize(("name", "recompute"), [("gpt2", "none"), ("llama", "selective")])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("llama", "selective"), pytest.param("gpt2", "none", marks=pytest.mark.slow)],
+)
 def test_activations_are_within_a_tenth_of_the_plan(name, recompute):
     measured = in_fresh_processes(
         peak_of_activations, LONG[name], LENGTH, 2, recompute, processes=2

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import MODELS, tiny_config, worst_relative
-from helpers_cp import TOKENS, batch_of, cp_context, cp_name, model_in, ranks_of
+from helpers import MODELS, context, tiny_config, world, worst_relative
+from helpers_context_parallel import TOKENS, batch_of, cp_name, model_in
 from torch import nn
 
 import megazoo
@@ -112,7 +112,7 @@ def trained_by(name: str, kind: str, layout: dict):
         family, config = Qwen, replace(Qwen.presets["qwen-tiny"], layers=2)
     else:
         family, config = FAMILIES[name], LLAMA
-    model = family.build(config, cp_context(**layout), seed=3)
+    model = family.build(config, context(**layout), seed=3)
     optimizer, batch = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=0.2), batch_of(0, kind)
     steps = range(3)
     return [(model.train_batch(**batch).item(), optimizer.step().item()) for _ in steps]
@@ -130,7 +130,7 @@ def trained_by(name: str, kind: str, layout: dict):
 )
 def test_a_family_of_ones_own_trains_as_in_one_process(ranks, family, kind, layout):
     (expected,) = ranks(trained_by, 1, family, kind, {})
-    for history in ranks(trained_by, ranks_of(layout), family, kind, layout):
+    for history in ranks(trained_by, world(layout), family, kind, layout):
         assert worst_relative(history, expected) < 1e-5
 
 
@@ -143,7 +143,7 @@ def refused(function, *args) -> str:
 
 
 def refused_call(kind: str, layout: dict) -> str:
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     batch = batch_of(0, "documents")
     ids, targets = batch["input_ids"], batch["targets"]
     own = dict(input_ids=ids[:, :8], targets=targets[:, :8], sequence_length=TOKENS)
@@ -242,7 +242,7 @@ def test_a_layer_that_cannot_look_across_ranks_is_refused_when_the_model_is_buil
 def alone(layout: dict, copied: str = "never"):
     """An attention in a user's own module: what its tokens see, and the gradients, of the whole.
     copied: where its kernel keeps copies of the keys and values for backward."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     with ctx:
         torch.manual_seed(1)
         attention = CausalSelfAttention(32, 4, 2)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import CLIP, MODELS, tiny_config, worst_relative
-from helpers_cp import batch_of, cp_context, cp_name, model_in, ranks_of, rows_of_replica
+from helpers import CLIP, MODELS, context, tiny_config, world, worst_relative
+from helpers_context_parallel import batch_of, cp_name, model_in, rows_of_replica
 from safetensors.torch import load_file
 
 import megazoo
@@ -20,7 +20,7 @@ ULYSSES = dict(cp=2, method="ulysses")
 
 def run(layout: dict, config, steps: range, directory=None, resume=None, **optimizer):
     """Losses and norms of some steps, numbered from 0; saves after the last."""
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model = model_in(config, ctx)
     opt = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=CLIP, **optimizer)
     if resume:
@@ -47,10 +47,10 @@ def run(layout: dict, config, steps: range, directory=None, resume=None, **optim
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_run_goes_on_at_another_cp(ranks, tmp_path, before, afters, zero):
     expected = run({}, LLAMA, range(6))
-    ranks(run, ranks_of(before), before, LLAMA, range(3), tmp_path, zero=zero)
+    ranks(run, world(before), before, LLAMA, range(3), tmp_path, zero=zero)
     for after in afters:
         args = (after, LLAMA, range(3, 6), None, tmp_path)
-        history = ranks(run, ranks_of(after), *args, zero=1 - zero)[0]
+        history = ranks(run, world(after), *args, zero=1 - zero)[0]
         assert worst_relative(history, expected[3:]) < 1e-5, after
 
 
@@ -69,14 +69,14 @@ def test_each_tensor_is_written_once_and_files_are_those_of_replicas(ranks, tmp_
 
 
 def saved_parallelized(layout: dict, directory, merged):
-    model = model_in(GPT2, cp_context(**layout))
+    model = model_in(GPT2, context(**layout))
     model.save_parallelized(directory)
     model.save_parallelized(merged, merge_checkpoints=True)
     return model.eval_batch(**batch_of(0)).item()
 
 
 def loss_of_loaded(layout: dict, directory):
-    ctx = cp_context(**layout)
+    ctx = context(**layout)
     model = megazoo.from_config(GPT2, ctx, seed=99).from_parallelized(directory)
     again = megazoo.from_pretrained(directory, ctx)
     batch = rows_of_replica(batch_of(0), ctx)
@@ -87,7 +87,7 @@ def loss_of_loaded(layout: dict, directory):
 @pytest.mark.parametrize("layout", [dict(cp=2), dict(tp=2, **ULYSSES)], ids=cp_name)
 def test_a_model_saved_under_cp_loads_in_any_layout(ranks, tmp_path, layout):
     shards, merged = tmp_path / "shards", tmp_path / "merged"
-    losses = ranks(saved_parallelized, ranks_of(layout), layout, shards, merged)
+    losses = ranks(saved_parallelized, world(layout), layout, shards, merged)
     tp = layout.get("tp", 1)
     assert {path.name for path in shards.glob("*.safetensors")} == {
         f"model_tp_{rank}_pp_0.safetensors" for rank in range(tp)
@@ -95,5 +95,5 @@ def test_a_model_saved_under_cp_loads_in_any_layout(ranks, tmp_path, layout):
     assert (merged / "model.safetensors").exists()
     for directory in (shards, merged):
         for after in ({}, dict(dp=2, cp=2), dict(pp=2, cp=2)):
-            for loss in ranks(loss_of_loaded, ranks_of(after), after, directory):
+            for loss in ranks(loss_of_loaded, world(after), after, directory):
                 assert loss == pytest.approx(losses[0], rel=1e-5)

@@ -21,10 +21,9 @@ def each_alone(q, k, v, boundaries, longest, scale, key_boundaries=None, longest
     its tokens, as flash-attention says of a causal mask: it ends in the lower right corner."""
     if key_boundaries is None:
         key_boundaries, longest_of_keys = boundaries, longest
-    boundaries, longest = (boundaries, key_boundaries), (longest, longest_of_keys)
-    ends = [each.tolist() for each in boundaries]
+    ends = boundaries.tolist(), key_boundaries.tolist()
     calls.append(len(ends[0]) - 1)
-    for each, tokens, their in zip(boundaries, (q, k), ends, strict=True):
+    for each, tokens, their in zip((boundaries, key_boundaries), (q, k), ends, strict=True):
         assert each.dtype == torch.int32
         assert (their[0], their[-1]) == (0, len(tokens))
     scale, parts = q.shape[-1] ** -0.5 if scale is None else scale, []
@@ -32,8 +31,8 @@ def each_alone(q, k, v, boundaries, longest, scale, key_boundaries=None, longest
     for (start, end), (first, last) in zip(*map(pairwise, ends), strict=True):
         queries, keys = end - start, last - first
         assert 0 <= queries <= keys
-        assert queries <= longest[0]
-        assert keys <= longest[1]
+        assert queries <= longest
+        assert keys <= longest_of_keys
         scores = torch.einsum("qhd,khd->hqk", q[start:end], k[first:last]) * scale
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
