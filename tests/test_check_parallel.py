@@ -125,7 +125,7 @@ def test_layouts_by_name():
     assert Layout.named("pp2tp4") == Layout(tp=4, pp=2)
     assert Layout.named("dp2cp4") == Layout(dp=2, cp=4)
     assert Layout.named("tp2cp3pp2dp5v2").ranks == 60
-    for name in ("", "tp", "tp0", "cp", "cp0", "tp2 pp2", "tp2+fast", "2"):
+    for name in ("", "tp", "tp0", "cp", "cp0", "tp2 pp2", "tp2+fast", "2", "cp2cp4"):
         with pytest.raises(UserError, match="unknown layout"):
             Layout.named(name)
     layouts = all_layouts(shrink(find_config("gpt2")), 8)

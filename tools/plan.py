@@ -230,7 +230,8 @@ def plan_lines(plan: Plan) -> list[str]:
         f"  {plan.model_flops_per_token:.4g} model FLOPs a token, nothing twice",
         *table(rows if layout["cp"] > 1 else without(rows, "sent cp")),
         "bytes; FLOPs and bytes sent are a step's; "
-        "each line stands for its tp ranks in every replica",
+        "each line stands for its tp ranks in every replica"
+        + (", and all along cp" if layout["cp"] > 1 else ""),
     ]
 
 

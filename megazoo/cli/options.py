@@ -94,8 +94,8 @@ class ParallelOptions:
     leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more
     memory on later stages."""
     zero: Literal[0, 1] = 0
-    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them.
-    """
+    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has
+    1 / (dp x cp) of them."""
     offload_optimizer: bool = False
     """Keep the optimizer's state on the CPU, and make the update there."""
     timeout: float = 600.0

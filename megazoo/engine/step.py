@@ -41,7 +41,7 @@ class TrainingStep:
         document_ids: torch.Tensor | None = None,
         return_logits: bool = False,
     ) -> Output:
-        """Run one batch; call it with the same inputs on every rank of a (pp, tp) group.
+        """Run one batch; call it with the same inputs on every rank of a replica.
 
         Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every
         rank. Without, or with return_logits, or where the loss needs them whole anyway (pp, tp and

@@ -131,8 +131,6 @@ class Planner:
         check_values(options)
         if dp < 1:
             raise UserError(f"dp {dp} must be at least 1")
-        if parallel.cp < 1:
-            raise UserError(f"cp {parallel.cp} must be at least 1")
         microbatches = training.global_batch_size // (training.micro_batch_size * dp)
         stages = parallel.pp * parallel.virtual_pp
         if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward

@@ -62,11 +62,10 @@ def find_layouts(
     recomputation), dp, virtual-pp (at most LARGEST_VIRTUAL_PP, where it divides the layers), and
     recompute: the least that fits. Where a sequence is not so short that ranks would have less than
     SHORTEST_PART tokens, and fits with recomputation only or not at all, cp is searched, too:
-    powers of two, until it fits without, of which those are told that fit with less. Sequence
-    parallelism and ZeRO-1 send no more than what
-    they replace, so they are on where there are ranks for them. The rest is as given. Of the tp
-    ranks the first is looked at: if one has more, it does. Raises UserError for what no layout
-    could run.
+    powers of two, until it fits without; those are told that fit with less recomputation. Sequence
+    parallelism and ZeRO-1 send no more than what they replace, so they are on where there are ranks
+    for them. The rest is as given. Of the tp ranks the first is looked at: if one has more, it
+    does. Raises UserError for what no layout could run.
     """
     if gpus < 1:
         raise UserError(f"gpus {gpus} must be at least 1")

@@ -39,7 +39,10 @@ class Layout:
         sizes, *options = name.split("+")
         axis = "|".join(SIZES)
         found = re.fullmatch(rf"(({axis})[1-9]\d*)*", sizes)
-        given = {SIZES[name]: int(size) for name, size in re.findall(rf"({axis})(\d+)", sizes)}
+        pairs = re.findall(rf"({axis})(\d+)", sizes)
+        given = {SIZES[name]: int(size) for name, size in pairs}
+        if len(given) < len(pairs):  # tp2tp4: which one?
+            found = None
         for option in options:
             if option == "sp":
                 given["sequence_parallel"] = True
