@@ -28,7 +28,7 @@ from megazoo.parallel.groups import (
     warm_up,
 )
 from megazoo.parallel.sizes import (
-    check_size,
+    check_sizes,
     check_timeout,
     data_parallel_size_for,
     product_of,
@@ -119,10 +119,9 @@ class ParallelContext:
         data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto"
         (the default), which is CUDA where this machine has a device for each of its ranks. timeout
         bounds every wait on every group.
-        context_parallel_size: ranks that share each sequence, so that one too long for the memory
-        of a rank can be trained. context_parallel_method: "allgather" gives each of them the keys
-        and values of all, "ulysses" (Jacobs et al. 2023) some of the heads, of which each then has
-        the whole sequence.
+        context_parallel_size: ranks that share each sequence. context_parallel_method: "allgather"
+        gives each the keys and values of all, "ulysses" (Jacobs et al. 2023) some heads of the
+        whole sequence.
         sequence_parallel: between tensor-parallel regions cut the activations along the sequence
         (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
         in return backward gathers once more what a column-parallel layer takes. None: on CUDA.
@@ -133,12 +132,8 @@ class ParallelContext:
         UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
         check_timeout(timeout)
-        check_size("tensor_parallel_size", tensor_parallel_size)
-        check_size("pipeline_parallel_size", pipeline_parallel_size)
-        check_size("virtual_pipeline_size", virtual_pipeline_size)
-        check_size("context_parallel_size", context_parallel_size)
-        check_size("data_parallel_size", 1 if data_parallel_size is None else data_parallel_size)
         tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
+        check_sizes(tp, pp, cp, virtual_pipeline_size, data_parallel_size)
         world, rank = _world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size, cp)
         here = cls.virtual(
@@ -162,17 +157,22 @@ class ParallelContext:
                 return replace(here, device=device)
             with meeting():
                 _initialize(device, world, timeout)
-        ranks = torch.arange(world).view(here.sizes)
+        return here._connected(device, timeout)
+
+    def _connected(self, device: torch.device, timeout: timedelta) -> "ParallelContext":
+        """Return this context on a device, with the groups through which its ranks talk. Every rank
+        calls it."""
+        ranks = torch.arange(self.world_size).view(self.sizes)
         groups, joint = groups_of(ranks, device, timeout), None
-        if here.dp_size > 1 and cp > 1:
-            where = AXES.index("dp")
-            joint = group_along(where, ranks.flatten(where, where + 1), device, timeout)
+        if self.dp_size > 1 and self.cp_size > 1:
+            dim = AXES.index("dp")
+            joint = group_along(dim, ranks.flatten(dim, dim + 1), device, timeout)
         if device.type == "cuda":
             warm_up([*groups, joint] if joint else groups, groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        name = _agree(rank, device)
+        name = _agree(self.rank, device)
         return replace(
-            here, device=device, mesh=mesh, joint_group=joint, name=name, timeout=timeout
+            self, device=device, mesh=mesh, joint_group=joint, name=name, timeout=timeout
         )
 
     @classmethod

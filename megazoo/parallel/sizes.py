@@ -8,7 +8,17 @@ from megazoo.errors import UserError
 LONGEST_TIMEOUT = timedelta(days=365)
 
 
-def check_size(name: str, size) -> None:
+def check_sizes(tp, pp, cp, virtual, dp) -> None:
+    """Refuse sizes of `ParallelContext.from_torch` that are no whole numbers above 0. dp may be
+    None."""
+    _check_size("tensor_parallel_size", tp)
+    _check_size("pipeline_parallel_size", pp)
+    _check_size("virtual_pipeline_size", virtual)
+    _check_size("context_parallel_size", cp)
+    _check_size("data_parallel_size", 1 if dp is None else dp)
+
+
+def _check_size(name: str, size) -> None:
     """Refuse what is not a whole number above 0: text, 2.0 and True, too."""
     if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
         raise UserError(f"{name} must be a whole number of at least 1, not {size!r}")
