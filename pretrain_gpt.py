@@ -1,4 +1,4 @@
-"""Pretrain a language model with tensor, pipeline and data parallelism.
+"""Pretrain a language model with tensor, pipeline, context and data parallelism.
 
 $ python pretrain_gpt.py                                      one process, a small GPT-2
 $ torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4   eight ranks: 2-way tensor, 4 stages
@@ -48,6 +48,7 @@ from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stag
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
+from megazoo.parallel.sizes import product_of
 from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.planning.plan import note_on_mfu
 from megazoo.terminal import print_rank_0
@@ -99,7 +100,8 @@ def prepare(arguments: list[str]) -> Run:
     tokenizer = open_tokenizer(find_tokenizer(named))
     sources = check_data(options.data.data, options.data.split)
     check_template(options.data.chat_template)
-    dp = data_parallel_size(options.parallel.tp, options.parallel.pp)
+    parallel = options.parallel
+    dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp)
     run = Run(arguments, options, config, tokenizer, sources, source, resuming, state)
     if not options.training.epochs:  # their steps are known when the data is open
@@ -110,11 +112,11 @@ def prepare(arguments: list[str]) -> Run:
 def start_ranks(run: Run) -> ParallelContext:
     """Start the ranks that are missing, wait for the tokens of the data, and meet the others."""
     parallel = run.options.parallel
-    local_ranks = parallel.tp * parallel.pp if world_size() == 1 else None
+    local_ranks = parallel.replica if world_size() == 1 else None
     device = choose_device(parallel.device, local_ranks)
     if run.options.training.compile:
         check_compiler(device.type)
-    start_missing_ranks(parallel.tp, parallel.pp)
+    start_missing_ranks(parallel.tp, parallel.pp, parallel.cp)
     if note := note_on_data(run):  # before a file that a checkpoint names is read
         print_rank_0(note)
     if json_files(run.sources):  # before any rank waits in a collective, for --timeout at most
@@ -123,6 +125,8 @@ def start_ranks(run: Run) -> ParallelContext:
     ctx = ParallelContext.from_torch(
         parallel.tp,
         parallel.pp,
+        context_parallel_size=parallel.cp,
+        context_parallel_method=parallel.cp_method,
         sequence_parallel=parallel.sequence_parallel,
         virtual_pipeline_size=parallel.virtual_pp,
         stage_layers=parse_stage_layers(parallel.stage_layers),
@@ -177,7 +181,8 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
     print_rank_0(
         f"{family_of(run.config)}, {parameter_count(run.config):,} parameters, "
         f"on {ctx.world_size} x {ctx.device.type}: "
-        f"tp {ctx.tp_size} x pp {ctx.pp_size} x dp {ctx.dp_size}"
+        f"{product_of(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size)}"
+        + (", cp-method ulysses" if ctx.cp_size > 1 and ctx.cp_method == "ulysses" else "")
         + (", sequence parallel" if ctx.sequence_parallel else "")
         + run.note_on_precision(ctx.device.type)
     )

@@ -266,20 +266,26 @@ def varlen_attention(
     boundaries: torch.Tensor,
     longest: int,
     scale: float | None,
+    key_boundaries: torch.Tensor | None = None,
+    longest_of_keys: int | None = None,
 ) -> torch.Tensor:
     """Return the causal attention of sequences of several lengths, one after the other: [tokens,
     heads, head_size] of each.
 
-    boundaries, longest: as in megazoo.layers.Packed. It is public, but since torch 2.12 it must be
-    told that there are fewer heads of keys than of queries, which the kernel has always taken.
-    Imports torch._dynamo (0.7 s, 70 MB).
+    boundaries and the rest: as in megazoo.layers.Packed; where a sequence has fewer queries than
+    keys, they are its last tokens. It is public, but since torch 2.12 it must be told that there
+    are fewer heads of keys than of queries, which the kernel has always taken. Imports
+    torch._dynamo (0.7 s, 70 MB).
     """
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0)}  # all that is before, nothing after: causal
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = k.shape[1] < q.shape[1]
-    return varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **options)
+    if key_boundaries is None:
+        key_boundaries, longest_of_keys = boundaries, longest
+    lengths = longest, longest_of_keys
+    return varlen_attn(q, k, v, boundaries, key_boundaries, *lengths, **options)
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:

@@ -3,6 +3,7 @@ any layout."""
 
 import ctypes
 import itertools
+import math
 import random
 import threading
 import time
@@ -57,8 +58,9 @@ def replica_rows(tensor, ctx):
     return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
 
 
-def context(tp=1, pp=1, dp=1, sp=False, v=1, stage_layers="balanced"):
+def context(tp=1, pp=1, dp=1, sp=False, v=1, stage_layers="balanced", cp=1, method="allgather"):
     how = {"sequence_parallel": sp, "virtual_pipeline_size": v, "stage_layers": stage_layers}
+    how |= {"context_parallel_size": cp, "context_parallel_method": method}
     ctx = megazoo.ParallelContext.from_torch(tp, pp, dp, **how, device="cpu", timeout=GROUP_TIMEOUT)
     torch.set_num_threads(1)  # bits may depend on the number of threads
     return ctx
@@ -187,14 +189,13 @@ def assert_outputs_equal(ranks, cases: list[Case], layout: dict):
 
 
 def layout_name(layout: dict) -> str:
-    return (
-        "".join(f"{axis}{size}" if axis != "sp" else axis for axis, size in layout.items())
-        or "one process"
-    )
+    words = {"sp": "sp", "method": layout.get("method")}
+    sizes = (words.get(axis) or f"{axis}{size}" for axis, size in layout.items())
+    return "".join(sizes) or "one process"
 
 
 def world(layout: dict) -> int:
-    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    return math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
 
 
 def run_in_layout(ranks, function, layout: dict, *args, **kwargs) -> list:

@@ -114,3 +114,33 @@ def time_of_tables(tables: Sequence[Sequence[Action]], cost: Cost) -> float:
     while any(step(rank) for rank in range(len(tables))):
         pass
     return max(clock)
+
+
+Collective = tuple[str, tuple[int, ...], int]  # its name, the ranks of its group, elements
+
+
+def run_collectives(programs: Sequence[Sequence[Collective]]) -> None:
+    """Let each rank issue its collectives in its order, each of which holds it until all ranks of
+    the group have come to the same one. AssertionError if ranks wait for each other.
+
+    That is stricter than NCCL, whose communicators hold each other up only if they want the same
+    place on the device.
+    """
+    position = [0 for _ in programs]
+
+    def newest(rank: int) -> Collective | None:
+        at = position[rank]
+        return programs[rank][at] if at < len(programs[rank]) else None
+
+    def step(rank: int) -> bool:
+        mine = newest(rank)
+        if mine is None or any(newest(other) != mine for other in mine[1]):
+            return False
+        for other in mine[1]:
+            position[other] += 1
+        return True
+
+    while any(step(rank) for rank in range(len(programs))):
+        pass
+    stuck = {rank: newest(rank) for rank in range(len(programs)) if newest(rank)}
+    assert not stuck, f"ranks wait for each other: {stuck}"

@@ -4,176 +4,20 @@ planted bugs."""
 import random
 import re
 import textwrap
-from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch.nn.functional as F
+from helpers_bugs import BUGS, REPLACE
 from test_tools import run
 
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, find_config
+from megazoo.parallel.sequence import SequenceCut
 from megazoo.testing import Layout, all_layouts, check_parallel, shrink
+from megazoo.testing.batches import make_batch
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
-
-# In each file of a bug: a function is replaced in every module that has imported it.
-REPLACE = """
-import sys
-def replace(name, make):
-    for key, module in list(sys.modules.items()):
-        if key.startswith("megazoo.") and name in vars(module):
-            setattr(module, name, make(vars(module)[name]))
-"""
-# What breaks, where it must be noticed, and how it must be told.
-BUGS = {
-    "a missing all-reduce": (
-        "gpt2",
-        "tp2",
-        r"module layers\.0\.attention\.output: its output differs on ranks 0 .*, 1",
-        """
-        from megazoo.layers import linear
-        linear.leave_tensor_parallel = lambda x, ctx: x
-        """,
-    ),
-    "a missing all-reduce in backward": (
-        "gpt2",
-        "tp2",
-        r"gradient of norm\.bias: differs at step 1 on ranks 0 .*, 1",
-        """
-        replace("enter_tensor_parallel", lambda enter: lambda x, ctx: x)
-        """,
-    ),
-    "a wrong slice of the fused QKV": (
-        "gpt2",
-        "tp2",
-        r"module layers\.0\.attention\.output: its input differs on ranks 0 .*, 1",
-        """
-        from megazoo.parallel.shard import Cut, Shard
-        cuts = Shard.cuts
-        def contiguous(self, tp_size, tp_rank):
-            if tp_size == 1 or len(self.parts) != 3:
-                return cuts(self, tp_size, tp_rank)
-            each, first = self.parts[0] // tp_size, tp_rank * sum(self.parts) // tp_size
-            return [Cut(first + part * each, part * each, each, True) for part in range(3)]
-        Shard.cuts = contiguous
-        """,
-    ),
-    "a bias added tp times": (
-        "gpt2",
-        "tp2",
-        r"module layers\.0\.attention\.output: its output differs on ranks 0 .*, 1",
-        """
-        from megazoo.layers import RowParallelLinear
-        forward = RowParallelLinear.forward
-        def biased(self, *arguments):
-            return forward(self, *arguments) + (self.ctx.tp_size - 1) * self.bias
-        RowParallelLinear.forward = biased
-        """,
-    ),
-    "a local layer index": (
-        "gpt2",
-        "pp2",
-        r"module layers\.2\.attention\.output: its input differs on rank 1",
-        """
-        from dataclasses import replace
-        from megazoo.layers import CausalSelfAttention
-        from megazoo.models.gpt2 import GPT2
-        init = GPT2.__init__
-        def scaled(self, *arguments):
-            init(self, *arguments)
-            for index, layer in enumerate(self.layers.values()):
-                layer.attention.scale /= index + 1
-        GPT2.__init__ = scaled
-        """,
-    ),
-    "an unscaled loss": (
-        "gpt2",
-        "dp2",
-        r"loss: .* instead of .*, though no module's output differs",
-        """
-        import torch
-        from megazoo.engine import pipeline
-        reduce = pipeline.all_reduce
-        calls = []
-        def forgets_the_labels(tensor, group):
-            calls.append(tensor)
-            if len(calls) % 2 == 0:
-                reduce(tensor, group)
-        pipeline.all_reduce = forgets_the_labels
-        """,
-    ),
-    "gradients that are not divided by the loss scale": (
-        "gpt2",
-        "dp2",
-        r"loss scale: every gradient is 2 x what it should be",
-        """
-        from megazoo.parallel.buckets import GradientBuckets
-        finish = GradientBuckets.finish
-        def doubled(self, loss_scale=1.0):
-            finish(self, loss_scale / self.ctx.dp_size)
-        GradientBuckets.finish = doubled
-        """,
-    ),
-    "a double tied gradient": (
-        "gpt2",
-        "pp2",
-        r"tie: the gradient of embedding\.weight, which stages share, is 2 x what it should be",
-        """
-        def twice(between):
-            def summed(tensor, *arguments):
-                between(tensor, *arguments)
-                between(tensor, *arguments)
-            return summed
-        replace("sum_between_stages", twice)
-        """,
-    ),
-    "ALiBi slopes not sliced": (
-        "mpt",
-        "tp2",
-        r"module layers\.0\.attention\.output: its input differs on rank 1 ",
-        """
-        from megazoo.layers import CausalSelfAttention
-        heads = CausalSelfAttention.heads.fget
-        CausalSelfAttention.heads = property(lambda self: range(len(heads(self))))
-        """,
-    ),
-    "queries normalised with the moments of a rank's own heads": (
-        replace(find_config("mpt"), qk_norm=True),
-        "tp2",
-        r"module layers\.0\.attention\.q_norm: its output differs on ranks 0 .*, 1",
-        """
-        from megazoo.layers import norm
-        norm.reduce_from_tensor_parallel = lambda x, ctx: x * ctx.tp_size
-        """,
-    ),
-    "dropout in step across dp": (
-        "gpt2",
-        "dp2",
-        r"dropout embedding_dropout: the same masks on ranks 0 .*, 1",
-        """
-        from megazoo.engine import batch
-        derive_seed = batch.derive_seed
-        batch.derive_seed = lambda *what: derive_seed(*what[:-1])
-        """,
-    ),
-    "a norm that counts copies twice": (
-        "gpt2",
-        "tp2",
-        r"gradient norm: .* instead of .* at step 1, though no gradient differs",
-        """
-        from megazoo.parallel.module import Entry
-        Entry.counted_pieces = lambda self, ctx: self.spec.pieces(ctx.tp_size, ctx.tp_rank)
-        """,
-    ),
-    "a norm's gradient not summed under sequence parallelism": (
-        "llama",
-        "tp2+sp",
-        r"gradient of norm\.weight: differs at step 1 on ranks 0 .*, 1 .*, and of 8 more",
-        """
-        replace("sum_over_copies", lambda _: lambda *_: None)
-        """,
-    ),
-}
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -261,16 +105,52 @@ def test_shrinking_keeps_the_structure():
         assert small.vocab_size * small.hidden_size * small.layers < 1e6
 
 
+OF_CONTEXT = [
+    "cp2",
+    "cp4",
+    "tp2cp2",
+    "tp2cp2+sp",
+    "cp2pp2v2",
+    "cp2pp2+zb-h1",
+    "cp2+zero",
+    "cp2dp2",
+    "cp2+ulysses",
+    "tp2cp2pp2dp2v2+sp+zero+ulysses",
+]
+
+
 def test_layouts_by_name():
-    for name in ("tp2", "tp2pp4dp2v2+sp+zero", "pp4+zb-h1", "dp8+zero"):
+    for name in ("tp2", "tp2pp4dp2v2+sp+zero", "pp4+zb-h1", "dp8+zero", *OF_CONTEXT):
         assert str(Layout.named(name)) == name
     assert Layout.named("pp2tp4") == Layout(tp=4, pp=2)
-    for name in ("", "tp", "tp0", "tp2 pp2", "tp2+fast", "2"):
+    assert Layout.named("dp2cp4") == Layout(dp=2, cp=4)
+    assert Layout.named("tp2cp3pp2dp5v2").ranks == 60
+    for name in ("", "tp", "tp0", "cp", "cp0", "tp2 pp2", "tp2+fast", "2", "cp2cp4"):
         with pytest.raises(UserError, match="unknown layout"):
             Layout.named(name)
     layouts = all_layouts(shrink(find_config("gpt2")), 8)
     assert len(set(layouts)) == len(layouts) > 80
     assert Layout.named("tp2pp2dp2+sp+zero+zb-h1") in layouts
+    for name in OF_CONTEXT[:-1]:
+        assert Layout.named(name) in layouts
+    assert "tp2cp4+ulysses" not in map(str, layouts)  # two heads on a tp rank
+
+
+def test_the_three_kinds_of_batches():
+    """Packed documents of odd lengths, and padding: on either side, and all that a rank has."""
+    _, packed, padded = (make_batch(step, 61, 32) for step in range(3))
+    lengths = packed["document_ids"][0].unique_consecutive(return_counts=True)[1].tolist()
+    assert lengths == [5, 3, 7, 1]
+    expected = [place for length in lengths for place in range(length)]
+    assert packed["position_ids"][0].tolist() == expected
+    mask, targets = padded["attention_mask"], padded["targets"]
+    assert mask.shape == (24, 15)
+    assert not (targets[mask == 0] != -100).any()
+    in_rows = {"".join(map(str, row)) for row in mask[6:].tolist()}
+    assert in_rows == {"1" * 15, "1" * 12 + "0" * 3, "0" * 4 + "1" * 11}
+    whole = F.pad(mask, (0, 1))
+    for cp in (2, 4):
+        assert not SequenceCut(16, cp, 0, "allgather").own(whole)[:6].any()
 
 
 @pytest.mark.parametrize(
@@ -283,6 +163,14 @@ def test_layouts_by_name():
         (
             ("--model", "gpt2", "--layouts", "tp1+sp"),
             "tp1+sp: sequence parallelism needs tp above 1",
+        ),
+        (
+            ("--model", "gpt2", "--layouts", "tp2+ulysses"),
+            "tp2+ulysses: ulysses needs cp above 1",
+        ),
+        (
+            ("--model", "gpt2", "--shrink", "--layouts", "tp2cp4+ulysses"),
+            "tp2cp4+ulysses: cp-method ulysses cuts the 2 heads of a tp rank over cp 4: use cp 2",
         ),
         (
             ("--model", "gpt2", "--layouts", "pp2v2+zb-h1"),

@@ -76,6 +76,31 @@ def test_dropout_and_low_precision(ranks):
         assert worst_relative(history, expected) < tolerance
 
 
+@pytest.mark.parametrize("method", ["allgather", "ulysses"])
+def test_training_with_a_sequence_that_is_cut(ranks, method):
+    layout = dict(cp=2, method=method)
+    expected = losses(MODELS["llama"], {}, ("none",), compiled=False)
+    for history in ranks(losses, 2, MODELS["llama"], layout, ("none",), timeout=240):
+        assert worst_relative(history, expected) < 1e-4
+
+
+def breaks_of_attention(method):
+    """Return the graphs of an attention over a cut sequence, and why each but the last ends."""
+    prepare_to_compile(torch.device("cpu"))
+    layer = CausalSelfAttention(32, 4, 2, ctx=context(cp=2, method=method))
+    explained = torch._dynamo.explain(layer)(torch.randn(2, 6, 32))
+    return explained.graph_count, [each.reason for each in explained.break_reasons]
+
+
+@pytest.mark.parametrize("method", ["allgather", "ulysses"])
+def test_attention_over_a_cut_sequence_breaks_where_ranks_meet(ranks, method):
+    """Each of the functions that call each other ends a graph there, and begins another after."""
+    for graphs, reasons in ranks(breaks_of_attention, 2, method, timeout=240):
+        assert graphs == 4
+        assert reasons
+        assert all("_attend_across_ranks" in reason for reason in reasons)
+
+
 def graphs_of_attention(kv_heads):
     prepare_to_compile(torch.device("cpu"))
     layer = CausalSelfAttention(32, 4, kv_heads, ctx=context())

@@ -13,18 +13,18 @@ from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.stages import rank_of, stages_of
 
 
-def test_ranks_lie_tp_fastest_then_dp_then_pp():
-    places = [ParallelContext.virtual(2, 3, 4, rank=rank) for rank in range(24)]
-    assert [(ctx.pp_rank, ctx.dp_rank, ctx.tp_rank) for ctx in places] == [
-        (pp, dp, tp) for pp in range(3) for dp in range(4) for tp in range(2)
+def test_ranks_lie_tp_fastest_then_cp_then_dp_then_pp():
+    places = [ParallelContext.virtual(2, 3, 4, cp=5, rank=rank) for rank in range(120)]
+    assert [(ctx.pp_rank, ctx.dp_rank, ctx.cp_rank, ctx.tp_rank) for ctx in places] == [
+        (pp, dp, cp, tp) for pp in range(3) for dp in range(4) for cp in range(5) for tp in range(2)
     ]
-    assert {(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.world_size) for ctx in places} == {
-        (2, 3, 4, 24)
+    assert {(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size) for ctx in places} == {
+        (2, 3, 4, 5)
     }
 
 
 def test_an_axis_says_what_its_short_names_say():
-    ctx = ParallelContext.virtual(2, 3, 4, rank=17)
+    ctx = ParallelContext.virtual(2, 3, 4, cp=2, rank=17)
     for name in context_module.AXES:
         axis = ctx.axis(name)
         for what in ("size", "rank", "group"):
@@ -36,7 +36,7 @@ def test_an_axis_says_what_its_short_names_say():
 
 def test_a_rank_and_its_place_say_the_same():
     ctx = ParallelContext.virtual(2, 3, 4, rank=17)
-    assert ctx.place_of(17) == {"pp": 2, "dp": 0, "tp": 1}
+    assert ctx.place_of(17) == {"pp": 2, "dp": 0, "cp": 0, "tp": 1}
     for rank in range(24):
         assert ctx.rank_at(**ctx.place_of(rank)) == rank
     assert [ctx.rank_at(pp=pp) for pp in range(3)] == [1, 9, 17]  # its own dp and tp
@@ -45,12 +45,12 @@ def test_a_rank_and_its_place_say_the_same():
 
 
 def test_an_axis_more_is_one_entry(monkeypatch):
-    monkeypatch.setattr(context_module, "AXES", ("pp", "dp", "cp", "tp"))
-    ctx = ParallelContext((2, 1, 2, 2), rank=5)
-    assert (ctx.pp_rank, ctx.cp_rank, ctx.tp_rank, ctx.world_size) == (1, 0, 1, 8)
-    assert (ctx.cp_size, ctx.cp_group.size(), ctx.axis("cp").rank) == (2, 2, 0)
-    assert ctx.rank_at(cp=1) == 7
-    assert ctx.place_of(7) == {"pp": 1, "dp": 0, "cp": 1, "tp": 1}
+    monkeypatch.setattr(context_module, "AXES", ("pp", "dp", "cp", "ep", "tp"))
+    ctx = ParallelContext((2, 1, 1, 2, 2), rank=5)
+    assert (ctx.pp_rank, ctx.ep_rank, ctx.tp_rank, ctx.world_size) == (1, 0, 1, 8)
+    assert (ctx.ep_size, ctx.ep_group.size(), ctx.axis("ep").rank) == (2, 2, 0)
+    assert ctx.rank_at(ep=1) == 7
+    assert ctx.place_of(7) == {"pp": 1, "dp": 0, "cp": 0, "ep": 1, "tp": 1}
 
 
 @pytest.mark.parametrize(("pp", "virtual"), [(1, 1), (2, 1), (4, 3)])

@@ -1,6 +1,8 @@
 """What runs on CUDA, run on fake tensors of a fake device: every option, on the first rank and the
 last, of three families. See tests/fakecuda."""
 
+import math
+
 import pytest
 import torch
 from fakecuda import WHY_NOT, in_own_process
@@ -66,7 +68,7 @@ GENERATED = {
 def on_rank(which: str, options: dict) -> dict:
     """Put the options on the first rank of their layout, or on its last."""
     layout = options.get("layout", {})
-    ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    ranks = math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
     return {**options, "layout": {**layout, "rank": ranks - 1 if which == "last" else 0}}
 
 

@@ -15,12 +15,14 @@ from megazoo.parallel import groups
 from megazoo.parallel.context import AXES, DEFAULT_TIMEOUT, ParallelContext
 
 LAYOUTS = [dict(tp=2), dict(pp=2), dict(dp=2), dict(tp=2, pp=2), dict(pp=2, dp=2), dict(pp=4)]
+LAYOUTS += [dict(cp=2), dict(cp=2, dp=2), dict(pp=2, cp=2), dict(cp=2, tp=2)]
 
 
 def memberships(layout):
     """Of each axis the ranks of this rank's group; and how many groups torch knows of, in all."""
     ctx = context(**layout)
     members = {name: dist.get_process_group_ranks(ctx.axis(name).group) for name in AXES}
+    members["dp and cp"] = dist.get_process_group_ranks(ctx.token_axis.group)
     lone = [ctx.axis(name).group for name in AXES if ctx.axis(name).size == 1]
     total = torch.tensor(float(ctx.rank + 1))
     for group in lone:  # as a user's own code may
@@ -40,8 +42,12 @@ def test_an_axis_of_one_rank_is_a_group_of_that_rank_alone(ranks, layout):
         # One for all such axes, which sums over nobody else; it takes CPU tensors and a GPU's.
         assert (lone, total) == (int(1 in sizes), rank + 1)
         assert devices >= {"cpu", "cuda"} or lone == 0
-        # The world, one along each axis that has others, and the one of this rank alone.
-        assert known == 1 + sum(size > 1 for size in sizes) + lone
+        dp, cp = (range(layout.get(name, 1)) for name in ("dp", "cp"))
+        assert members["dp and cp"] == [place.rank_at(dp=a, cp=b) for a in dp for b in cp]
+        # The world, one along each axis that has others, along two together, and the one of this
+        # rank alone.
+        joint = len(dp) > 1 and len(cp) > 1
+        assert known == 1 + sum(size > 1 for size in sizes) + joint + lone
 
 
 def warmed(layout):
@@ -135,7 +141,7 @@ def test_a_context_on_gpus_warms_its_groups_up():
     pool = RankPool()  # of its own: what is replaced stays so
     try:
         for called, backends in pool.run(warmed_on_cuda, 2):
-            assert called == [([1, 1, 2], 1, "cuda")]
+            assert called == [([1, 1, 1, 2], 1, "cuda")]
             assert backends == {"gloo", "cpu:gloo,cuda:nccl"}  # of one rank, and of both
     finally:
         pool.close()
@@ -164,7 +170,7 @@ def limits_after(soft: int, hard: int, ranks_of_world: int) -> tuple[int, int]:
     ("soft", "hard", "ranks_of_world", "expected"),
     [
         (1024, 8192, 8, 1024),  # enough
-        (1024, 8192, 512, 4 * 512 + groups.OTHER_FILES),
+        (1024, 8192, 512, 5 * 512 + groups.OTHER_FILES),
         (1024, 2000, 512, 2000),  # as far as the system allows
         (4096, 8192, 512, 4096),  # never lower
     ],
@@ -187,7 +193,33 @@ def sockets(layout):
 
 
 def test_sockets_are_no_more_than_is_asked_for(ranks):
-    """Four for each other rank: the world's, the axes', and those for saving."""
-    for layout in (dict(dp=8), dict(tp=2, pp=2, dp=2)):
+    """Five for each other rank: the world's, the axes', those of two axes together, and those for
+    saving."""
+    for layout in (dict(dp=8), dict(tp=2, pp=2, dp=2), dict(dp=4, cp=2)):
         for before, after in ranks(sockets, 8, layout):
-            assert after - before <= 3 * 7 + 4  # the world's were there; each group listens, too
+            assert after - before <= 4 * 7 + 5  # the world's were there; each group listens, too
+
+
+def folded(layout):
+    """Where this rank is with cp folded into dp, and whether torch knows of more groups then."""
+    ctx, known = context(**layout), dist.distributed_c10d._world.pg_map
+    before = len(known)
+    there = ctx.folded
+    assert ctx.folded is there
+    members = {name: dist.get_process_group_ranks(there.axis(name).group) for name in AXES}
+    place = {name: there.axis(name).rank for name in AXES}
+    return members, place, there.place_of(there.rank), len(known) - before
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(cp=2), dict(cp=2, dp=2), dict(cp=2, tp=2)], ids=layout_name
+)
+def test_cp_is_folded_into_dp_without_new_groups(ranks, layout):
+    sizes = {**layout, "dp": layout.get("dp", 1) * layout["cp"], "cp": 1}
+    for rank, (members, place, same, new) in enumerate(ranks(folded, world(layout), layout)):
+        expected = ParallelContext.virtual(**sizes, rank=rank)
+        assert place == same == {name: expected.axis(name).rank for name in AXES}
+        for name in AXES:
+            others = range(sizes.get(name, 1))
+            assert members[name] == [expected.rank_at(**{name: other}) for other in others]
+        assert new == 0

@@ -16,20 +16,27 @@ LENGTHS = [(15,), (1, 14), (4, 5, 6), (7, 1, 1, 1, 5), (8, 7), (15,), (2, 13), (
 calls = []
 
 
-def each_alone(q, k, v, boundaries, longest, scale):
-    """Stands in for varlen_attention."""
-    assert boundaries.dtype == torch.int32
-    ends = boundaries.tolist()
-    calls.append(len(ends) - 1)
-    assert ends[0] == 0
-    assert ends[-1] == len(q)
-    parts = []
-    for start, end in pairwise(ends):
-        assert 0 <= end - start <= longest
-        heads = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-        options = {"is_causal": True, "scale": scale, "enable_gqa": True}
-        y = F.scaled_dot_product_attention(*heads, **options)
-        parts.append(y[0].transpose(0, 1))
+def each_alone(q, k, v, boundaries, longest, scale, key_boundaries=None, longest_of_keys=None):
+    """Stands in for varlen_attention: each document's softmax by hand. Its queries are the last of
+    its tokens, as flash-attention says of a causal mask: it ends in the lower right corner."""
+    if key_boundaries is None:
+        key_boundaries, longest_of_keys = boundaries, longest
+    ends = boundaries.tolist(), key_boundaries.tolist()
+    calls.append(len(ends[0]) - 1)
+    for each, tokens, their in zip((boundaries, key_boundaries), (q, k), ends, strict=True):
+        assert each.dtype == torch.int32
+        assert (their[0], their[-1]) == (0, len(tokens))
+    scale, parts = q.shape[-1] ** -0.5 if scale is None else scale, []
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    for (start, end), (first, last) in zip(*map(pairwise, ends), strict=True):
+        queries, keys = end - start, last - first
+        assert 0 <= queries <= keys
+        assert queries <= longest
+        assert keys <= longest_of_keys
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[first:last]) * scale
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v[first:last]))
     return torch.cat(parts)
 
 

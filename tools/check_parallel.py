@@ -5,7 +5,8 @@ $ python tools/check_parallel.py --preset llama2-70b --shrink --layouts all
 $ python tools/check_parallel.py --load path/to/llama --layouts tp2+sp,pp2v2
 $ python tools/check_parallel.py --import mine.py --model mine
 
-Prints, for each layout, the worst relative difference of the loss, the gradient norm, any
+The steps take turns: plain rows, packed documents, and rows with padding, of an odd length. Prints,
+for each layout, the worst relative difference of the loss, the gradient norm, any
 parameter's gradient and any weight after the steps, and where a difference begins. Exits 1 if a
 layout fails.
 """
@@ -23,10 +24,8 @@ from megazoo.errors import UserError, check_number
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config
-from megazoo.parallel.schedule import SCHEDULES
 from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, shrink
-
-SWITCHES = ", ".join(f"+{name}" for name in ("sp", "zero", *SCHEDULES))
+from megazoo.testing.layouts import switches
 
 MOST_STEPS, MOST_RANKS = 10_000, 256
 
@@ -48,14 +47,15 @@ class Options(ImportOption):
     layouts: Annotated[
         str,
         tyro.conf.arg(
-            help="Names with commas between: sizes, as in tp2pp2dp2v2, then what is on: "
-            f"{SWITCHES}. Or all."
+            help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
+            f"on: {switches()}. Or all."
         ),
     ] = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
     ranks: int = 4
     """The most ranks of --layouts all, which are processes of this machine."""
     steps: int = 3
-    """Of training."""
+    """Of training. The first has plain rows, the second packed documents, the third padding, and so
+    on."""
     tolerance: float = 1e-5
     """Relative difference above which a layout fails."""
 

@@ -6,11 +6,13 @@ $ python tools/plan.py --preset gpt3-175b --search --gpus 1024 --memory 80GB
 
 --search ranks the layouts that fit by the time of a step, shortest first: the FLOPs of a rank,
 bubble and recomputation included, and as many more for each byte that it sends as an H100 computes
-in that time: 1,000 over tp, within a node; 10,000 over pp and dp. tp, pp, dp, virtual-pp,
-recompute, sequence-parallel and zero are searched, the rest is as given.
+in that time: 1,000 over tp, and over cp within a node; 10,000 over pp, dp, and cp beyond. tp, pp,
+dp, virtual-pp, recompute, sequence-parallel and zero are searched, and cp for long sequences that
+don't fit without recomputation; the rest is as given.
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
@@ -24,6 +26,7 @@ from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
 from megazoo.files import write_text
 from megazoo.models.hugging_face.export import parse_size
+from megazoo.parallel.sizes import product_of
 from megazoo.planning import FoundLayout, Plan, Planner, find_layouts, note_on_mfu
 
 LISTED = 20  # layouts that a search tells
@@ -43,11 +46,13 @@ PLAN_COLUMNS = [
     "FLOPs",
     "sent tp",
     "sent pp",
+    "sent cp",
     "sent dp",
 ]
 SEARCH_COLUMNS = [
     "tp",
     "pp",
+    "cp",
     "dp",
     "virtual-pp",
     "recompute",
@@ -57,6 +62,7 @@ SEARCH_COLUMNS = [
     "bubble",
     "sent tp",
     "sent pp",
+    "sent cp",
     "sent dp",
     "time",
 ]
@@ -136,6 +142,7 @@ def check_sizes(options: Options) -> None:
         "pp": parallel.pp,
         "dp": parallel.dp,
         "virtual-pp": parallel.virtual_pp,
+        "cp": parallel.cp,
         "micro-batch-size": batch.micro_batch_size,
         "global-batch-size": batch.global_batch_size,
     }.items():
@@ -149,7 +156,8 @@ def training_of(options: Options, config) -> TrainingOptions:
     batch, parallel = options.batch, options.parallel
     global_batch_size, seq_length = batch.global_batch_size, batch.seq_length
     if global_batch_size is None:
-        ranks = options.gpus if options.search else parallel.tp * parallel.pp * parallel.dp
+        sizes = parallel.tp, parallel.pp, parallel.cp, parallel.dp
+        ranks = options.gpus if options.search else math.prod(sizes)
         global_batch_size = max(1, ranks) * batch.micro_batch_size
     if seq_length is None:
         seq_length = min(config.max_positions, USUAL_LENGTH)
@@ -191,6 +199,7 @@ def planned(
 def plan_lines(plan: Plan) -> list[str]:
     """Write a plan as a table, a line for ranks that are alike."""
     layout, batch = plan.layout, plan.batch
+    sizes = product_of(layout["tp"], layout["pp"], layout["dp"], layout["cp"])
     rows = [PLAN_COLUMNS]
     for rank in plan.ranks:
         row = [
@@ -208,20 +217,21 @@ def plan_lines(plan: Plan) -> list[str]:
             f"{rank.flops:.4g}",
             size(rank.sent_tp),
             size(rank.sent_pp),
+            size(rank.sent_cp),
             size(rank.sent_dp),
         ]
         rows.append([str(cell) for cell in row])
     return [
-        f"{plan.model}, {plan.parameters:,} parameters, "
-        f"on tp {layout['tp']} x pp {layout['pp']} x dp {layout['dp']}",
+        f"{plan.model}, {plan.parameters:,} parameters, on {sizes}",
         f"  {plan.microbatches} micro-batches of {batch['micro_batch_size']} x "
         f"{batch['seq_length']} tokens a replica, {batch['dtype']}, recompute {batch['recompute']}",
         f"  bubble {plan.bubble:.2%} of the work, "
         f"{plan.bubble_of_stages:.2%} with what each stage really has to do",
         f"  {plan.model_flops_per_token:.4g} model FLOPs a token, nothing twice",
-        *table(rows),
+        *table(rows if layout["cp"] > 1 else without(rows, "sent cp")),
         "bytes; FLOPs and bytes sent are a step's; "
-        "each line stands for its tp ranks in every replica",
+        "each line stands for its tp ranks in every replica"
+        + (", and all along cp" if layout["cp"] > 1 else ""),
     ]
 
 
@@ -232,6 +242,7 @@ def search_lines(layouts: list[FoundLayout]) -> list[str]:
         row = [
             layout.tp,
             layout.pp,
+            layout.cp,
             layout.dp,
             layout.virtual_pp,
             layout.recompute,
@@ -241,15 +252,24 @@ def search_lines(layouts: list[FoundLayout]) -> list[str]:
             f"{layout.bubble:.2%}",
             size(layout.sent_tp),
             size(layout.sent_pp),
+            size(layout.sent_cp),
             size(layout.sent_dp),
             f"{layout.time / layouts[0].time:.3f}",
         ]
         rows.append([str(cell) for cell in row])
+    if all(layout.cp == 1 for layout in layouts):
+        rows = without(rows, "cp", "sent cp")
     return [
         *table(rows),
         "memory, bubble and bytes sent a step: of the rank that has most; "
         "time: over the first one's",
     ]
+
+
+def without(rows: list[list[str]], *names: str) -> list[list[str]]:
+    """Return the rows of a table without some of its columns; the first row has their names."""
+    kept = [index for index, name in enumerate(rows[0]) if name not in names]
+    return [[row[index] for index in kept] for row in rows]
 
 
 def table(rows: list[list[str]]) -> list[str]:

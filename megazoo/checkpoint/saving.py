@@ -33,9 +33,10 @@ def save(
 ) -> Path:
     """Write `directory/step_...` from all ranks together; returns its path.
 
-    Every (tp, pp) rank writes its parameters once; its dp replicas share the writing of the
-    optimizer's state. trainer: JSON for trainer.json; its key "run", if it has one, is an id of the
-    run. keep_last: how many steps of this run remain in the directory, this one included; 0: all.
+    Every (tp, pp) rank writes its parameters once; the ranks along dp and cp share the writing of
+    the optimizer's state. trainer: JSON for trainer.json; its key "run", if it has one, is an id of
+    the run. keep_last: how many steps of this run remain in the directory, this one included; 0:
+    all.
     Raises UserError on every rank if one fails, or another run is saving there; earlier checkpoints
     stay as they were.
     """

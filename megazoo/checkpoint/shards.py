@@ -114,7 +114,7 @@ def write_manifest(
         "format": FORMAT_VERSION,
         "family": family,
         "config": asdict(config),
-        "layout": {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size},
+        "layout": {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.gradient_axis.size},
         "files": files,
         "tensors": tensors,
     }

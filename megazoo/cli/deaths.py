@@ -25,7 +25,8 @@ PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO = 0xC040FF0B, 8, struct.Struct("2Q12
 def name_of(rank: int, ctx: ParallelContext) -> str:
     """Return a rank's number and its place in the layout."""
     place = ctx.place_of(rank)
-    return f"rank {rank} (tp {place['tp']}, pp {place['pp']}, dp {place['dp']})"
+    axes = ("tp", "pp", "dp") if ctx.cp_size == 1 else ("tp", "pp", "cp", "dp")
+    return f"rank {rank} ({', '.join(f'{axis} {place[axis]}' for axis in axes)})"
 
 
 def death_by(number: int) -> str:

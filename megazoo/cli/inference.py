@@ -32,6 +32,8 @@ class InferenceOptions(ImportOption, VerifyOption):
     """Tensor-parallel size: ranks that share each layer."""
     pp: int = 1
     """Pipeline-parallel size: stages that the layers are cut into."""
+    cp: int = 1
+    """Context-parallel size. Here these ranks hold whole sequences, and count as replicas."""
     stage_layers: str = "balanced"
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
@@ -49,7 +51,7 @@ class InferenceOptions(ImportOption, VerifyOption):
     @property
     def one_rank(self) -> bool:
         """Whether this process runs the model alone: then nobody else reads what it reads."""
-        return world_size() == self.tp * self.pp == 1
+        return world_size() == self.tp * self.pp * self.cp == 1
 
 
 def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
@@ -66,9 +68,11 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
     stage_layers = parse_stage_layers(options.stage_layers)
     layout = ParallelContext.virtual(options.tp, options.pp, stage_layers=stage_layers)
     source.model.all_stages(source.config, layout)  # refuses a pipeline that can't be cut so
-    data_parallel_size(options.tp, options.pp)
-    choose_device(options.device, options.tp * options.pp if world_size() == 1 else None)
-    start_missing_ranks(options.tp, options.pp)
+    data_parallel_size(options.tp, options.pp, options.cp)
+    local_ranks = options.tp * options.pp * options.cp if world_size() == 1 else None
+    choose_device(options.device, local_ranks)
+    start_missing_ranks(options.tp, options.pp, options.cp)
+    # The ranks of --cp are replicas here: generation and scoring need whole sequences.
     ctx = ParallelContext.from_torch(
         options.tp, options.pp, stage_layers=stage_layers, device=options.device
     )

@@ -31,13 +31,13 @@ from megazoo.files import reason_of
 REPORT_DELAY = 10.0
 
 
-def data_parallel_size(tp: int, pp: int) -> int:
+def data_parallel_size(tp: int, pp: int, cp: int = 1) -> int:
     """Return the dp that follows from the world, 1 if the ranks are still to be started. UserError
     with the right command if the world does not fit."""
     # These load torch, which --help does not need.
     import torch.distributed as dist
 
-    from megazoo.parallel.context import data_parallel_size_for, ranks_that_fit
+    from megazoo.parallel.sizes import data_parallel_size_for, product_of, ranks_that_fit
 
     world = world_size()
     if world == 1:
@@ -45,11 +45,12 @@ def data_parallel_size(tp: int, pp: int) -> int:
     if not dist.is_initialized():
         check_meeting_point()
     try:
-        return data_parallel_size_for(world, tp, pp)
+        return data_parallel_size_for(world, tp, pp, cp=cp)
     except UserError as error:
-        command = torchrun_line(ranks_that_fit(world, tp, pp))
+        replica = f"{product_of(tp, pp, cp=cp)} = {tp * pp * cp}"
+        command = torchrun_line(ranks_that_fit(world, tp, pp, cp=cp))
         raise UserError(
-            f"a world of {world} ranks does not fit tp {tp} x pp {pp} = {tp * pp}: use {command}"
+            f"a world of {world} ranks does not fit {replica}: use {command}"
         ) from error
 
 
@@ -77,17 +78,17 @@ def after_rank_zero(work: Callable[[], None]):
     return store
 
 
-def start_missing_ranks(tp: int, pp: int) -> None:
-    """In a world of one, become the launcher of tp x pp local ranks of this program, if more than
-    one is needed: start them, wait for their end, and exit."""
-    ranks = tp * pp
+def start_missing_ranks(tp: int, pp: int, cp: int = 1) -> None:
+    """In a world of one, become the launcher of tp x pp x cp local ranks of this program, if more
+    than one is needed: start them, wait for their end, and exit."""
+    ranks = tp * pp * cp
     if world_size() > 1 or ranks == 1:
         return
     print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
     # This loads torch, which --help does not need.
     from megazoo.cli.local_ranks import LocalRanks
 
-    sys.exit(LocalRanks(tp, pp, [sys.executable, "-u", *sys.argv]).run())
+    sys.exit(LocalRanks(tp, pp, [sys.executable, "-u", *sys.argv], cp).run())
 
 
 def end_with_launcher() -> None:

@@ -28,8 +28,8 @@ POLL = 0.05
 class LocalRanks:
     """The ranks of a program, as processes of this machine."""
 
-    def __init__(self, tp: int, pp: int, command: list[str]):
-        self.layout, self.command = ParallelContext.virtual(tp, pp), command
+    def __init__(self, tp: int, pp: int, command: list[str], cp: int = 1):
+        self.layout, self.command = ParallelContext.virtual(tp, pp, cp=cp), command
         # The ranks meet here: no port has to be chosen that another program could take meanwhile.
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes: list[subprocess.Popen] = []

@@ -69,7 +69,7 @@ class ModelOptions:
 
 @dataclass
 class ParallelOptions:
-    """How ranks share the work. The data-parallel size is what remains: world / (tp x pp)."""
+    """How ranks share the work. The data-parallel size is what remains: world / (tp x pp x cp)."""
 
     tp: int = 1
     """Tensor-parallel size: ranks that share each layer."""
@@ -78,6 +78,11 @@ class ParallelOptions:
     virtual_pp: int = 1
     """Stages of a pipeline rank; above 1, 1f1b is the interleaved schedule, with a smaller bubble
     and more traffic."""
+    cp: int = 1
+    """Context-parallel size: ranks that share each sequence."""
+    cp_method: Literal["allgather", "ulysses"] = "allgather"
+    """How attention looks beyond a rank's part: allgather brings it the keys and values of all,
+    ulysses some heads of the whole sequence."""
     stage_layers: str = "balanced"
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
@@ -89,8 +94,8 @@ class ParallelOptions:
     leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more
     memory on later stages."""
     zero: Literal[0, 1] = 0
-    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has 1 / dp of them.
-    """
+    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has
+    1 / (dp x cp) of them."""
     offload_optimizer: bool = False
     """Keep the optimizer's state on the CPU, and make the update there."""
     timeout: float = 600.0
@@ -98,6 +103,11 @@ class ParallelOptions:
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
+
+    @property
+    def replica(self) -> int:
+        """The ranks that hold one replica."""
+        return self.tp * self.pp * self.cp
 
 
 @dataclass

@@ -50,7 +50,7 @@ def parse_options(
         if given or lower.get(other):  # what is given further below doesn't count
             lower.pop(other if given == [usual] else usual, None)
     options = parse_flags(Options, arguments, description, lower)
-    if file and _is_piped(file) and options.parallel.tp * options.parallel.pp > 1:
+    if file and _is_piped(file) and options.parallel.replica > 1:
         raise UserError(f"--config {file} is a pipe, which several ranks can't read: give a file")
     if options.data.mock_data:
         options.data.data = ("mock",)
@@ -87,6 +87,8 @@ def required(options: ImportOption, *names: str) -> list:
             raise UserError(f"name the {name} (--help says how)")
     if getattr(options, "tp", 1) < 1 or getattr(options, "pp", 1) < 1:
         raise UserError(f"tp {options.tp} and pp {options.pp} must each be at least 1")
+    if getattr(options, "cp", 1) < 1:
+        raise UserError(f"cp {options.cp} must be at least 1")
     return [getattr(options, name) for name in names]
 
 

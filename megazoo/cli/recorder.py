@@ -16,7 +16,7 @@ from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.optim.adamw import AdamW
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.timing import Stopwatch
 from megazoo.terminal import print_rank_0
@@ -174,7 +174,7 @@ def _open_metrics(run: Run, ctx: ParallelContext) -> Metrics:
         return Metrics()
     log = run.options.logging
     settings = {**asdict(run.config), **settings_to_resume(run.options)}
-    settings |= {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.dp_size}
+    settings |= {name: ctx.axis(name).size for name in AXES}
     return Metrics(
         log.metrics,
         log.tensorboard,

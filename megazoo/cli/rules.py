@@ -15,7 +15,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import check_schedule
 
 AT_LEAST_1 = (
-    "tp pp virtual_pp steps epochs global_batch_size micro_batch_size seq_length log_interval "
+    "tp pp virtual_pp cp steps epochs global_batch_size micro_batch_size seq_length log_interval "
     "hidden_size layers heads kv_heads ffn_size vocab_size max_positions recompute_interval "
     "initial_loss_scale loss_scale_window hysteresis"
 ).split()
@@ -26,6 +26,7 @@ AT_MOST = {
     "tp": 2**16,
     "pp": 1024,
     "virtual_pp": 1024,
+    "cp": 2**16,
     "global_batch_size": 2**30,
     "micro_batch_size": 2**20,
     "seq_length": 2**27,
@@ -117,7 +118,7 @@ def _check_layout(options: Options, model, config) -> None:
     """Check that the layout can cut the model, and that --train-only finds parameters."""
     parallel, pattern = options.parallel, options.training.train_only
     model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
-    # Each of the next two refuses what can't be.
+    # Each of these refuses what can't be.
     check_schedule(parallel.schedule, parallel.pp, parallel.virtual_pp)
     layout = ParallelContext.virtual(
         parallel.tp,
@@ -126,6 +127,9 @@ def _check_layout(options: Options, model, config) -> None:
         stage_layers=parse_stage_layers(parallel.stage_layers),
     )
     model.all_stages(config, layout)
+    if parallel.cp > 1 and parallel.cp_method == "ulysses":  # whose ranks need a head each
+        of_ulysses = ParallelContext.virtual(parallel.tp, cp=parallel.cp, cp_method="ulysses")
+        model.on_meta(config, of_ulysses)
     if pattern:
         model.on_meta(config, ParallelContext()).train_only(pattern)
 

@@ -4,6 +4,7 @@ from megazoo.cli.launch import python_line, torchrun_line
 from megazoo.cli.parsing import each_once
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.run import Run
+from megazoo.parallel.sizes import product_of
 
 
 def summary(run: Run, recorder: Recorder) -> str:
@@ -17,7 +18,7 @@ def summary(run: Run, recorder: Recorder) -> str:
         f"  {losses} nats a token",
     ]
     if saved:
-        layout = f"tp {ctx.tp_size} x pp {ctx.pp_size}"
+        layout = product_of(ctx.tp_size, ctx.pp_size, cp=ctx.cp_size)
         lines += [
             f"  checkpoint    {saved}  ({layout}; loads in any layout)",
             f"  go on         {_command_to_go_on(run, recorder)}",

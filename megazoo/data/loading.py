@@ -6,13 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megazoo.data.order import Blend
 from megazoo.data.samples import Sample
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.sequence import SequenceCut, padded_length
 
 AHEAD = 2  # batches a worker has ready
+# What train_batch looks at before it moves it, and a number.
+NOT_MOVED = ("document_ids", "sequence_length")
 
 
 def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,35 +45,43 @@ class Batches:
 
     Only the first and the last stage should be given a blend: without one there are no arguments,
     and the first stage tells the others the batch's shape. Replica r takes the r-th of dp equal
-    parts of every global batch.
+    parts of every global batch, and of its rows each context-parallel rank its own chunks.
     """
 
     def __init__(self, blend: Blend | None, global_batch: int, ctx: ParallelContext):
-        self.blend, self.global_batch, self.device = blend, global_batch, ctx.device
+        self.blend, self.global_batch, self.ctx, self.device = blend, global_batch, ctx, ctx.device
         self.rows = global_batch // ctx.dp_size
         self.first = ctx.dp_rank * self.rows
 
-    def __call__(self, consumed: int) -> dict[str, torch.Tensor]:
-        """Return the batch that comes after `consumed` samples: input_ids and targets, int64
-        [batch, longest sample].
+    def __call__(self, consumed: int) -> dict[str, torch.Tensor | int]:
+        """Return the batch that comes after `consumed` samples.
 
-        Rows are padded on the right, where nothing sees the padding. If documents are not to see
-        each other, document_ids and position_ids are there too.
+        input_ids, targets: int64 [batch, longest sample], padded on the right, where nothing sees
+        the padding. document_ids, position_ids: likewise, if documents are not to see each other.
+
+        Under context parallelism input_ids and targets are this rank's chunks alone, and
+        sequence_length says how long the longest sample is; document_ids and position_ids stay
+        whole, since attention looks at all documents of a row.
         """
         if self.blend is None:
             return {}
         samples = self.blend.samples(consumed + self.first, self.rows)
         batch = _padded(samples)
+        length = batch["input_ids"].shape[1]
+        if self.ctx.cp_size > 1:
+            batch |= _own_chunks(batch, self.ctx)
         if self.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return batch
+        return batch if self.ctx.cp_size == 1 else {**batch, "sequence_length": length}
 
     def tokens(self, consumed: int) -> int:
         """Return how many tokens the whole global batch after `consumed` samples has, without
         padding; 0 without a blend."""
         return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
 
-    def ahead(self, consumed: Sequence[int], workers: int) -> Iterator[dict[str, torch.Tensor]]:
+    def ahead(
+        self, consumed: Sequence[int], workers: int
+    ) -> Iterator[dict[str, torch.Tensor | int]]:
         """Yield the batch after each number of samples in `consumed`, on the device; but for
         document_ids, which train_batch looks at before it moves them.
 
@@ -92,11 +104,25 @@ class Batches:
                 for future in waiting:
                     future.cancel()
 
-    def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: tensor if name == "document_ids" else tensor.to(self.device, non_blocking=True)
-            for name, tensor in batch.items()
+    def _moved(self, batch: dict[str, torch.Tensor | int]) -> dict[str, torch.Tensor | int]:
+        moved = {
+            name: value.to(self.device, non_blocking=True)
+            for name, value in batch.items()
+            if name not in NOT_MOVED
         }
+        return batch | moved
+
+
+def _own_chunks(batch: dict[str, torch.Tensor], ctx: ParallelContext) -> dict[str, torch.Tensor]:
+    """Return this context-parallel rank's chunks of input_ids and targets, which are padded to a
+    length that can be cut: int64 [batch, padded / cp]."""
+    length = batch["input_ids"].shape[1]
+    padded = padded_length(length, ctx)
+    cut, padding = SequenceCut.of(padded, ctx), (0, padded - length)
+    return {
+        "input_ids": cut.own(F.pad(batch["input_ids"], padding)),
+        "targets": cut.own(F.pad(batch["targets"], padding, value=IGNORE_INDEX)),
+    }
 
 
 def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.random import derive_seed
+from megazoo.parallel.sequence import SequenceCut, padded_length
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Batch:
     position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions are distances, have no
     use for them.
     document_ids: tokens see those of the same number only, for packed documents.
+    sequence_length: the tokens of a sequence, where input_ids and targets are a context-parallel
+    rank's part of it alone, as `SequenceCut.own` returns it of a sequence that is padded on the
+    right to its `padded_length`. All other tensors, and by default these two, are of whole
+    sequences, the same on all ranks along cp.
 
     A replica's batch may have no rows: tensors [0, sequence]. The first stage's masks and positions
     go to all others, and the batch's shape to stages that are given no tensor.
@@ -38,6 +43,7 @@ class Batch:
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
+    sequence_length: int | None = None
 
     def micro_batches(
         self,
@@ -60,6 +66,8 @@ class Batch:
         tokens = self._given()
         if ctx.pp_rank == 0 and "input_ids" not in tokens:
             raise UserError("the first stage needs input_ids")
+        if self.sequence_length is not None:
+            tokens |= self._whole_of_parts(tokens, ctx, task)
         # Labels that are not of tokens have a shape of their own.
         labels = None if task.labels_are_of_tokens and not own_loss else tokens.pop("labels", None)
         shape, shared = _agree_on_shape(tokens, ctx)
@@ -78,16 +86,15 @@ class Batch:
             tokens["targets"] = targets
         else:
             rows["targets"] = targets
-        padding = -shape[1] % ctx.tp_size if ctx.sequence_parallel else 0
+        padding = padded_length(shape[1], ctx) - shape[1]
         tokens["segments"] = _segments(
             tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
         )
         if ctx.pp_rank == 0 and _takes_boundaries(ctx):
             rows["boundaries"] = _boundaries(tokens["segments"], padding, count)
-        tensors = _padded(_on_device(tokens, ctx), shape, padding, ctx) | _on_device(rows, ctx)
+        tensors = _padded(_on_device(tokens, ctx), padding) | _on_device(rows, ctx)
         padded_shape = (shape[0], shape[1] + padding)
         if ctx.pp_size > 1:
-            shared["position_ids"] |= padding > 0
             shared["scored"] = not task.labels_are_of_tokens
             if shared["segments"] and _takes_boundaries(ctx):
                 held = tensors.get("boundaries")
@@ -95,16 +102,45 @@ class Batch:
             tensors = _from_first_stage(tensors, padded_shape, shared, ctx)
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
-        return _cut(tensors, padded_shape, length=shape[1], dropout_seeds=seeds)
+        of_tokens = {"position_ids", *tokens} - {"segments"}  # attention looks at all segments
+        return _cut(tensors, padded_shape, of_tokens, ctx, length=shape[1], dropout_seeds=seeds)
 
     def _given(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are there, ids as int64."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
+        del given["sequence_length"]
         return {
             name: tensor if name in ("labels", "attention_mask") else ids_of(name, tensor)
             for name, tensor in given.items()
             if is_tensor(name, tensor)
         }
+
+    def _whole_of_parts(
+        self, tokens: dict[str, torch.Tensor], ctx: ParallelContext, task
+    ) -> dict[str, torch.Tensor]:
+        """Return input_ids and targets as whole sequences, that have this rank's part where it
+        belongs, and nothing elsewhere."""
+        check_number("sequence_length", self.sequence_length, 1, whole=True)
+        if not task.labels_are_of_tokens or "labels" in tokens:
+            raise UserError(
+                "labels go with whole sequences: give targets, shifted before they were cut, or no "
+                "sequence_length"
+            )
+        padded, whole = padded_length(self.sequence_length, ctx), {}
+        cut, part = SequenceCut.of(padded, ctx), padded // ctx.cp_size
+        for name, nothing in (("input_ids", 0), ("targets", IGNORE_INDEX)):
+            if name not in tokens:
+                continue
+            own = tokens[name]
+            if own.dim() != 2 or own.shape[1] != part:
+                raise UserError(
+                    f"{name} has the shape {list(own.shape)}, not [batch, {part}], a "
+                    f"rank's part of {padded} tokens"
+                )
+            if cut is not None:
+                own = cut.place(own, own.new_full((len(own), padded), nothing))
+            whole[name] = own[:, : self.sequence_length]
+        return whole
 
 
 def is_tensor(name: str, tensor) -> bool:
@@ -238,22 +274,16 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return staged.to(device, non_blocking=True)
 
 
-def _padded(
-    tokens: dict[str, torch.Tensor], shape: tuple[int, int], padding: int, ctx: ParallelContext
-) -> dict[str, torch.Tensor]:
-    """Add so much padding on the right, which no token sees, as sequence parallelism needs where tp
-    doesn't divide the sequence: targets without loss, the last position again, token 0 of no
-    segment."""
+def _padded(tokens: dict[str, torch.Tensor], padding: int) -> dict[str, torch.Tensor]:
+    """Add so much padding on the right, which no token sees, as the ranks need to share the
+    sequence: targets without loss, the last position again, token 0 of no segment."""
     if not padding:
         return tokens
-    if "position_ids" not in tokens and ctx.pp_rank == 0:
-        positions = torch.arange(shape[1], device=ctx.device).expand(shape)
-        tokens = {**tokens, "position_ids": positions}
     values = {"targets": IGNORE_INDEX, "segments": -1}
     padded = {name: F.pad(x, (0, padding), value=values.get(name, 0)) for name, x in tokens.items()}
     if "position_ids" in tokens:
         last = tokens["position_ids"][:, -1:]
-        padded["position_ids"][:, shape[1] :] = last
+        padded["position_ids"][:, -padding:] = last
     return padded
 
 
@@ -281,20 +311,34 @@ def _from_first_stage(
 def _cut(
     tensors: dict[str, torch.Tensor],
     shape: tuple[int, int],
+    of_tokens: set[str],
+    ctx: ParallelContext,
     *,
     length: int,
     dropout_seeds: list[int],
 ) -> list[MicroBatch]:
-    """Cut tensors along the batch into one micro-batch for each seed. shape: with padding; length:
-    of the sequence without."""
-    count = len(dropout_seeds)
+    """Cut tensors along the batch into one micro-batch for each seed, and those that are of_tokens
+    along the sequence, of which this rank takes its part. shape: with padding; length: of the
+    sequence without."""
+    count, cut = len(dropout_seeds), SequenceCut.of(shape[1], ctx)
+    of_each = (shape[0] // count, shape[1] // ctx.cp_size)
     parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
-    return [
-        MicroBatch(
-            (shape[0] // count, shape[1]),
-            length=length,
-            dropout_seed=dropout_seed,
-            **{name: part[index] for name, part in parts.items()},
+    batches = []
+    for index, dropout_seed in enumerate(dropout_seeds):
+        given = {name: part[index] for name, part in parts.items()}
+        if cut is not None:
+            longest = _longest(given.get("position_ids"), length)
+            given |= {name: cut.own(given[name]) for name in of_tokens & given.keys()}
+            given["longest"] = longest
+        batches.append(
+            MicroBatch(of_each, length=length, cut=cut, dropout_seed=dropout_seed, **given)
         )
-        for index, dropout_seed in enumerate(dropout_seeds)
-    ]
+    return batches
+
+
+def _longest(positions: torch.Tensor | None, length: int) -> int | torch.Tensor:
+    """Return the tokens of a micro-batch's longest row, by the positions of whole sequences.
+    length: of the sequence, without padding."""
+    if positions is None or not positions.numel():
+        return length
+    return positions.max() + 1  # on the device: only who needs the number waits for it

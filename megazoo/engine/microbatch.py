@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from megazoo.errors import UserError
+from megazoo.parallel.sequence import SequenceCut
 
 
 @dataclass
@@ -71,20 +72,22 @@ def static_steps(forward_stage: Callable) -> Callable:
 @dataclass(frozen=True)
 class MicroBatch:
     """What a stage may need to know of a micro-batch besides the activations. Tensors are int64
-    [batch, sequence].
+    [batch, sequence]; under context parallelism that is this rank's part of the sequence.
 
-    shape: (batch, sequence), with the padding that sequence parallelism needs. length: of the
-    sequence without it.
+    shape: (batch, sequence), with the padding that the ranks need to share it. length: of the whole
+    sequence without it. cut: which part of it this rank has; None for all.
     input_ids: None on all stages but the first. targets: targets[b, s] is the token that position s
     is to predict, or -100; of a classifier its labels, of any shape that begins with the batch.
     None on all stages but the last. labels: what a loss of the user's own is given.
     position_ids: None for 0, 1, 2 ... segments: tokens see those of the same number only; None
-    where there is one segment. boundaries: int32 [documents + 1], as in layers.Packed, where each
-    segment is one run of tokens and the device has a kernel for that. scored: [batch], the position
-    of each row that a classifier judges it by. dropout_seed: what its dropout is drawn from.
+    where there is one segment; of the whole sequence. boundaries: int32 [documents + 1], as in
+    layers.Packed, of the whole sequence, too, where each segment is one run of tokens and the
+    device has a kernel for that. scored: [batch], the position of each row that a classifier judges
+    it by, in the whole sequence. dropout_seed: what its dropout is drawn from.
 
-    While generating: cache, the KVCache of the tokens before, if they are kept (segments are then
-    of these, too). longest: the tokens of the whole batch's longest row. last_only: only the last
+    longest: the tokens of the longest row, where this rank can't tell it from its own; while
+    generating, of the whole batch's. While generating: cache, the KVCache of the tokens before, if
+    they are kept (segments are then of these, too). last_only: only the last
     position's logits are wanted.
     """
 
@@ -98,7 +101,8 @@ class MicroBatch:
     scored: torch.Tensor | None = None
     labels: torch.Tensor | None = None
     length: int | None = None
-    longest: int | None = None
+    cut: SequenceCut | None = None
+    longest: int | torch.Tensor | None = None
     cache: object | None = None
     last_only: bool = False
 
@@ -117,4 +121,11 @@ class MicroBatch:
         """Return the positions of the tokens: int64, [sequence] or [batch, sequence]."""
         if self.position_ids is not None:
             return self.position_ids
-        return torch.arange(self.keys - self.shape[1], self.keys, device=device)
+        if self.cut is not None:
+            positions = self.cut.positions(device)
+        else:
+            positions = torch.arange(self.keys - self.shape[1], self.keys, device=device)
+        whole = self.shape[1] if self.cut is None else self.cut.length
+        if self.length is None or self.length == whole:
+            return positions
+        return positions.clamp_(max=self.length - 1)  # what is padded: the last position again

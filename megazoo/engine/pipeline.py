@@ -90,8 +90,8 @@ def run_pipeline(
     two differ, and only the first is independent of the layout.
     """
     ctx, last = model.ctx, model.stages[-1].last
-    replicas = ctx.token_axis.group if global_batch else None
-    labelled = count_labels(model, batches, replicas)
+    others = (ctx.token_axis if global_batch else ctx.axis("cp")).group
+    labelled = count_labels(model, batches, others)
     table = program(
         schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)
     )
@@ -111,18 +111,18 @@ def run_pipeline(
     loss = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if last:
         loss += sum(run.losses) if run.losses else torch.nan
-        all_reduce(loss, replicas)
+        all_reduce(loss, others)
     loss, labelled = broadcast_from_stage(torch.stack([loss, labelled]), ctx.pp_size - 1, ctx)
     return Result(loss.float(), labelled, torch.cat(run.collected) if run.collected else None)
 
 
-def count_labels(model: PipelineModel, batches: list[MicroBatch], replicas) -> torch.Tensor:
-    """Count the labels of the micro-batches, and of the other replicas': fp64, 0-dimensional; 0 on
-    ranks without the last stage."""
+def count_labels(model: PipelineModel, batches: list[MicroBatch], group) -> torch.Tensor:
+    """Count the labels of the micro-batches, and of the other ranks' of a group: fp64,
+    0-dimensional; 0 on ranks without the last stage."""
     labelled = torch.zeros((), dtype=torch.float64, device=model.ctx.device)
     if model.stages[-1].last:
         labelled += sum(model.label_count(batch) for batch in batches)
-        all_reduce(labelled, replicas)
+        all_reduce(labelled, group)
     return labelled
 
 

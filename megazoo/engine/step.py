@@ -9,15 +9,17 @@ import torch.distributed as dist
 
 from megazoo.engine.batch import Batch
 from megazoo.engine.microbatch import MicroBatch, Output
-from megazoo.engine.pipeline import run_pipeline
+from megazoo.engine.pipeline import count_labels, run_pipeline
 from megazoo.engine.stepwise import run_stepwise, with_backward
 from megazoo.errors import UserError
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AT_ONCE, WeightQueue
 from megazoo.parallel.failure import failing_together, together, together_in_replica
 from megazoo.parallel.module import Entry, ShardedModule, sum_over_copies
 from megazoo.parallel.p2p import sum_between_stages
+from megazoo.parallel.regions import reduce_from_context
 from megazoo.parallel.schedule import schedule_named, splits_backward
 
 
@@ -39,18 +41,19 @@ class TrainingStep:
         document_ids: torch.Tensor | None = None,
         return_logits: bool = False,
     ) -> Output:
-        """Run one batch; call it with the same inputs on every rank of a (pp, tp) group.
+        """Run one batch; call it with the same inputs on every rank of a replica.
 
         Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every
-        rank. Without, or with return_logits, or where the loss needs them whole anyway (pp and tp
-        are 1, or a classifier): logits [batch, sequence, vocabulary] ([batch, labels] of a
+        rank. Without, or with return_logits, or where the loss needs them whole anyway (pp, tp and
+        cp are 1, or a classifier): logits [batch, sequence, vocabulary] ([batch, labels] of a
         classifier) on every rank of the last stage. They live as long as the output: where memory
         is short keep its loss only. The loss can be differentiated when pp is 1, with
         `sync_gradients` after backward; `train_batch` and `microbatches` train in every layout.
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self.micro_batches(batch, 1)
-        whole = self.num_labels or self.ctx.pp_size == self.ctx.tp_size == 1
+        together = self.ctx.pp_size * self.ctx.tp_size * self.ctx.cp_size == 1
+        whole = self.num_labels or together
         collect = self.whole_logits if return_logits or labels is None or whole else None
         if self.ctx.pp_size > 1:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
@@ -59,8 +62,9 @@ class TrainingStep:
             x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
             outputs, loss, logits = self.outputs(x, micro_batch), None, None
             if labels is not None:
-                count = torch.as_tensor(self.label_count(micro_batch)).clamp(min=1)
-                loss = self.loss_of(x, micro_batch, outputs=outputs) / count
+                count = count_labels(self, [micro_batch], self.ctx.cp_group).clamp(min=1)
+                loss = self.loss_of(x, micro_batch, outputs=outputs)
+                loss = reduce_from_context(loss, self.ctx) / count.float()
             if collect:
                 logits = collect(outputs, micro_batch)
         return Output(None if labels is None else loss, logits)
@@ -75,6 +79,7 @@ class TrainingStep:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        sequence_length: int | None = None,
         num_microbatches: int = 1,
         schedule: str = "1f1b",
         step: int | None = None,
@@ -94,7 +99,15 @@ class TrainingStep:
         """
         splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
         buckets = self.buckets_to_train()
-        batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
+        batch = Batch(
+            input_ids,
+            labels,
+            targets,
+            attention_mask,
+            position_ids,
+            document_ids,
+            sequence_length,
+        )
         micro_batches = self.micro_batches(batch, num_microbatches, step, loss_fn is not None)
         self._require_labels(micro_batches)
         queue = WeightQueue(buckets.received) if splits else None
@@ -186,6 +199,7 @@ class TrainingStep:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        sequence_length: int | None = None,
         num_microbatches: int = 1,
         return_count: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -195,7 +209,15 @@ class TrainingStep:
         return_count: also their number, 0-dimensional fp64: what the batch weighs in a mean over
         several.
         """
-        batch = Batch(input_ids, labels, targets, attention_mask, position_ids, document_ids)
+        batch = Batch(
+            input_ids,
+            labels,
+            targets,
+            attention_mask,
+            position_ids,
+            document_ids,
+            sequence_length,
+        )
         with self.without_dropout():
             micro_batches = self.micro_batches(batch, num_microbatches)
             self._require_labels(micro_batches)
@@ -232,6 +254,19 @@ class TrainingStep:
         finally:
             for module, training in modes:
                 module.training = training
+
+    @contextmanager
+    def standing_at(self, ctx: ParallelContext):
+        """Within this block the model and its modules have another context, of the same ranks."""
+        before = self.ctx
+        modules = [m for m in self.modules() if getattr(m, "ctx", None) is before]
+        for module in modules:
+            module.ctx = ctx
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.ctx = before
 
     @contextmanager
     def gradients_later(self, queue: WeightQueue | None):

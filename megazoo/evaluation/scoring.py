@@ -12,12 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 from megazoo.engine.batch import Batch
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.pipeline import run_pipeline
-from megazoo.engine.shares import share_of
 from megazoo.errors import UserError
 from megazoo.generate.decoding import not_finite
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import together
+from megazoo.parallel.shares import share_of
 
 
 class Scores(NamedTuple):
@@ -42,6 +42,11 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     """
     if model.num_labels:
         raise UserError("a classifier does not score tokens")
+    with model.standing_at(model.ctx.folded):
+        return _score(model, input_ids, targets)
+
+
+def _score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     ctx, rows = model.ctx, len(input_ids)
     if ctx.dp_size > 1:  # refuse, on every rank, what any would
         with model.without_dropout():

@@ -11,13 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megazoo.engine.batch import ids_of, is_tensor
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.engine.shares import share_of
 from megazoo.errors import UserError
 from megazoo.generate.decoding import Choice, not_finite
 from megazoo.generate.group import Group
 from megazoo.generate.settings import GenerationSettings
 from megazoo.generate.traffic import Traffic, Turn
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.shares import share_of
 from megazoo.parallel.stages import Stage
 
 
@@ -31,6 +31,18 @@ def generate(
     streamer=None,
 ) -> torch.Tensor:
     """Generate as `Model.generate` says. model: a `megazoo.models.base.Model`."""
+    with model.standing_at(model.ctx.folded):
+        return _generate(model, input_ids, attention_mask, settings, use_cache, streamer)
+
+
+def _generate(
+    model,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    settings: GenerationSettings,
+    use_cache: bool,
+    streamer,
+) -> torch.Tensor:
     ctx = model.ctx
     ctx.require_ranks()
     if model.num_labels:
@@ -169,16 +181,13 @@ def _new_tokens(
 @contextmanager
 def _generating(model):
     """Turn off dropout within this block, and sequence parallelism: one token can't be cut."""
-    cut = [m for m in model.modules() if hasattr(m, "ctx") and m.ctx.sequence_parallel]
-    contexts, whole = [module.ctx for module in cut], replace(model.ctx, sequence_parallel=False)
-    for module in cut:
-        module.ctx = whole
-    try:
-        with model.without_dropout(), _kernels_for_all_lengths(model.ctx.device):
-            yield
-    finally:
-        for module, ctx in zip(cut, contexts, strict=True):
-            module.ctx = ctx
+    whole = replace(model.ctx, sequence_parallel=False)
+    with (
+        model.standing_at(whole),
+        model.without_dropout(),
+        _kernels_for_all_lengths(model.ctx.device),
+    ):
+        yield
 
 
 def _kernels_for_all_lengths(device: torch.device):

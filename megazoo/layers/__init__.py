@@ -11,6 +11,12 @@ What the rest of megazoo asks of a layer, it says by an attribute, and so can on
                     if the cost of an attention doesn't grow with the sequence.
     recompute       False, and set to True by `model.recompute("selective")`: the module then keeps
                     less for backward, and computes the rest again there.
+    context_parallel
+                    True of a module that is right with a context-parallel rank's part of a
+                    sequence: an attention that looks across the ranks, as CausalSelfAttention does,
+                    or a layer in which no token looks at another. A model with a layer that says so
+                    nowhere is not built at cp 2 or more. A class with a forward of its own says it
+                    anew.
 """
 
 from megazoo.layers.alibi import ALiBi, alibi_bias, alibi_slopes
@@ -25,7 +31,7 @@ from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.masks import Packed, segment_mask
+from megazoo.layers.masks import OfChunks, Packed, segment_mask
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary, rotate
@@ -41,6 +47,7 @@ __all__ = [
     "HeadwiseLayerNorm",
     "KVCache",
     "LayerNorm",
+    "OfChunks",
     "Packed",
     "PositionEmbedding",
     "QKVParallelLinear",

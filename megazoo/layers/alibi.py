@@ -6,6 +6,7 @@ import math
 import torch
 
 from megazoo.layers.masks import HIDDEN, in_aligned_rows
+from megazoo.parallel.context import ParallelContext, current_context
 
 
 def alibi_slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:
@@ -51,16 +52,26 @@ def alibi_bias(
 
 class ALiBi:
     """The bias of some heads, which all layers and micro-batches share: the last one that was made
-    without a mask is kept. It is no part of a state_dict, and copies of this object start without.
+    without a mask is kept, and under context parallelism those of this rank's two chunks. They are
+    no part of a state_dict, and copies of this object start without.
 
-    bias_max: as in alibi_slopes, for `total` heads. heads: those wanted.
+    bias_max: as in alibi_slopes, for `total` heads. heads: those wanted. ctx: parallel context; the
+    ambient one by default.
     """
 
-    def __init__(self, total: int, heads: range, bias_max: float = 8.0):
+    def __init__(
+        self,
+        total: int,
+        heads: range,
+        bias_max: float = 8.0,
+        *,
+        ctx: ParallelContext | None = None,
+    ):
         self.total, self.heads, self.bias_max = total, heads, bias_max
+        self._most = 2 if (ctx or current_context()).cp_size > 1 else 1
         self._slopes: torch.Tensor | None = None
-        self._what: tuple | None = None  # queries, keys, dtype and device of the bias
-        self._bias: torch.Tensor | None = None
+        # by queries, keys, dtype, device and heads, the oldest first
+        self._kept: dict[tuple, torch.Tensor] = {}
 
     def __call__(
         self,
@@ -70,23 +81,25 @@ class ALiBi:
         device: torch.device,
         mask: torch.Tensor | None = None,
         position: torch.Tensor | None = None,
+        heads: range | None = None,
     ) -> torch.Tensor:
-        """Return the bias of alibi_bias."""
-        what = (queries, keys, dtype, device)
-        if mask is None and position is None and what == self._what:
-            return self._bias
+        """Return the bias of alibi_bias. heads: some of those wanted; all by default."""
+        what, heads = (queries, keys, dtype, device), self.heads if heads is None else heads
+        if mask is None and position is None and (*what, heads) in self._kept:
+            return self._kept[*what, heads]
         # In the inference mode of generation it would be a tensor that training can't use.
         with torch.inference_mode(False):
             if self._slopes is None or self._slopes.device != device:
-                own = slice(self.heads.start, self.heads.stop)
-                self._slopes = alibi_slopes(self.total, self.bias_max)[own].to(device)
+                self._slopes = alibi_slopes(self.total, self.bias_max).to(device)
+            slopes = self._slopes[heads.start : heads.stop]
             if mask is not None or position is not None:
-                return alibi_bias(self._slopes, *what, mask, HIDDEN, position)
-            self._what = self._bias = None  # its memory, before the next one is made
-            bias = alibi_bias(self._slopes, *what, None, HIDDEN)
+                return alibi_bias(slopes, *what, mask, HIDDEN, position)
+            while len(self._kept) >= self._most:  # their memory, before the next one is made
+                del self._kept[next(iter(self._kept))]
+            bias = alibi_bias(slopes, *what, None, HIDDEN)
         if device.type != "meta":  # there each micro-batch is measured with all that it needs
-            self._what, self._bias = what, bias
+            self._kept[*what, heads] = bias
         return bias
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"_slopes": None, "_what": None, "_bias": None}
+        return vars(self) | {"_slopes": None, "_kept": {}}

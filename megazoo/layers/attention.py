@@ -12,14 +12,16 @@ from torch.nn.attention import SDPBackend
 from megazoo.errors import UserError
 from megazoo.layers import fused
 from megazoo.layers.cache import KVCache
+from megazoo.layers.context_parallel import attend_across_ranks, check_heads
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.fused import CosAndSin, replaced_by
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.masks import Packed
+from megazoo.layers.masks import OfChunks, Packed, Shifted, masks_of_chunks
 from megazoo.layers.rotary import rotate
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.module import ShardedModule
+from megazoo.parallel.sequence import SequenceCut
 from megazoo.torch_internals import attention_kernel, varlen_attention
 
 HALF = (torch.bfloat16, torch.float16)
@@ -139,11 +141,14 @@ class CausalSelfAttention(nn.Module):
     Dropout. rotary: cos and sin of Rotary, which turn the queries and keys. mask: of a shape that
     expands to [batch, this rank's heads, sequence, sequence]; boolean, where a query may look (see
     segment_mask), or added to the scores, -inf where it may not (see alibi_bias); or Packed, if
-    takes_packed. Without, a query looks at itself and backwards. cache: of the tokens before x,
-    which x's are appended to; x is then the whole prompt or, later, one token.
+    takes_packed. Without, a query looks at itself and backwards. Under context parallelism x is
+    this rank's part of the sequence (see SequenceCut), and the mask, if any, is OfChunks. cache: of
+    the tokens before x, which x's are appended to; x is then the whole prompt or, later, one token.
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et
     al. 2019; normalised queries and keys: Henry et al. 2020.
     """
+
+    context_parallel = True
 
     def __init__(
         self,
@@ -166,6 +171,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv = QKVParallelLinear(
             hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx
         )
+        check_heads(self._fewest_heads(), self.qkv.ctx)
         self.scale, self.clip_qkv = scale, clip_qkv
         self.q_norm, self.k_norm = q_norm, k_norm
         self._check_norms()
@@ -182,7 +188,7 @@ class CausalSelfAttention(nn.Module):
         x: torch.Tensor,
         seed: int | None = None,
         rotary: CosAndSin | None = None,
-        mask: torch.Tensor | Packed | None = None,
+        mask: torch.Tensor | Packed | OfChunks | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         qkv = self.qkv.project(x)
@@ -223,7 +229,7 @@ class CausalSelfAttention(nn.Module):
         self,
         qkv: torch.Tensor,
         rotary: CosAndSin | None,
-        mask: torch.Tensor | Packed | None,
+        mask: torch.Tensor | Packed | OfChunks | None,
         seed: int | None,
         cache: KVCache | None,
     ) -> torch.Tensor:
@@ -233,13 +239,42 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self, k, v)
             mask = cache.hide(self, mask, q)
-        if isinstance(mask, Packed):
-            y = self._attend_in_documents(q, k, v, mask)
-        elif self.dropout.active:
+        if self.dropout.active:
             y = self._attend_with_dropout(q, k, v, mask, seed)
         else:
-            y = self._scaled_dot_product(q, k, v, mask)
+            y = self._attend_to_all(q, k, v, mask)
         return rearrange(y, "batch heads seq size -> batch seq (heads size)")
+
+    def _attend_to_all(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
+        """Return softmax(q k^T * scale + mask) v, over all ranks that have a part of the
+        sequence."""
+        if self.qkv.ctx.cp_size == 1:
+            return self._attend_here(q, k, v, mask, dropout)
+        return self._attend_across_ranks(q, k, v, mask, dropout)
+
+    @untraced
+    def _attend_across_ranks(self, q, k, v, mask: OfChunks | None, dropout: float) -> torch.Tensor:
+        ctx = self.qkv.ctx
+        if mask is None:
+            cut, packed = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx), self.takes_packed(q.dtype)
+            packed = packed and q.device.type != "cpu"
+            mask = masks_of_chunks(cut, len(q), q.dtype, q.device, packed=packed)
+        elif not isinstance(mask, OfChunks):
+            raise UserError(
+                "under context parallelism a rank has a part of the sequence, and an attention "
+                "mask must say what it sees of all: make it by megazoo.models.masks.mask_of"
+            )
+        kernel = partial(self._attend_here, dropout=dropout)
+        return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=self.recompute)
+
+    def _attend_here(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
+        """Return softmax(q k^T * scale + mask) v, of keys that are all on this rank."""
+        if isinstance(mask, Packed):
+            return self._attend_in_documents(q, k, v, mask)
+        if isinstance(mask, Shifted):
+            y = self._scaled_dot_product(q.flip(2), k, v, mask.of_flipped(), dropout)
+            return y.flip(2)
+        return self._scaled_dot_product(q, k, v, mask, dropout)
 
     def takes_packed(self, dtype: torch.dtype) -> bool:
         """Return whether the mask may be Packed: only in half precision, without dropout, for heads
@@ -254,7 +289,9 @@ class CausalSelfAttention(nn.Module):
         """Return softmax(q k^T * scale) v of each document by itself, causal."""
         rows = len(q)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, heads, size]
-        y = varlen_attention(q, k, v, packed.boundaries, packed.longest, self.scale)
+        boundaries, longest, *keys = packed
+        keys = [] if packed.key_boundaries is None else keys
+        y = varlen_attention(q, k, v, boundaries, longest, self.scale, *keys)
         return y.unflatten(0, (rows, -1)).transpose(1, 2)
 
     def _scaled_dot_product(
@@ -296,7 +333,12 @@ class CausalSelfAttention(nn.Module):
         self, q, k, v, mask: torch.Tensor | None, seed: int | None
     ) -> torch.Tensor:
         with self.dropout.draw(seed, q.device):
-            return self._scaled_dot_product(q, k, v, mask, self.dropout.probability)
+            return self._attend_to_all(q, k, v, mask, self.dropout.probability)
+
+    def _fewest_heads(self) -> int:
+        """Return how many query heads a tp rank has, or the one that has the fewest."""
+        shard, tp = self.qkv.specs["weight"].shard, self.qkv.ctx.tp_size
+        return min(shard.local_sizes(tp, rank)[0] for rank in range(tp)) // self.qkv.head_size
 
     @property
     def heads(self) -> range:

@@ -7,7 +7,8 @@ from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule
-from megazoo.parallel.regions import reduce_from_tensor_parallel
+from megazoo.parallel.regions import reduce_from_context, reduce_from_tensor_parallel
+from megazoo.parallel.sequence import SequenceCut
 from megazoo.parallel.shard import ParameterSpec
 
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
@@ -72,8 +73,8 @@ class ClassificationHead(ShardedModule):
         std: standard deviation of the initial weights.
         ctx: parallel context; the ambient one by default.
 
-    Shapes: x [batch, sequence, hidden] (under sequence parallelism this rank's part of it),
-    positions int64 [batch] -> [batch, num_labels].
+    Shapes: x [batch, sequence, hidden] (under context and sequence parallelism this rank's part of
+    it), positions int64 [batch], in the whole sequence -> [batch, num_labels].
     """
 
     def __init__(
@@ -88,11 +89,18 @@ class ClassificationHead(ShardedModule):
         self.add_parameter("weight", ParameterSpec((num_labels, hidden_size), std=std))
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(len(x), device=x.device)
-        if not self.ctx.sequence_parallel:
+        rows, ctx = torch.arange(len(x), device=x.device), self.ctx
+        if ctx.cp_size == 1 and not ctx.sequence_parallel:
             return F.linear(x[rows, positions], self.replicated("weight"))
+        parts = ctx.tp_size if ctx.sequence_parallel else 1
+        cut = SequenceCut.of(x.shape[1] * parts * ctx.cp_size, ctx)
+        local = positions if cut is None else cut.local(positions)
+        if ctx.sequence_parallel:
+            local = local - ctx.tp_rank * x.shape[1]
         # one rank has the position, the others add zeros
-        local = positions - self.ctx.tp_rank * x.shape[1]
         here = (local >= 0) & (local < x.shape[1])
         pooled = x[rows, local.masked_fill(~here, 0)].masked_fill(~here[:, None], 0)
-        return reduce_from_tensor_parallel(F.linear(pooled, self.replicated("weight")), self.ctx)
+        scores = F.linear(pooled, self.replicated("weight"))
+        if ctx.sequence_parallel:
+            scores = reduce_from_tensor_parallel(scores, ctx)
+        return reduce_from_context(scores, ctx)

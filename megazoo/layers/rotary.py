@@ -79,16 +79,18 @@ class Rotary:
                 raise UserError(f"{name} of rotary positions must be a number above 0, not {value}")
 
     def __call__(
-        self, positions: torch.Tensor, dtype: torch.dtype, length: int | None = None
+        self,
+        positions: torch.Tensor,
+        dtype: torch.dtype,
+        length: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [..., sequence, head_size], of int64 positions [..., sequence].
 
         length: the tokens that dynamic scaling scales for; those of the positions by default.
         """
         if self.kind == "dynamic":
-            frequencies, factor = self.frequencies(
-                positions.device, length or int(positions.max()) + 1
-            )
+            length = positions.max() + 1 if length is None else length
+            frequencies, factor = self.frequencies(positions.device, int(length))
         else:
             if positions.device not in self._kept:
                 self._kept[positions.device] = self.frequencies(positions.device)

@@ -15,6 +15,7 @@ from megazoo.errors import UserError, advise, check_number
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import ClassificationHead, VocabParallelEmbedding, VocabParallelHead
+from megazoo.layers.context_parallel import check_layers
 from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
 from megazoo.models.heads import LastStage
@@ -153,6 +154,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """Make this rank's stages without memory: what a virtual context can build."""
         with ctx, torch.device("meta"):
             model = cls(config, ctx, seed)
+        check_layers(model.layers, ctx)
         for name, module in model.named_modules():
             if isinstance(getattr(module, "site", None), str):  # of a dropout, which draws by it
                 module.site = name

@@ -15,6 +15,9 @@ from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.layers import VocabParallelHead, classification, vocab_parallel_cross_entropy
 from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.regions import gather_from_context
 
 
 class LanguageModeling:
@@ -60,7 +63,10 @@ class LanguageModeling:
         return model.output_head.logits(x[:, -1:] if batch.last_only else x)
 
     def whole_outputs(self, model, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return model.output_head.gather_logits(outputs)[:, : batch.length]
+        logits = model.output_head.gather_logits(outputs)
+        if batch.cut is not None:
+            logits = gather_from_context(logits, model.ctx)
+        return logits[:, : batch.length]
 
     def loss_sum(self, model, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return model.token_losses(outputs, batch).sum()
@@ -125,7 +131,8 @@ class SequenceClassification:
         return outputs
 
     def loss_sum(self, model, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return classification.loss_sum(outputs, batch.targets, self.problem_type)
+        loss = classification.loss_sum(outputs, batch.targets, self.problem_type)
+        return _counted_once(loss, model.ctx)
 
     def label_count(self, targets: torch.Tensor) -> torch.Tensor | int:
         return targets.numel() if targets.is_floating_point() else (targets != IGNORE_INDEX).sum()
@@ -163,7 +170,8 @@ class LastStage:
         return self.task.outputs(self, x, batch)
 
     def whole_logits(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the outputs with the whole vocabulary, the same on every tp rank."""
+        """Return the outputs of whole sequences with the whole vocabulary, the same on every tp and
+        cp rank."""
         return self.task.whole_outputs(self, outputs, batch)
 
     def token_losses(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -182,9 +190,16 @@ class LastStage:
     def label_count(self, batch: MicroBatch) -> torch.Tensor | int:
         """Return how many labels the loss is the mean over: rows, if only the user's own loss knows
         them."""
+        if self.ctx.cp_rank > 0 and not self._counts_tokens(batch):
+            return 0  # the first rank of those that share the rows counts them
         if batch.targets is not None:
             return self.task.label_count(batch.targets)
         return 0 if batch.labels is None else len(batch.labels)
+
+    def _counts_tokens(self, batch: MicroBatch) -> bool:
+        """Return whether the loss is a mean over tokens, of which each context-parallel rank has
+        its own; else over rows, which they have together."""
+        return batch.targets is not None and self.task.labels_are_of_tokens
 
     def loss_of(
         self,
@@ -217,6 +232,9 @@ class LastStage:
     def _loss_by(self, loss_fn: Callable, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return what loss_fn says, a mean, times the micro-batch's labels."""
         count = self.label_count(batch)
+        if self.ctx.cp_size > 1:  # every rank sees all logits, and is to see all labels
+            count = torch.as_tensor(count, device=self.ctx.device).clone()
+            all_reduce(count, self.ctx.cp_group)
         if not count:
             return outputs.float().sum() * 0  # its mean would be nan
         loss = loss_fn(self.whole_logits(outputs, batch).float(), batch.labels)
@@ -227,7 +245,7 @@ class LastStage:
                 "loss_fn returns a number without a gradient: compute it from the logits, not "
                 "detached"
             )
-        return loss.float().view(()) * count
+        return _counted_once(loss.float().view(()) * count, self.ctx)
 
     @property
     def _loss_is_ours(self) -> bool:
@@ -238,3 +256,9 @@ class LastStage:
             getattr(getattr(owner, name), "__func__", None) is getattr(base, name)
             for owner, base, name in ours
         )
+
+
+def _counted_once(loss: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Return a loss that all context-parallel ranks compute alike as a part of their sum: it counts
+    on the first of them, and has its gradient on all."""
+    return loss if ctx.cp_rank == 0 else loss - loss.detach()

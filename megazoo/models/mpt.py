@@ -45,14 +45,13 @@ from megazoo.layers import (
     HeadwiseLayerNorm,
     LayerNorm,
     PositionEmbedding,
-    segment_mask,
     units_of_heads,
 )
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import mpt as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.masks import mask_of
+from megazoo.models.masks import alibi_mask_of, mask_of
 from megazoo.models.registry import register
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.stages import Stage
@@ -182,9 +181,7 @@ class MPT(Model):
                 x = x + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
         if self.alibi is not None:
-            mask = segment_mask(batch.segments, batch.shape[1])
-            queries, keys = batch.shape[1], batch.keys
-            mask = self.alibi(queries, keys, x.dtype, x.device, mask, batch.position)
+            mask = alibi_mask_of(batch, self.alibi, x.dtype, x.device)
         else:
             mask = mask_of(batch, self.layers, Block, x.dtype)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]

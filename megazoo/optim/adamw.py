@@ -39,9 +39,9 @@ class AdamW(ModelOptimizer):
         lr: step size; assign to `opt.lr` to change it. betas, eps: as in Adam.
         weight_decay: on parameters of two and more dimensions; biases and norms have none.
         clip_grad: largest global gradient norm; 0 turns clipping off.
-        zero: 1 shares the state and the update among the replicas (ZeRO-1): each has 1 / dp of
-            every bucket of parameters. `train_batch` then leaves in .grad the sum over the replicas
-            for this one's share only.
+        zero: 1 shares the state and the update among the replicas (ZeRO-1): each has 1 /
+            (dp x cp) of every bucket of parameters. `train_batch` then leaves in .grad the sum over
+            the replicas for this one's share only.
         offload: keep the state on the CPU, and make the update there.
 
     For a float16 model it makes a loss scale, which `train_batch` applies and takes out again; a

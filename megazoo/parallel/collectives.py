@@ -1,6 +1,6 @@
 """Plain collectives, without autograd. On a virtual group they do nothing but count their bytes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megazoo.errors import UserError
-from megazoo.parallel.context import NO_RANKS, Axis, ParallelContext, VirtualGroup
+from megazoo.parallel.context import NO_RANKS, Axis, ParallelContext
 from megazoo.parallel.cpu import shared_memory
+from megazoo.parallel.groups import VirtualGroup
 from megazoo.parallel.timing import spent
 from megazoo.torch_internals import renamed_collective
 
@@ -106,13 +107,23 @@ def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.
 def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [...,
     sequence, size]."""
-    return _in_sequence(_gather(tensor.contiguous(), group))
+    return _in_sequence(all_gather_parts(tensor, group))
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     """Sum `tensor`; each rank gets its part of the sequence, dimension -2: [..., sequence, size] ->
     [..., part, size]."""
-    parts = _parts_of_sequence(tensor, group)
+    return reduce_scatter_parts(_parts_of_sequence(tensor, group), group)
+
+
+def all_gather_parts(tensor: torch.Tensor, group) -> torch.Tensor:
+    """Return every rank's tensor: [...] -> [ranks, ...]."""
+    return _gather(tensor.contiguous(), group)
+
+
+def reduce_scatter_parts(parts: torch.Tensor, group) -> torch.Tensor:
+    """Sum contiguous `parts`, one for each rank, which gets its own: [ranks, ..., size] -> [...,
+    size]."""
     mine = torch.empty_like(parts[0])
     if reducer := _reducer_for(parts, group):
         with spent("communication", "reduce_scatter"):
@@ -120,6 +131,26 @@ def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
     else:
         _run(_reduce_scatter, mine.flatten(0, -2), parts.flatten(0, -2), group=group, whole=parts)
     return mine
+
+
+def exchange_parts(
+    tensor: torch.Tensor, group, sends: Sequence[int], receives: Sequence[int]
+) -> torch.Tensor:
+    """Send sends[r] rows of `tensor`, one rank's after the other, to each rank r, and return what
+    they send: [sends' sum, ...] -> [receives' sum, ...]. Rank r sends receives[r] rows."""
+    received = tensor.new_empty(sum(receives), *tensor.shape[1:])
+    leaving = tensor.shape[0] - sends[group.rank()]
+    _run(
+        dist.all_to_all_single,
+        received,
+        tensor.contiguous(),
+        list(receives),
+        list(sends),
+        group=group,
+        whole=tensor,
+        sent=leaving * tensor.shape[1:].numel(),
+    )
+    return received
 
 
 # The same, begun: each returns a function that waits for the result and returns it. On CUDA the sum
@@ -178,21 +209,28 @@ def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
 
 
 def _run(
-    collective: Callable, *tensors: torch.Tensor | list, group, whole: torch.Tensor, **options
+    collective: Callable,
+    *tensors: torch.Tensor | list,
+    group,
+    whole: torch.Tensor,
+    sent: float | None = None,
+    **options,
 ):
     """Call a collective of torch.distributed: collective(*tensors, group=group, **options).
 
     whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the
-    bytes of it that a rank sends are counted instead: each rank's part goes round a ring, in an
-    all-reduce twice (NCCL's algorithm).
+    bytes of it that a rank sends are counted instead: `sent` elements; by default each rank's part
+    goes round a ring, in an all-reduce twice (NCCL's algorithm).
     """
     if not isinstance(group, VirtualGroup):
         with spent("communication", collective.__name__):
             return collective(*tensors, group=group, **options)
     if not whole.is_meta:
         raise UserError(NO_RANKS)
-    rounds = 2 if collective is dist.all_reduce else 1
-    group.sent += rounds * (group.size() - 1) / group.size() * whole.numel() * whole.element_size()
+    if sent is None:
+        rounds = 2 if collective is dist.all_reduce else 1
+        sent = rounds * (group.size() - 1) / group.size() * whole.numel()
+    group.sent += sent * whole.element_size()
     return None
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from numbers import Integral
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -18,30 +18,29 @@ from megazoo import environment
 from megazoo.errors import UserError
 from megazoo.parallel.cpu import products
 from megazoo.parallel.device import choose_device, share_cores
-from megazoo.parallel.groups import CUDA_BACKENDS, allow_sockets, groups_of, warm_up
+from megazoo.parallel.groups import (
+    CUDA_BACKENDS,
+    VirtualGroup,
+    allow_sockets,
+    group_along,
+    groups_of,
+    solitary_group,
+    warm_up,
+)
+from megazoo.parallel.sizes import (
+    check_sizes,
+    check_timeout,
+    data_parallel_size_for,
+    product_of,
+)
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "cp", "tp")
+# How attention looks beyond the part of a sequence that a rank of the axis cp has: see
+# megazoo/layers/context_parallel.py.
+CP_METHODS = ("allgather", "ulysses")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-LONGEST_TIMEOUT = timedelta(days=365)
 NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not run it"
-
-
-class VirtualGroup:
-    """A stand-in for a process group of which only this rank is there.
-
-    On the meta device, where there are shapes and no values, collectives over it do nothing but add
-    up `sent`, the bytes that a rank sends (see collectives.py).
-    """
-
-    def __init__(self, size: int, rank: int):
-        self._size, self._rank, self.sent = size, rank, 0.0
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +73,11 @@ class ParallelContext:
     rank: int = 0  # in the world
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
+    # of the ranks along dp and cp together, where both are above 1
+    joint_group: dist.ProcessGroup | None = field(default=None, repr=False)
     # between tensor-parallel regions each tp rank has its part of the sequence
     sequence_parallel: bool = False
+    cp_method: str = "allgather"  # one of CP_METHODS
     virtual_size: int = 1  # stages of a rank
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
     name: str = field(default="", repr=False)  # the same on all ranks, and of no other context
@@ -89,6 +91,7 @@ class ParallelContext:
             for name, size in zip(AXES, self.sizes, strict=True)
         }
         object.__setattr__(self, "_axes", axes)
+        object.__setattr__(self, "_joint", self._joint_axis())
         for name, axis in axes.items():  # tp_size, tp_rank, tp_group, and so on
             for what in ("size", "rank", "group"):
                 object.__setattr__(self, f"{name}_{what}", getattr(axis, what))
@@ -102,6 +105,8 @@ class ParallelContext:
         pipeline_parallel_size: int = 1,
         data_parallel_size: int | None = None,
         *,
+        context_parallel_size: int = 1,
+        context_parallel_method: str = "allgather",
         sequence_parallel: bool | None = False,
         virtual_pipeline_size: int = 1,
         stage_layers: str | Sequence[int] = "balanced",
@@ -114,6 +119,9 @@ class ParallelContext:
         data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto"
         (the default), which is CUDA where this machine has a device for each of its ranks. timeout
         bounds every wait on every group.
+        context_parallel_size: ranks that share each sequence. context_parallel_method: "allgather"
+        gives each the keys and values of all, "ulysses" (Jacobs et al. 2023) some heads of the
+        whole sequence.
         sequence_parallel: between tensor-parallel regions cut the activations along the sequence
         (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
         in return backward gathers once more what a column-parallel layer takes. None: on CUDA.
@@ -123,18 +131,17 @@ class ParallelContext:
         In a plain process (no launcher) with all sizes 1, nothing is initialised.
         UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
-        _check_timeout(timeout)
-        _check_size("tensor_parallel_size", tensor_parallel_size)
-        _check_size("pipeline_parallel_size", pipeline_parallel_size)
-        _check_size("virtual_pipeline_size", virtual_pipeline_size)
-        _check_size("data_parallel_size", 1 if data_parallel_size is None else data_parallel_size)
-        tp, pp = tensor_parallel_size, pipeline_parallel_size
+        check_timeout(timeout)
+        tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
+        check_sizes(tp, pp, cp, virtual_pipeline_size, data_parallel_size)
         world, rank = _world_and_rank()
-        dp = data_parallel_size_for(world, tp, pp, data_parallel_size)
+        dp = data_parallel_size_for(world, tp, pp, data_parallel_size, cp)
         here = cls.virtual(
             tp,
             pp,
             dp,
+            cp=cp,
+            cp_method=context_parallel_method,
             rank=rank,
             sequence_parallel=sequence_parallel,
             virtual=virtual_pipeline_size,
@@ -150,12 +157,23 @@ class ParallelContext:
                 return replace(here, device=device)
             with meeting():
                 _initialize(device, world, timeout)
-        ranks = torch.arange(world).view(here.sizes)
-        groups = groups_of(ranks, device, timeout)
+        return here._connected(device, timeout)
+
+    def _connected(self, device: torch.device, timeout: timedelta) -> "ParallelContext":
+        """Return this context on a device, with the groups through which its ranks talk. Every rank
+        calls it."""
+        ranks = torch.arange(self.world_size).view(self.sizes)
+        groups, joint = groups_of(ranks, device, timeout), None
+        if self.dp_size > 1 and self.cp_size > 1:
+            dim = AXES.index("dp")
+            joint = group_along(dim, ranks.flatten(dim, dim + 1), device, timeout)
         if device.type == "cuda":
-            warm_up(groups, groups[AXES.index("pp")], device)
+            warm_up([*groups, joint] if joint else groups, groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        return replace(here, device=device, mesh=mesh, name=_agree(rank, device), timeout=timeout)
+        name = _agree(self.rank, device)
+        return replace(
+            self, device=device, mesh=mesh, joint_group=joint, name=name, timeout=timeout
+        )
 
     @classmethod
     def virtual(
@@ -164,6 +182,8 @@ class ParallelContext:
         pp: int = 1,
         dp: int = 1,
         *,
+        cp: int = 1,
+        cp_method: str = "allgather",
         rank: int = 0,
         sequence_parallel: bool = False,
         virtual: int = 1,
@@ -174,17 +194,21 @@ class ParallelContext:
         virtual: the stages of a rank. UserError if the world has no such rank, or can't have such
         stages.
         """
-        size = {"tp": tp, "pp": pp, "dp": dp}
+        size = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
         sizes = tuple(size[axis] for axis in AXES)
         if not 0 <= rank < math.prod(sizes):
-            world = f"tp {tp} x pp {pp} x dp {dp} = {math.prod(sizes)} ranks"
+            world = f"{product_of(tp, pp, dp, cp)} = {math.prod(sizes)} ranks"
             raise UserError(f"rank {rank} is not in a world of {world}")
+        if cp_method not in CP_METHODS:
+            known = " and ".join(CP_METHODS)
+            raise UserError(f"unknown cp-method {cp_method!r}: there are {known}")
         if virtual > 1 and pp == 1:
             raise UserError(f"virtual-pp {virtual} cuts the stages of a pipeline: use pp 2 or more")
         return cls(
             sizes,
             rank,
             sequence_parallel=sequence_parallel,
+            cp_method=cp_method,
             virtual_size=virtual,
             stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
         )
@@ -200,20 +224,41 @@ class ParallelContext:
 
     @property
     def token_axis(self) -> Axis:
-        """The axis along which ranks have different tokens.
+        """The ranks that have different tokens, those along dp and cp together, as one axis.
 
         The loss and the count of its labels are summed over it, and each of its ranks draws dropout
         masks of its own.
         """
-        return self.axis("dp")
+        return self._joint
 
     @property
     def gradient_axis(self) -> Axis:
-        """The axis along which ranks have the same parameters, and gradients that are to be summed.
+        """The ranks that have the same parameters, and gradients that are to be summed: those along
+        dp and cp together, as one axis.
 
-        Its ranks share out the optimizer's state and update (ZeRO-1).
+        They share out the optimizer's state and update (ZeRO-1).
         """
-        return self.axis("dp")
+        return self._joint
+
+    @cached_property
+    def folded(self) -> "ParallelContext":
+        """The same ranks with those along cp counted along dp, each with whole sequences of its
+        own: for generation, whose sequences grow by a token at a time."""
+        if self.cp_size == 1:
+            return self
+        size = dict(zip(AXES, self.sizes, strict=True)) | {"dp": self._joint.size, "cp": 1}
+        sizes, mesh = tuple(size[name] for name in AXES), None
+        if self.mesh is not None:
+            groups = [axis.group for axis in self.axes if axis.size == 1]
+            alone = groups[0] if groups else solitary_group(self.timeout)
+            group = {"pp": self.pp_group, "dp": self._joint.group, "cp": alone, "tp": self.tp_group}
+            mesh = DeviceMesh.from_group(
+                [group[name] for name in AXES],
+                self.device.type,
+                mesh=self.mesh.mesh.view(sizes),
+                mesh_dim_names=AXES,
+            )
+        return replace(self, sizes=sizes, mesh=mesh, joint_group=None)
 
     def new_cpu_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         """Make a group of all ranks for CPU tensors, for a thread of its own; every rank calls it.
@@ -259,6 +304,14 @@ class ParallelContext:
             return VirtualGroup(size, rank) if size > 1 else None
         return self.mesh.get_group(name)
 
+    def _joint_axis(self) -> Axis:
+        """Return dp and cp as one axis. Its rank is that in the mesh, where cp is next to dp."""
+        dp, cp = self._axes["dp"], self._axes["cp"]
+        if cp.size == 1 or dp.size == 1:
+            return dp if cp.size == 1 else cp
+        size, rank = dp.size * cp.size, dp.rank * cp.size + cp.rank
+        return Axis(size, rank, self.joint_group or VirtualGroup(size, rank))
+
     def __enter__(self) -> "ParallelContext":
         _ambient.set((*_ambient.get(), self))
         return self
@@ -303,19 +356,6 @@ def _world_and_rank() -> tuple[int, int]:
     return environment.world_size(), environment.rank()
 
 
-def _check_size(name: str, size) -> None:
-    """Refuse what is not a whole number above 0: text, 2.0 and True, too."""
-    if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
-        raise UserError(f"{name} must be a whole number of at least 1, not {size!r}")
-
-
-def _check_timeout(timeout) -> None:
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
-    if timeout > LONGEST_TIMEOUT:
-        raise UserError(f"timeout must be at most {LONGEST_TIMEOUT.days} days, not {timeout}")
-
-
 def _take(device: torch.device) -> None:
     """Make a device this rank's; of the CPU, its share of the cores."""
     if device.type == "cuda":
@@ -346,19 +386,3 @@ def _agree(rank: int, device: torch.device) -> str:
     name, verdict = told
     products.follow(verdict)
     return name
-
-
-def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None) -> int:
-    """Return the data-parallel size of `world` ranks; UserError if tp x pp (x dp) doesn't fit."""
-    if min(tp, pp) < 1:
-        raise UserError(f"tp {tp} and pp {pp} must each be at least 1")
-    if world % (tp * pp) or (dp is not None and world != tp * pp * dp):
-        asked = f"tp {tp} x pp {pp}" + (f" x dp {dp}" if dp is not None else "")
-        enough = ranks_that_fit(world, tp, pp, dp)
-        raise UserError(f"a world of {world} ranks does not fit {asked}: start {enough}")
-    return world // (tp * pp)
-
-
-def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None) -> int:
-    """Return how many ranks to start for a layout instead of `world`: whole replicas, enough."""
-    return tp * pp * (dp or -(-world // (tp * pp)))

@@ -112,7 +112,7 @@ class _Call:
     def __init__(self, ctx: ParallelContext, ranks: int, in_replica: bool):
         self.ctx, self.ranks = ctx, ranks
         self.groups = [ctx.axis(name).group for name in AXES if not (in_replica and name == "dp")]
-        self.groups += [] if in_replica else [dist.group.WORLD]
+        self.groups += [] if in_replica else [dist.group.WORLD, ctx.gradient_axis.group]
         # Keys of the store, which may be older than this context, and have seen others with as many
         # calls.
         scope = f"megazoo/{ctx.name}" + (f"/replica {ctx.dp_rank}" if in_replica else "")

@@ -13,6 +13,23 @@ CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
 OTHER_FILES = 512
 
 
+class VirtualGroup:
+    """A stand-in for a process group of which only this rank is there.
+
+    On the meta device, where there are shapes and no values, collectives over it do nothing but add
+    up `sent`, the bytes that a rank sends (see collectives.py).
+    """
+
+    def __init__(self, size: int, rank: int):
+        self._size, self._rank, self.sent = size, rank, 0.0
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
 def groups_of(
     ranks: torch.Tensor, device: torch.device, timeout: timedelta
 ) -> list[dist.ProcessGroup]:
@@ -30,16 +47,20 @@ def groups_of(
     """
     alone = None
     if 1 in ranks.shape:
-        # Of this rank, the others need not know.
-        mine = [dist.get_rank()]
-        alone = dist.new_group(mine, timeout, backend="gloo", use_local_synchronization=True)
+        alone = solitary_group(timeout)
     return [
-        alone if size == 1 else _group_along(dim, ranks, device, timeout)
+        alone if size == 1 else group_along(dim, ranks, device, timeout)
         for dim, size in enumerate(ranks.shape)
     ]
 
 
-def _group_along(
+def solitary_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Make a group of this rank alone, of which the others need not know."""
+    mine = [dist.get_rank()]
+    return dist.new_group(mine, timeout, backend="gloo", use_local_synchronization=True)
+
+
+def group_along(
     dim: int, ranks: torch.Tensor, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Make the groups along one dimension of the mesh, and return this rank's."""
@@ -86,13 +107,13 @@ def _finish(device: torch.device) -> None:
 def allow_sockets(world: int) -> None:
     """Let this process open as many files as gloo needs in a world of so many ranks.
 
-    gloo connects each rank of a group with each other one: the world, the three axes, and a group
-    for saving in the background have up to four sockets for each other rank together, where many
-    systems allow 1,024 files. They allow a process to raise that itself, up to a limit that is
-    higher. gloo could connect ranks when they first need it, too (TORCH_GLOO_LAZY_INIT); but then,
-    in torch up to 2.13, a rank waits without a timeout for one that has died before.
+    gloo connects each rank of a group with each other one: the world, the axes, two axes together,
+    and a group for saving in the background have up to five sockets for each other rank together,
+    where many systems allow 1,024 files. They allow a process to raise that itself, up to a limit
+    that is higher. gloo could connect ranks when they first need it, too (TORCH_GLOO_LAZY_INIT);
+    but then, in torch up to 2.13, a rank waits without a timeout for one that has died before.
     """
-    needed, unlimited = 4 * world + OTHER_FILES, resource.RLIM_INFINITY
+    needed, unlimited = 5 * world + OTHER_FILES, resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = needed if hard == unlimited else min(needed, hard)
     if soft != unlimited and soft < most:

@@ -1,20 +1,26 @@
-"""Entering and leaving a tensor-parallel region: pairs of collectives that autograd uses.
+"""Entering and leaving a parallel region: pairs of collectives that autograd uses.
 
 What is a sum forward is a copy backward, and the reverse (Megatron-LM: Shoeybi et al. 2019, section
 3).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from megazoo.parallel.collectives import (
     all_gather_last_dim,
+    all_gather_parts,
     all_gather_sequence,
     all_reduce,
+    exchange_parts,
+    reduce_scatter_parts,
     reduce_scatter_sequence,
     summed,
 )
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.sequence import add_to_parts, in_order, in_parts
 
 
 class _CopyToTensorParallel(torch.autograd.Function):
@@ -28,7 +34,7 @@ class _CopyToTensorParallel(torch.autograd.Function):
         return summed(grad, ctx.group), None
 
 
-class _ReduceFromTensorParallel(torch.autograd.Function):
+class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         return summed(x, group)
@@ -95,8 +101,51 @@ class _ScatterToTensorParallel(torch.autograd.Function):
         return all_gather_last_dim(grad, ctx.group, ctx.sizes), None, None
 
 
+class _GatherContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, ends, group):
+        ctx.group, ctx.dtype, ctx.shape = group, x.dtype, x.shape
+        k, v = gathered_in_order(x, group)
+        return tuple(tensor[..., :end, :] for end in ends for tensor in (k, v))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        own = torch.empty(ctx.shape, dtype=ctx.dtype, device=grads[0].device)
+        # Keys, then values, in one buffer: it is as long as the sequence.
+        parts = own.new_empty(ctx.group.size(), *own.shape[1:], dtype=torch.float32)
+        for number, mine in enumerate(own):
+            parts.zero_()
+            for grad in grads[number::2]:
+                add_to_parts(parts, grad)
+            mine.copy_(reduce_scatter_parts(parts, ctx.group))
+        return own, None, None
+
+
+class _GatherFromContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gathered_in_order(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # what follows is the same on every rank, so each keeps its own part
+        return in_parts(grad, ctx.group.size())[ctx.group.rank()], None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, sends, receives):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        return exchange_parts(x, group, sends, receives)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return exchange_parts(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
+
+
 @untraced
-def _apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
+def _apply(function: type[torch.autograd.Function], *args):
     return function.apply(*args)
 
 
@@ -138,7 +187,7 @@ def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tens
 
 def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     """Return the sum of all ranks' x, which goes on alike on each; its gradient passes as it is."""
-    return _apply(_ReduceFromTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
+    return _apply(_Reduce, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
 def gather_from_tensor_parallel(
@@ -155,3 +204,42 @@ def scatter_to_tensor_parallel(
     """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all
     parts."""
     return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
+
+
+def gather_context(
+    x: torch.Tensor, ends: Sequence[int], ctx: ParallelContext
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the keys and values of all context-parallel ranks, as far as each of `ends`: [2, ...,
+    part, size] -> two of [..., end, size] for each, all of one storage.
+
+    ends: in tokens, multiples of a chunk. Each rank goes on in its own way, so the gradient is the
+    sum over all ends and ranks, in fp32.
+    """
+    gathered = _apply(_GatherContext, x, ends, ctx.cp_group)
+    return list(zip(gathered[::2], gathered[1::2], strict=True))
+
+
+def gathered_in_order(x: torch.Tensor, group) -> torch.Tensor:
+    """Return what all context-parallel ranks have of a sequence, without autograd: [..., part,
+    size] -> [..., sequence, size]."""
+    return in_order(all_gather_parts(x, group))
+
+
+def gather_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Put a sequence together for what all context-parallel ranks compute alike: [..., part, size]
+    -> [..., sequence, size]. Each rank's gradient is its own part."""
+    return _apply(_GatherFromContext, x, ctx.cp_group) if ctx.cp_size > 1 else x
+
+
+def reduce_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Return the sum of all context-parallel ranks' x, which goes on alike on each; its gradient
+    passes as it is."""
+    return _apply(_Reduce, x, ctx.cp_group) if ctx.cp_size > 1 else x
+
+
+def exchange_in_context(
+    x: torch.Tensor, ctx: ParallelContext, sends: list[int], receives: list[int]
+) -> torch.Tensor:
+    """Send sends[r] rows of x to each context-parallel rank r, and return the receives[r] rows that
+    each sends: [sends' sum, ...] -> [receives' sum, ...]. The gradient goes back the same way."""
+    return _apply(_Exchange, x, ctx.cp_group, sends, receives)

@@ -18,6 +18,7 @@ from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.schedule import Action, backward_follows
+from megazoo.parallel.sequence import SequenceCut, padded_length
 from megazoo.parallel.stages import Stage
 from megazoo.torch_internals import (
     TorchDispatchMode,
@@ -37,12 +38,13 @@ _flash, _flash_backward = flash_attention_operators()
 class Cost:
     """What an action takes for one micro-batch on one rank.
 
-    sent: bytes sent over tp. peak: the most bytes of this micro-batch that are live during the
-    action. held: the bytes that are still live after it.
+    sent_tp, sent_cp: bytes sent over tp and cp. peak: the most bytes of this micro-batch that are
+    live during the action. held: the bytes that are still live after it.
     """
 
     flops: float
-    sent: float
+    sent_tp: float
+    sent_cp: float
     peak: float
     held: float
 
@@ -52,13 +54,15 @@ class Meter(TorchDispatchMode):
 
     FLOPs are those of matrix products, two for a multiply-add. live: bytes of the tensors that were
     made within the block and still exist, each storage once. peak: the most of them since `take`.
-    group: the tp group, whose sent bytes are read; None without one.
+    ctx: the virtual context of what runs. keys: how many a token's attention counts; by default
+    those that it is given.
     """
 
-    def __init__(self, group):
+    def __init__(self, ctx: ParallelContext, keys: int | None = None):
         super().__init__()
         self.flops = self.live = self.peak = 0
-        self._group, self._sent = group, group.sent if group else 0.0
+        self._groups, self._keys = (ctx.tp_group, ctx.cp_group), keys
+        self._sent = self._sent_so_far()
         self._storages: dict[int, weakref.ref] = {}
         self._formulas = flop_formulas()
 
@@ -66,9 +70,9 @@ class Meter(TorchDispatchMode):
         result = function(*arguments, **(options or {}))
         packet = function.overloadpacket
         if packet is _flash:
-            self.flops += _attention_flops(*arguments[:3])
+            self.flops += self._attention_flops(*arguments[:3])
         elif packet is _flash_backward:  # the scores, which the kernel computes again, not counted
-            self.flops += 2 * _attention_flops(*arguments[1:4])
+            self.flops += 2 * self._attention_flops(*arguments[1:4])
         elif packet in self._formulas:
             self.flops += self._formulas[packet](*arguments, **(options or {}), out_val=result)
         results = result if isinstance(result, tuple | list) else (result,)
@@ -92,19 +96,23 @@ class Meter(TorchDispatchMode):
 
     def take(self) -> Cost:
         """Return the cost of what ran since the last call."""
-        sent = self._group.sent if self._group else 0.0
-        cost = Cost(self.flops, sent - self._sent, self.peak, self.live)
+        sent = self._sent_so_far()
+        tp, cp = (now - before for now, before in zip(sent, self._sent, strict=True))
+        cost = Cost(self.flops, tp, cp, self.peak, self.live)
         self.flops, self._sent, self.peak = 0, sent, self.live
         return cost
 
+    def _sent_so_far(self) -> list[float]:
+        return [group.sent if group else 0.0 for group in self._groups]
 
-def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Count the FLOPs of both products of attention.
+    def _attention_flops(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Count the FLOPs of both products of attention.
 
-    All scores count, as is usual, though a causal mask leaves half of them out. Shapes: [rows,
-    heads, tokens, features].
-    """
-    return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        All scores count, as is usual, though a causal mask leaves half of them out. Shapes: [rows,
+        heads, tokens, features].
+        """
+        keys = self._keys or k.shape[-2]
+        return 2 * q.shape[:-1].numel() * keys * (q.shape[-1] + v.shape[-1])
 
 
 class _DeviceKernels(TorchFunctionMode):
@@ -138,13 +146,15 @@ def costs_of(
 
     It does on meta what `run_pipeline` does with one micro-batch of `table`. If that is the only
     micro-batch of a step, gradients come while activations go, and count as live.
+
+    Under context parallelism a token's attention counts the keys of the whole sequence, too, of
+    which a rank that gathers them computes those up to its chunks' ends. So all ranks are alike:
+    an early chunk of few keys has a late one beside it.
     """
     _set_gradients(model, exist=not has_one_microbatch(table))
-    tokens = (training.micro_batch_size, _padded(training.seq_length, model.ctx))
-    ids = torch.empty(tokens, dtype=torch.int64, device=META)
-    batch = MicroBatch(tokens, ids, ids, length=training.seq_length, longest=training.seq_length)
+    batch = _micro_batch(training, model.ctx)
     shape, dtype = boundary_shape(training, model), model.dtype
-    meter, costs, received = Meter(model.ctx.tp_group), {}, None
+    meter, costs, received = Meter(model.ctx, batch.cut and batch.cut.length), {}, None
     with _DeviceKernels(), meter:
         if not stage.first:
             received = torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
@@ -173,6 +183,16 @@ def costs_of(
     return costs
 
 
+def _micro_batch(training: TrainingOptions, ctx: ParallelContext) -> MicroBatch:
+    """Return what a rank has of a micro-batch, without values."""
+    length = training.seq_length
+    whole = padded_length(length, ctx)
+    tokens = (training.micro_batch_size, whole // ctx.cp_size)
+    ids = torch.empty(tokens, dtype=torch.int64, device=META)
+    cut = SequenceCut.of(whole, ctx)
+    return MicroBatch(tokens, ids, ids, length=length, longest=length, cut=cut)
+
+
 def _set_gradients(model: Model, exist: bool) -> None:
     """Give each parameter a gradient, in fp32, as earlier micro-batches leave it; or none."""
     for parameter in model.parameters():
@@ -185,7 +205,7 @@ def forward_flops(model: Model, rows: int, sequence: int) -> int:
     """Count the FLOPs of one forward, with the loss, of a whole model on the meta device."""
     ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
     batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
-    meter = Meter(None)
+    meter = Meter(model.ctx)
     with torch.no_grad(), _DeviceKernels(), meter:
         for stage in model.stages:
             output = model.forward_stage(ids, batch, stage)
@@ -218,7 +238,8 @@ def estimate_costs(
         a, b = one[kind], two[kind]
         costs[kind] = Cost(
             flops=b.flops + repeats * (b.flops - a.flops),
-            sent=b.sent + repeats * (b.sent - a.sent),
+            sent_tp=b.sent_tp + repeats * (b.sent_tp - a.sent_tp),
+            sent_cp=b.sent_cp + repeats * (b.sent_cp - a.sent_cp),
             peak=b.peak + repeats * max(two[k].held - one[k].held for k in (before, kind)),
             held=b.held + repeats * (b.held - a.held),
         )
@@ -234,10 +255,6 @@ def has_one_microbatch(table: list[Action]) -> bool:
 def boundary_shape(training: TrainingOptions, model: Model) -> tuple[int, int, int]:
     """Return the shape of what a stage sends to another: [rows, tokens of this rank, hidden]."""
     ctx = model.ctx
-    sequence = _padded(training.seq_length, ctx) // (ctx.tp_size if ctx.sequence_parallel else 1)
+    ranks = ctx.cp_size * (ctx.tp_size if ctx.sequence_parallel else 1)
+    sequence = padded_length(training.seq_length, ctx) // ranks
     return training.micro_batch_size, sequence, model.hidden_size
-
-
-def _padded(sequence: int, ctx: ParallelContext) -> int:
-    """Return the sequence length that tp ranks can share evenly under sequence parallelism."""
-    return sequence + (-sequence % ctx.tp_size if ctx.sequence_parallel else 0)

@@ -48,35 +48,24 @@ from megazoo.planning.static import Static, measure_static
 MOST_ACTIONS = 1_000_000  # of a step: each is scheduled by itself
 # What a plan repeats of the options it was made for.
 LAYOUT_OPTIONS = (
-    "tp",
-    "pp",
-    "virtual_pp",
-    "stage_layers",
-    "sequence_parallel",
-    "schedule",
-    "zero",
-    "offload_optimizer",
-)
+    "tp pp virtual_pp cp cp_method stage_layers sequence_parallel schedule zero offload_optimizer"
+).split()
 BATCH_OPTIONS = (
-    "micro_batch_size",
-    "global_batch_size",
-    "seq_length",
-    "dtype",
-    "recompute",
-    "recompute_interval",
-)
+    "micro_batch_size global_batch_size seq_length dtype recompute recompute_interval"
+).split()
 
 
 @dataclass
 class RankPlan:
     """What a rank takes, and all that are like it: the ranks `tp` of pipeline rank `pp`, in each
-    replica.
+    replica, and all along cp.
 
     Bytes on the device: weights, gradients, optimizer (its state), activations, and total, the peak
     of a step. activations are what the others leave of the total: in a step of one micro-batch
     gradients come while activations go. optimizer_host: bytes of optimizer state on the CPU.
     in_flight: the most micro-batches whose activations are held at once. Of a step: flops, with
-    what is recomputed, and the bytes that the rank sends over tp, pp and dp.
+    what is recomputed, and the bytes that the rank sends over tp, pp and cp, and over dp and cp
+    together for gradients and parameters, sent_dp.
     """
 
     pp: int
@@ -93,6 +82,7 @@ class RankPlan:
     flops: float
     sent_tp: float
     sent_pp: float
+    sent_cp: float
     sent_dp: float
 
 
@@ -149,6 +139,8 @@ class Planner:
                 + (f" with {stages} stages" if stages > 1 else "")
             )
         check_run(options, self.family, self.config, SimpleNamespace(vocab_size=0), dp)
+        if parallel.cp > 1:
+            self.build(parallel, dp, 0, 0)  # which refuses more ranks than heads
 
     def plan(self, parallel: ParallelOptions, training: TrainingOptions, dp: int = 1) -> Plan:
         """Return the plan of a run that `check` allows."""
@@ -164,7 +156,7 @@ class Planner:
                 model = self.build(parallel, dp, pp_rank, tp_rank)
                 parameters += _counted_parameters(model)
                 costs = self.costs(model, parallel, training, table)
-                useful = self.costs(model, parallel, without_recompute, table)
+                useful = self.costs(model, replace(parallel, cp=1), without_recompute, table)
                 model_flops += sum(cost.flops for stage in useful for cost in stage.values())
                 for stage, of_stage in zip(model.stages, costs, strict=True):
                     for kind, cost in of_stage.items():
@@ -198,6 +190,8 @@ class Planner:
             parallel.tp,
             parallel.pp,
             dp,
+            cp=parallel.cp,
+            cp_method=parallel.cp_method,
             sequence_parallel=bool(parallel.sequence_parallel),
             virtual=parallel.virtual_pp,
             stage_layers=parse_stage_layers(parallel.stage_layers),
@@ -219,6 +213,8 @@ class Planner:
         split = splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)
         setting = (
             parallel.tp,
+            parallel.cp,
+            parallel.cp_method,
             model.ctx.sequence_parallel,
             split,
             training.micro_batch_size,
@@ -232,7 +228,7 @@ class Planner:
         keys = [(*setting, key) for key in _stage_keys(model)]
         new = {key: number for number, key in enumerate(keys) if key not in self._costs}
         if new:
-            # Replicas change nothing here, and without them the buckets sum nothing.
+            # Replicas change nothing here.
             ctx = self.context(parallel, 1, model.ctx.pp_rank, model.ctx.tp_rank)
             metered = self.family.empty(self.config, ctx, dtype=getattr(torch, training.dtype))
             metered.recompute(training.recompute, training.recompute_interval)
@@ -287,8 +283,9 @@ class Planner:
             total=activations + static.device_bytes,
             in_flight=in_flight(table),
             flops=sum(cost.flops for cost in taken),
-            sent_tp=sum(cost.sent for cost in taken) + static.sent_tp,
+            sent_tp=sum(cost.sent_tp for cost in taken) + static.sent_tp,
             sent_pp=sends * boundary + static.sent_tied,
+            sent_cp=sum(cost.sent_cp for cost in taken),
             sent_dp=static.sent_dp,
         )
 
@@ -297,7 +294,7 @@ class Planner:
         key = (
             parallel.tp,
             model.ctx.sequence_parallel,
-            model.ctx.dp_size,
+            model.ctx.gradient_axis.size,
             parallel.zero,
             parallel.offload_optimizer,
             training.dtype,

@@ -16,24 +16,27 @@ from megazoo.planning.plan import (
     schedule_tables,
 )
 
-LARGEST_TP = 8  # tensor-parallel ranks that share a node
+NODE = 8  # GPUs
+LARGEST_TP = NODE
 LARGEST_VIRTUAL_PP = 4
+SHORTEST_PART = 1024  # tokens of a context-parallel rank
 # FLOPs in the time of one byte sent, of an H100 at 500 TFLOP/s with 450 GB/s within a node and
-# 50 GB/s outside.
-FLOPS_A_BYTE = {"tp": 1_000, "pp": 10_000, "dp": 10_000}
+# 50 GB/s outside. Ranks along cp may share a node.
+FLOPS_A_BYTE = {"tp": 1_000, "pp": 10_000, "cp": 10_000, "dp": 10_000}
 
 
 @dataclass(frozen=True)
 class FoundLayout:
     """A layout that fits, with what a step takes of the rank that needs most.
 
-    total: bytes of memory. sent_tp, sent_pp, sent_dp: bytes sent. bubble, step_flops: as
+    total: bytes of memory. sent_tp and so on: bytes sent over that axis. bubble, step_flops: as
     bubble_of_stages and step_flops of a Plan. time: step_flops, and as many more for each byte sent
     as FLOPS_A_BYTE says; layouts are ranked by it.
     """
 
     tp: int
     pp: int
+    cp: int
     dp: int
     virtual_pp: int
     recompute: str
@@ -44,6 +47,7 @@ class FoundLayout:
     bubble: float
     sent_tp: float
     sent_pp: float
+    sent_cp: float
     sent_dp: float
     step_flops: float
     time: float
@@ -56,37 +60,45 @@ def find_layouts(
 
     Searched are tp (a power of two, at most LARGEST_TP), pp (no deeper than what fits without
     recomputation), dp, virtual-pp (at most LARGEST_VIRTUAL_PP, where it divides the layers), and
-    recompute: the least that fits. Sequence parallelism and ZeRO-1 send no more than what they
-    replace, so they are on where tp and dp are above 1. The rest is as given. Of the tp ranks the
-    first is looked at: if one has more, it does. Raises UserError for what no layout could run.
+    recompute: the least that fits. Where a sequence is not so short that ranks would have less than
+    SHORTEST_PART tokens, and fits with recomputation only or not at all, cp is searched, too:
+    powers of two, until it fits without; those are told that fit with less recomputation. Sequence
+    parallelism and ZeRO-1 send no more than what they replace, so they are on where there are ranks
+    for them. The rest is as given. Of the tp ranks the first is looked at: if one has more, it
+    does. Raises UserError for what no layout could run.
     """
     if gpus < 1:
         raise UserError(f"gpus {gpus} must be at least 1")
     one_step = replace(training, global_batch_size=training.micro_batch_size)
-    one_rank = replace(parallel, tp=1, pp=1, virtual_pp=1, stage_layers="balanced")
+    one_rank = replace(parallel, tp=1, pp=1, virtual_pp=1, cp=1, stage_layers="balanced")
     planner.check(one_rank, one_step, 1)
     layers = planner.config.layers
     for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
         for pp in range(1, min(gpus, layers) + 1):
             if gpus % (tp * pp):
                 continue
-            dp = gpus // (tp * pp)
-            found = list(_of_sizes(planner, tp, pp, dp, memory, parallel, training))
-            yield from found
-            if any(layout.recompute == "none" for layout in found):
+            least, cp = len(MODES), 1  # least: the recomputation that a smaller cp needs
+            while least > 0 and gpus % (tp * pp * cp) == 0:
+                if cp > 1 and training.seq_length < cp * SHORTEST_PART:
+                    break
+                sizes = tp, pp, cp, gpus // (tp * pp * cp)
+                found = list(_of_sizes(planner, sizes, memory, parallel, training))
+                yield from (each for each in found if MODES.index(each.recompute) < least)
+                least = min([least, *(MODES.index(each.recompute) for each in found)])
+                cp *= 2
+            if least == 0 and cp == 2:  # it does without context parallelism
                 break
 
 
 def _of_sizes(
     planner: Planner,
-    tp: int,
-    pp: int,
-    dp: int,
+    sizes: tuple[int, int, int, int],
     memory: int,
     parallel: ParallelOptions,
     training: TrainingOptions,
 ) -> Iterator[FoundLayout]:
-    """Yield the layouts of these sizes that fit, one for each virtual-pp."""
+    """Yield the layouts that fit, one for each virtual-pp. sizes: tp, pp, cp and dp."""
+    tp, pp, cp, dp = sizes
     layers = planner.config.layers
     virtual = [v for v in range(2, LARGEST_VIRTUAL_PP + 1) if pp > 1 and layers % (pp * v) == 0]
     for virtual_pp in (1, *virtual):
@@ -95,8 +107,9 @@ def _of_sizes(
             tp=tp,
             pp=pp,
             virtual_pp=virtual_pp,
+            cp=cp,
             sequence_parallel=tp > 1,
-            zero=int(dp > 1),
+            zero=int(dp * cp > 1),
             stage_layers="balanced",
         )
         try:
@@ -137,9 +150,12 @@ def _fitting(
             flops |= {(kind, stage.index): cost.flops for kind, cost in of_stage.items()}
     bubble, step_flops = bubble_and_time(tables, flops)
     sent = {axis: max(getattr(rank, f"sent_{axis}") for rank in ranks) for axis in FLOPS_A_BYTE}
+    near = "tp" if parallel.tp * parallel.cp <= NODE else "cp"  # how ranks along cp are connected
+    flops_a_byte = FLOPS_A_BYTE | {"cp": FLOPS_A_BYTE[near]}
     return FoundLayout(
         tp=parallel.tp,
         pp=parallel.pp,
+        cp=parallel.cp,
         dp=dp,
         virtual_pp=parallel.virtual_pp,
         recompute=training.recompute,
@@ -150,7 +166,8 @@ def _fitting(
         bubble=bubble,
         sent_tp=sent["tp"],
         sent_pp=sent["pp"],
+        sent_cp=sent["cp"],
         sent_dp=sent["dp"],
         step_flops=step_flops,
-        time=step_flops + sum(sent[axis] * FLOPS_A_BYTE[axis] for axis in sent),
+        time=step_flops + sum(sent[axis] * flops_a_byte[axis] for axis in sent),
     )

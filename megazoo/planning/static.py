@@ -39,7 +39,9 @@ def measure_static(model: Model, parallel: ParallelOptions) -> Static:
     here = sum(tensor.nbytes for state in states for tensor in state.values())
     # Offloaded, it has fp32 masters whatever the dtype: as much again as one of the two moments.
     there = sum(state[name].nbytes for state in states for name in (*MOMENTS, MOMENTS[0]))
-    before, buckets = ctx.tp_group.sent if ctx.tp_group else 0.0, model.gradient_buckets
+    replicas, buckets = ctx.gradient_axis.group, model.gradient_buckets
+    before = ctx.tp_group.sent if ctx.tp_group else 0.0
+    before_dp = replicas.sent if replicas else 0.0
     buckets.complete()
     sum_over_copies(
         [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(ctx)], ctx
@@ -55,5 +57,5 @@ def measure_static(model: Model, parallel: ParallelOptions) -> Static:
         optimizer_host=there if parallel.offload_optimizer else 0,
         sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
         sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in entries),
-        sent_dp=ctx.dp_group.sent if ctx.dp_group else 0.0,
+        sent_dp=replicas.sent - before_dp if replicas else 0.0,
     )

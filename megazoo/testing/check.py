@@ -1,10 +1,11 @@
 """Check whether a model trains in a layout as it does in one process, and if not, where the
 difference begins.
 
-One process trains a few steps on whole batches, and keeps what each module was given and returned,
-the gradients, norms and weights. The ranks of a layout do the same with their parts, and each
-compares its own. The first thing in the order of the computation that differs is the cause that is
-told.
+One process trains a few steps on whole batches, which take turns: plain rows, packed documents, and
+rows with padding, of an odd length (see batches.py). It keeps what each module was given and
+returned, the gradients, norms and weights. The ranks of a layout do the same with their parts, and
+each compares its own. The first thing in the order of the computation that differs is the cause
+that is told.
 """
 
 import math
@@ -17,10 +18,11 @@ import torch
 
 from megazoo.errors import UserError, check_number
 from megazoo.models.registry import family_of, find_config
+from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Comparison
 from megazoo.testing.layouts import Layout
 from megazoo.testing.ranks import RankError, RankPool
-from megazoo.testing.trial import ROWS, Subject, train_in_one_process, train_on_a_rank
+from megazoo.testing.trial import Subject, train_in_one_process, train_on_a_rank
 
 TIMEOUT = 3600.0  # seconds, of a layout
 

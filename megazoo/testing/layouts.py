@@ -1,23 +1,26 @@
-"""Name layouts: tp2pp2, dp2+zero, tp2pp4v2+sp, pp2+zb-h1."""
+"""Name layouts: tp2pp2, dp2+zero, tp2pp4v2+sp, pp2+zb-h1, tp2cp2+ulysses."""
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, family_of
+from megazoo.parallel.context import CP_METHODS, ParallelContext
 from megazoo.parallel.schedule import SCHEDULES, check_schedule
 
 # How a name writes each size, and the attribute of it.
-SIZES = {"tp": "tp", "pp": "pp", "dp": "dp", "v": "virtual"}
+SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "v": "virtual"}
+# The ways of context parallelism that a name must say: all but the first.
+OTHER_METHODS = CP_METHODS[1:]
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a model is cut, by sizes, and how it is run.
 
-    virtual: stages of a rank. zero: 1 for ZeRO-1.
+    virtual: stages of a rank. zero: 1 for ZeRO-1. cp_method: one of CP_METHODS.
     """
 
     tp: int = 1
@@ -27,26 +30,34 @@ class Layout:
     sequence_parallel: bool = False
     zero: int = 0
     schedule: str = "1f1b"
+    cp: int = 1
+    cp_method: str = CP_METHODS[0]
 
     @classmethod
     def named(cls, name: str) -> "Layout":
         """Return the layout that a name stands for; UserError if it stands for none."""
         sizes, *options = name.split("+")
-        found = re.fullmatch(r"((tp|pp|dp|v)[1-9]\d*)*", sizes)
-        given = {SIZES[axis]: int(size) for axis, size in re.findall(r"(tp|pp|dp|v)(\d+)", sizes)}
+        axis = "|".join(SIZES)
+        found = re.fullmatch(rf"(({axis})[1-9]\d*)*", sizes)
+        pairs = re.findall(rf"({axis})(\d+)", sizes)
+        given = {SIZES[name]: int(size) for name, size in pairs}
+        if len(given) < len(pairs):  # tp2tp4: which one?
+            found = None
         for option in options:
             if option == "sp":
                 given["sequence_parallel"] = True
             elif option == "zero":
                 given["zero"] = 1
+            elif option in OTHER_METHODS:
+                given["cp_method"] = option
             elif option in SCHEDULES:
                 given["schedule"] = option
             else:
                 found = None
         if not found or not name:
-            on = ", ".join(f"+{option}" for option in ("sp", "zero", *SCHEDULES))
             raise UserError(
-                f"unknown layout {name!r}: write sizes, tp2pp2dp2v2, then what is on: {on}"
+                f"unknown layout {name!r}: write sizes, tp2cp2pp2dp2v2, then what is on: "
+                f"{switches()}"
             )
         return cls(**given)
 
@@ -59,6 +70,7 @@ class Layout:
         on = [
             self.sequence_parallel and "sp",
             self.zero and "zero",
+            self.cp_method != Layout.cp_method and self.cp_method,
             self.schedule != Layout.schedule and self.schedule,
         ]
         return "+".join([sizes or "tp1", *filter(None, on)])
@@ -67,29 +79,58 @@ class Layout:
         """Raise UserError if a model can't be cut, or run, in this layout."""
         if self.sequence_parallel and self.tp == 1:
             raise UserError(f"{self}: sequence parallelism needs tp above 1")
+        if self.cp_method in OTHER_METHODS and self.cp == 1:
+            raise UserError(f"{self}: {self.cp_method} needs cp above 1")
+        family = FAMILIES[family_of(config)]
         try:
             check_schedule(self.schedule, self.pp, self.virtual)
-            FAMILIES[family_of(config)].check(config, self.tp, self.pp, self.virtual)
+            family.check(config, self.tp, self.pp, self.virtual)
+            if self.cp_method in OTHER_METHODS:  # which layers refuse that have too few heads
+                family.on_meta(config, self._virtual_context())
         except UserError as error:
             raise UserError(f"{self}: {error}") from None
 
     @property
     def ranks(self) -> int:
         """How many ranks it takes."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
+
+    def _virtual_context(self) -> ParallelContext:
+        return ParallelContext.virtual(
+            self.tp,
+            self.pp,
+            self.dp,
+            cp=self.cp,
+            cp_method=self.cp_method,
+            virtual=self.virtual,
+        )
+
+
+def switches() -> str:
+    """List what can be on in a layout: +sp, +zero, and so on."""
+    return ", ".join(f"+{name}" for name in ("sp", "zero", *OTHER_METHODS, *SCHEDULES))
 
 
 def all_layouts(config, ranks: int) -> list[Layout]:
     """Return the layouts, of powers of two, into which a model can be cut on at most so many ranks;
-    each with all that can be on."""
+    each with all that can be on.
+
+    Of context parallelism the other methods are there without ZeRO and with the schedule that is
+    the default alone: they change what a layer sends, and neither of these.
+    """
     sizes, layouts = [1 << n for n in range(ranks.bit_length()) if 1 << n <= ranks], []
-    for tp, pp, dp in product(sizes, repeat=3):
-        if not 1 < tp * pp * dp <= ranks:
+    for tp, cp, pp, dp in product(sizes, repeat=4):
+        if not 1 < tp * cp * pp * dp <= ranks:
             continue
-        sp, zero = [False, True] if tp > 1 else [False], [0, 1] if dp > 1 else [0]
-        for on in product(sp, zero, _ways_to_run(pp)):
-            sequence_parallel, zero_stage, (schedule, virtual) = on
-            layout = Layout(tp, pp, dp, virtual, sequence_parallel, zero_stage, schedule)
+        sp, zero = [False, True] if tp > 1 else [False], [0, 1] if cp * dp > 1 else [0]
+        plain = Layout(tp, pp, dp, cp=cp)
+        ways = [replace(plain, cp_method=method) for method in OTHER_METHODS if cp > 1]
+        ways += [
+            replace(plain, zero=stage, schedule=schedule, virtual=virtual)
+            for stage, (schedule, virtual) in product(zero, _ways_to_run(pp))
+        ]
+        for layout, sequence_parallel in product(ways, sp):
+            layout = replace(layout, sequence_parallel=sequence_parallel)
             with suppress(UserError):
                 layout.check(config)
                 layouts.append(layout)

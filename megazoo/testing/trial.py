@@ -12,20 +12,18 @@ import torch
 
 from megazoo.cli.parsing import run_file
 from megazoo.layers import Dropout
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.models.pretrained import from_pretrained
 from megazoo.models.registry import config_from_dict, from_config
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
+from megazoo.testing.batches import KINDS, MICRO_BATCHES, ROWS, make_batch, micro_batches_of
 from megazoo.testing.layouts import Layout
+from megazoo.testing.parts import part_of
 from megazoo.testing.ranks import GROUP_TIMEOUT
 from megazoo.testing.shrink import shrink
 
-ROWS = 24  # of the global batch: for 1, 2, 3, 4, 6, 8, 12 or 24 replicas
-SEQUENCE = 16
-MICRO_BATCHES = 4
 # Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as
 # any.
 EPSILON = 1e-3
@@ -60,13 +58,13 @@ class Subject:
 class Record:
     """What one process keeps, by global name.
 
-    activations: ("input" or "output", module) -> what its forwards were given or returned in the
-    first step, [rows of the batch, ...], in the order of the computation. gradients: of each step.
-    seeds: what each Dropout drew from.
+    activations: of the first step with each kind of batch, ("input" or "output", module) -> what
+    its forwards were given or returned, [rows of the batch, ...], in the order of the computation.
+    gradients: of each step. seeds: what each Dropout drew from.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
-    activations: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    activations: list[dict[tuple[str, str], torch.Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -89,7 +87,7 @@ class Findings:
     names: set[str]
     seeds: dict[str, tuple[bool, list[int]]]
     initial: dict[str, float] = field(default_factory=dict)
-    activations: dict[tuple[str, str], float] = field(default_factory=dict)
+    activations: list[dict[tuple[str, str], float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, float]] = field(default_factory=list)
@@ -122,6 +120,8 @@ def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) ->
         layout.pp,
         layout.dp,
         sequence_parallel=layout.sequence_parallel,
+        context_parallel_size=layout.cp,
+        context_parallel_method=layout.cp_method,
         virtual_pipeline_size=layout.virtual,
         device="cpu",
         timeout=GROUP_TIMEOUT,
@@ -130,13 +130,13 @@ def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) ->
     model, record = _build(subject, ctx), Record()
     weights = _copies(model)
     found = Findings(
-        coordinates={"tp": ctx.tp_rank, "pp": ctx.pp_rank, "dp": ctx.dp_rank},
+        coordinates={name: ctx.axis(name).rank for name in ("tp", "cp", "pp", "dp")},
         tied=set(model.tied),
         names=set(weights),
         seeds=seeds,
         initial=_distances(weights, expected.initial, model),
     )
-    steps_of_training = _train(model, layout, steps, record, _micro_batches(layout.dp))
+    steps_of_training = _train(model, layout, steps, record, micro_batches_of(layout.dp))
     for (loss, optimizer), gradients in zip(steps_of_training, expected.gradients, strict=True):
         found.losses.append(loss)
         if not layout.zero:  # under which a gradient is whole on no rank
@@ -145,7 +145,10 @@ def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) ->
             found.factors = found.factors or _factors(ours, gradients, model)
         found.norms.append(optimizer.step().item())
     found.weights = _distances(_copies(model), expected.weights, model)
-    found.activations = _activation_distances(model, record, expected, layout.dp)
+    found.activations = [
+        _activation_distances(model, ours, whole)
+        for ours, whole in zip(record.activations, expected.activations, strict=True)
+    ]
     return found
 
 
@@ -171,46 +174,32 @@ def _dropout_rates(config) -> list[str]:
     return [f.name for f in fields(config) if f.name.endswith("dropout")]
 
 
-def _micro_batches(dp: int) -> int:
-    """Return how many micro-batches a replica cuts its rows into, MICRO_BATCHES at most."""
-    return max(count for count in range(1, MICRO_BATCHES + 1) if ROWS // dp % count == 0)
-
-
-def _batch(step: int, vocab: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and targets, [ROWS, sequence].
-
-    A row keeps the more labels the later it comes, so that micro-batches differ widely.
-    """
-    generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(0, vocab, (ROWS, sequence + 1), generator=generator)
-    share = torch.arange(1, ROWS + 1)[:, None] / ROWS
-    keep = torch.rand(ROWS, sequence, generator=generator) < share
-    return tokens[:, :-1], tokens[:, 1:].masked_fill(~keep, IGNORE_INDEX)
-
-
 def _train(
     model, layout: Layout, steps: int, record: Record, micro_batches: int
 ) -> Iterator[tuple[float, AdamW]]:
     """Yield the loss of each step, and the optimizer, which the caller then steps.
 
     Before that the gradients are those that backward made; stepping clips them. `record` gets the
-    activations of the first step.
+    activations of the first steps.
     """
     config = model.config
     optimizer = AdamW(model, lr=1e-3, eps=EPSILON, clip_grad=CLIP, zero=layout.zero)
-    sequence = min(SEQUENCE, model.longest_sequence(config))
+    longest = model.longest_sequence(config)
     for step in range(steps):
-        batch = _batch(step, config.vocab_size, sequence)
-        ids, targets = (tensor.chunk(layout.dp)[model.ctx.dp_rank] for tensor in batch)
-        with _recording(model, record) if step == 0 else nullcontext():
+        batch = make_batch(step, config.vocab_size, longest)
+        with _recording(model, record) if step < len(KINDS) else nullcontext():
             loss = model.train_batch(
-                ids,
-                targets=targets,
+                **{name: _own_rows(tensor, model.ctx) for name, tensor in batch.items()},
                 num_microbatches=micro_batches,
                 schedule=layout.schedule,
                 step=step,
             )
         yield loss.item(), optimizer
+
+
+def _own_rows(tensor: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Return the rows of the global batch that are this replica's."""
+    return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
 
 
 def _copies(model) -> dict[str, torch.Tensor]:
@@ -220,7 +209,8 @@ def _copies(model) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _recording(model, record: Record):
-    """Within this block keep what modules are given and return, as `record.activations`."""
+    """Within this block keep what modules are given and return: one more of
+    `record.activations`."""
     handles, kept = [], {}
 
     def keep(kind: str, name: str, value) -> None:
@@ -244,7 +234,7 @@ def _recording(model, record: Record):
     finally:
         for handle in handles:
             handle.remove()
-        record.activations = {key: torch.cat(parts) for key, parts in kept.items()}
+        record.activations.append({key: torch.cat(parts) for key, parts in kept.items()})
 
 
 def _dropout_seeds(
@@ -267,76 +257,28 @@ def _dropout_seeds(
 
     rates = dict.fromkeys(_dropout_rates(config), 0.1)
     model = from_config(replace(config, **rates), ctx, seed=3)
-    ids, targets = _batch(0, config.vocab_size, min(SEQUENCE, model.longest_sequence(config)))
+    batch = make_batch(0, config.vocab_size, model.longest_sequence(config))
     with mock.patch.object(Dropout, "draw", recorded):
-        model.train_batch(
-            ids, targets=targets, num_microbatches=MICRO_BATCHES, schedule=layout.schedule, step=0
-        )
+        model.train_batch(**batch, num_microbatches=MICRO_BATCHES, schedule=layout.schedule, step=0)
     return seeds
 
 
-def _activation_distances(
-    model, record: Record, expected: Record, dp: int
-) -> dict[tuple[str, str], float]:
-    """Return how far this rank's activations are from its part of those of one process.
+def _activation_distances(model, ours: dict, expected: dict) -> dict[tuple[str, str], float]:
+    """Return how far this rank's activations of a step are from its part of those of one process.
 
-    What that part is can't always be told: see _part_of.
+    What that part is can't always be told: see part_of.
     """
     distances = {}
     for name, module in model.named_modules():
         for kind, dim in (("input", 1), ("output", 0)):
-            ours, whole = (
-                record.activations.get((kind, name)),
-                expected.activations.get((kind, name)),
-            )
-            if ours is None or whole is None or len(whole) != ROWS:
+            mine, whole = ours.get((kind, name)), expected.get((kind, name))
+            if mine is None or whole is None or len(whole) != ROWS:
                 continue
-            rows = whole.chunk(dp)[model.ctx.dp_rank]
-            part = _part_of(rows, ours.shape, module, dim, model.ctx)
-            if part is not None:
-                distances[kind, name] = relative((ours - part).norm(), part.norm())
+            parts = part_of(_own_rows(whole, model.ctx), mine, module, dim, model.ctx)
+            if parts is not None:
+                mine, part = parts
+                distances[kind, name] = relative((mine - part).norm(), part.norm())
     return distances
-
-
-def _part_of(
-    whole: torch.Tensor, shape: torch.Size, module, dim: int, ctx: ParallelContext
-) -> torch.Tensor | None:
-    """Return the part of a module's input (dim 1) or output (dim 0) that this rank should have.
-
-    whole: of one process, [rows, sequence, features] or [rows, sequence, heads, head size]. shape:
-    of what the rank has. The part is all, the rank's part of the sequence, or the features that
-    dimension `dim` of its weight is of. None if that can't be told.
-    """
-    if whole.shape == shape:
-        return whole
-    if whole.dim() not in (3, 4) or whole.dim() != len(shape):
-        return None
-    part, features = whole.flatten(2), shape[2:].numel()
-    if part.shape[2] != features:
-        part = _features_of_rank(part, module, dim, ctx)
-    if part is None and len(shape) == 4 and whole.shape[2] == shape[2] * ctx.tp_size:
-        # heads that are normalised each alone: the weight doesn't say how they are cut
-        part = whole.chunk(ctx.tp_size, dim=2)[ctx.tp_rank].flatten(2)
-    if part is None:
-        return None
-    if ctx.sequence_parallel and part.shape[1] == shape[1] * ctx.tp_size:
-        part = part.chunk(ctx.tp_size, dim=1)[ctx.tp_rank]
-    return part.reshape(shape) if part.shape == (*shape[:2], features) else None
-
-
-def _features_of_rank(
-    whole: torch.Tensor, module, dim: int, ctx: ParallelContext
-) -> torch.Tensor | None:
-    """Return the features of `whole`, [rows, sequence, features], that the rank's part of dimension
-    `dim` of a module's weight is of; None if that dimension isn't cut, or is of something else."""
-    spec = getattr(module, "specs", {}).get("weight")
-    if not spec or not spec.shard:
-        return None
-    dim = min(dim, len(spec.shape) - 1)  # the weight of a norm has one dimension, for both
-    if spec.shard.dim != dim or spec.shape[dim] != whole.shape[2]:
-        return None
-    pieces = sorted(spec.pieces(ctx.tp_size, ctx.tp_rank), key=lambda piece: piece.offset[dim])
-    return torch.cat([whole[..., slice(*piece.box[dim])] for piece in pieces], dim=-1)
 
 
 def relative(distance: torch.Tensor | float, size: torch.Tensor | float) -> float:

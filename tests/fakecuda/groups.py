@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fakecuda.audit import audit
 
@@ -34,8 +35,12 @@ class Group:
 class Mesh:
     """What a ParallelContext asks of a mesh."""
 
-    def __init__(self, groups: dict[str, Group]):
-        self._groups = groups
+    def __init__(self, groups: dict[str, Group], ranks: torch.Tensor):
+        self._groups, self.mesh = groups, ranks
+
+    @staticmethod
+    def from_group(groups, device_type, mesh, *, mesh_dim_names) -> "Mesh":
+        return Mesh(dict(zip(mesh_dim_names, groups, strict=True)), mesh)
 
     def get_group(self, axis: str) -> Group:
         return self._groups[axis]
@@ -83,6 +88,16 @@ def reduce_scatter_single(output, input, op=None, group=None, async_op=False):
     return Work() if async_op else None
 
 
+def all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    _check("all_to_all", group, output, input)
+    for tensor, sizes in ((output, output_split_sizes), (input, input_split_sizes)):
+        if len(sizes) != group.size() or sum(sizes) != len(tensor):
+            audit.fault("all_to_all of wrong sizes")
+    return Work() if async_op else None
+
+
 def isend(tensor, dst=None, group=None, **_):
     _check("isend, by a communicator of two ranks,", group, tensor)
     return Work()
@@ -120,6 +135,7 @@ def install() -> None:
         broadcast,
         all_gather_single,
         reduce_scatter_single,
+        all_to_all_single,
         isend,
         irecv,
         recv,
@@ -131,3 +147,4 @@ def install() -> None:
         setattr(dist, function.__name__, function)
     dist.all_gather_into_tensor = all_gather_single
     dist.reduce_scatter_tensor = reduce_scatter_single
+    DeviceMesh.from_group = Mesh.from_group

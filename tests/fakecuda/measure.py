@@ -31,10 +31,10 @@ def watched():
 def context(tp: int = 1, pp: int = 1, dp: int = 1, rank: int = 0, **options) -> ParallelContext:
     """Return a rank's context on the fake device. options: those of ParallelContext.virtual."""
     ctx = ParallelContext.virtual(tp, pp, dp, rank=rank, **options)
-    mesh = groups.Mesh(
-        {name: groups.Group(ctx.axis(name).size, ctx.axis(name).rank, name) for name in AXES}
-    )
-    return dataclasses.replace(ctx, device=CUDA, mesh=mesh)
+    of_axes = {name: groups.Group(ctx.axis(name).size, ctx.axis(name).rank, name) for name in AXES}
+    mesh = groups.Mesh(of_axes, torch.arange(ctx.world_size).view(ctx.sizes))
+    joint = groups.Group(ctx.token_axis.size, ctx.token_axis.rank, "dp and cp")
+    return dataclasses.replace(ctx, device=CUDA, mesh=mesh, joint_group=joint)
 
 
 def build(preset, ctx: ParallelContext, dtype=torch.bfloat16, *, initialized=False, **changes):

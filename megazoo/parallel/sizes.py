@@ -1,0 +1,56 @@
+"""The sizes of a layout, checked, and fitted to the ranks that there are."""
+
+from datetime import timedelta
+from numbers import Integral
+
+from megazoo.errors import UserError
+
+LONGEST_TIMEOUT = timedelta(days=365)
+
+
+def check_sizes(tp, pp, cp, virtual, dp) -> None:
+    """Refuse sizes of `ParallelContext.from_torch` that are no whole numbers above 0. dp may be
+    None."""
+    _check_size("tensor_parallel_size", tp)
+    _check_size("pipeline_parallel_size", pp)
+    _check_size("virtual_pipeline_size", virtual)
+    _check_size("context_parallel_size", cp)
+    _check_size("data_parallel_size", 1 if dp is None else dp)
+
+
+def _check_size(name: str, size) -> None:
+    """Refuse what is not a whole number above 0: text, 2.0 and True, too."""
+    if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+        raise UserError(f"{name} must be a whole number of at least 1, not {size!r}")
+
+
+def check_timeout(timeout) -> None:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
+    if timeout > LONGEST_TIMEOUT:
+        raise UserError(f"timeout must be at most {LONGEST_TIMEOUT.days} days, not {timeout}")
+
+
+def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None, cp: int = 1) -> int:
+    """Return the data-parallel size of `world` ranks; UserError if tp x pp x cp (x dp) doesn't
+    fit."""
+    if min(tp, pp, cp) < 1:
+        sizes = product_of(tp, pp, cp=cp).replace(" x ", " and ")
+        raise UserError(f"{sizes} must each be at least 1")
+    replica = tp * pp * cp
+    if world % replica or (dp is not None and world != replica * dp):
+        asked, enough = product_of(tp, pp, dp, cp), ranks_that_fit(world, tp, pp, dp, cp)
+        raise UserError(f"a world of {world} ranks does not fit {asked}: start {enough}")
+    return world // replica
+
+
+def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None, cp: int = 1) -> int:
+    """Return how many ranks to start for a layout instead of `world`: whole replicas, enough."""
+    replica = tp * pp * cp
+    return replica * (dp or -(-world // replica))
+
+
+def product_of(tp: int, pp: int, dp: int | None = None, cp: int = 1) -> str:
+    """Write the sizes of a layout: cp where there is one, dp where it is given."""
+    sizes = {"tp": tp, "pp": pp, "cp": None if cp == 1 else cp, "dp": dp}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
