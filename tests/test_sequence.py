@@ -72,7 +72,7 @@ def test_queries_and_heads_are_those_of_the_method():
     assert [cut.heads(range(5, 10)) for cut in exchanged] == [range(5, 8), range(8, 10)]
 
 
-@pytest.mark.parametrize(("items", "parts"), product([0, 1, 5, 12], [1, 2, 3, 7]))
+@pytest.mark.parametrize(("items", "parts"), list(product([0, 1, 5, 12], [1, 2, 3, 7])))
 def test_shares_are_nearly_equal_and_the_first_are_the_larger(items, parts):
     shares = [share_of(range(3, 3 + items), parts, index) for index in range(parts)]
     assert [item for share in shares for item in share] == list(range(3, 3 + items))
