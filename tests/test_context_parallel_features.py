@@ -86,13 +86,15 @@ def test_cp_trains_like_one_process_with(ranks, name):
     check(ranks, *CASES[name])
 
 
-SWEEP = pairs_covered(
+PAIRS = pairs_covered(
     list(CONFIGS),
     ["plain", EVERYTHING, "positions"],
     [dict(cp=2), dict(tp=2, cp=2, sp=True), dict(pp=2, cp=2), dict(dp=2, cp=2), dict(cp=3)],
     [{}, ULYSSES],
     [{}, {"zero": 1, "recompute": ("full", 2)}, {"recompute": ("selective",)}],
 )
+# tp 2 can't cut three heads of keys
+SWEEP = [case for case in PAIRS if case[0] != "llama, 6 heads" or "tp" not in case[2]]
 
 
 @pytest.mark.slow
