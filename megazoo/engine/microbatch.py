@@ -86,8 +86,8 @@ class MicroBatch:
     it by, in the whole sequence. dropout_seed: what its dropout is drawn from.
 
     longest: the tokens of the longest row, where this rank can't tell it from its own; while
-    generating, of the whole batch's. While generating: cache, the KVCache of the tokens before, if
-    they are kept (segments are then of these, too). last_only: only the last
+    generating, of the whole batch's. While generating, too: cache, the KVCache of the tokens
+    before, if they are kept (segments are then of these, too); and last_only: only the last
     position's logits are wanted.
     """
 
