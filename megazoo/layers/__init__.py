@@ -31,7 +31,7 @@ from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.masks import OfChunks, Packed, segment_mask
+from megazoo.layers.masks import OfChunks, OfWindows, Packed, segment_mask, window_mask
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary, rotate
@@ -48,6 +48,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "OfChunks",
+    "OfWindows",
     "Packed",
     "PositionEmbedding",
     "QKVParallelLinear",
@@ -64,4 +65,5 @@ __all__ = [
     "segment_mask",
     "units_of_heads",
     "vocab_parallel_cross_entropy",
+    "window_mask",
 ]

@@ -6,7 +6,9 @@
 Nothing is transposed, of GPT-2's Conv1D neither: there a merge alone turns the change.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from re import fullmatch
@@ -25,7 +27,7 @@ from megazoo.models.adapted import AdapterSource, Matrix, adapted, matrices_of, 
 from megazoo.models.adapters import CLASSIFIER_HEAD, LoRASettings, Target, labels_of
 from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.hugging_face.export import lazy_rows
-from megazoo.models.hugging_face.names import hf_names
+from megazoo.models.hugging_face.names import Run, hf_names
 from megazoo.parallel.shard import ParameterSpec, Piece
 
 PICKLED = "adapter_model.bin"  # of older versions
@@ -85,11 +87,12 @@ class PEFTDirectory(AdapterSource):
         here = {by_name[name].target for name in self._names if name in by_name}
         self.matrices = [matrix for matrix in all_matrices if matrix.target in here]
         self.settings = self._read_settings([matrix.target for matrix in all_matrices])
-        self._theirs, self.specs = {}, {}
+        self._theirs, self._runs, self.specs = {}, {}, {}
         for matrix in self.matrices:
             factors = zip(("A", "B"), self.factors(matrix).items(), strict=True)
             for factor, (name, spec) in factors:
                 self._theirs[name] = tensor_name(matrix.target, factor)
+                self._runs[name] = runs_of(matrix, factor, spec)
                 self.specs[name] = spec
         self._add_head(whole)
         self._check_complete(all_matrices, type(whole).__name__)
@@ -107,10 +110,15 @@ class PEFTDirectory(AdapterSource):
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
         theirs, shape = self._theirs[name], self.specs[name].shape
-        for piece in pieces:
-            self.put(
-                destination[piece.index()], self.files.box(self._file, theirs, shape, piece.box)
-            )
+        for run, piece in product(self._runs[name], pieces):
+            (start, stop), columns = piece.box
+            low, high = max(start, run.ours), min(stop, run.ours + run.count)
+            if low < high:
+                moved = run.theirs - run.ours
+                values = self.files.box(
+                    self._file, theirs, shape, ((low + moved, high + moved), columns)
+                )
+                self.put(destination[piece.index(((low, high), columns))], values)
 
     def _read_settings(self, targets: list[Target]) -> LoRASettings:
         """Return the settings; their names call exactly the layers that are here."""
@@ -157,6 +165,7 @@ class PEFTDirectory(AdapterSource):
             )
         self.specs[CLASSIFIER_HEAD] = ParameterSpec((labels, whole.config.hidden_size))
         self._theirs[CLASSIFIER_HEAD] = f"{PREFIX}{CLASSIFIER_HEAD}"
+        self._runs[CLASSIFIER_HEAD] = [Run(0, 0, labels)]
 
     def _check_complete(self, matrices: list[Matrix], model: str) -> None:
         """Raise UserError if a tensor is missing, by the others or by target_modules, or there is
@@ -208,6 +217,11 @@ def labels_in(path: Path) -> int:
 def tensor_name(target: Target, factor: str) -> str:
     """Return PEFT's name of a factor of a target's adapter, "A" or "B"."""
     return f"{PREFIX}{target.theirs}.lora_{factor}.weight"
+
+
+def runs_of(matrix: Matrix, factor: str, spec: ParameterSpec) -> Sequence[Run]:
+    """Return which rows of a factor, "A" or "B", stand where in PEFT's file: B's as its matrix'."""
+    return matrix.runs if factor == "B" else [Run(0, 0, spec.shape[0])]
 
 
 def _read_config(file: Path) -> _Config:
@@ -282,16 +296,17 @@ def write_adapters(
     """
     matrices, tensors = adapted(matrices_of(whole), settings), {}
 
-    def add(theirs: str, name: str, spec: ParameterSpec) -> None:
-        rows, dtype = (0, spec.shape[0]), source.dtype_of(name)
-        tensors[theirs] = lazy_rows(source, name, spec, rows, dtype, False, lambda _: None)
-
     for matrix in matrices:
         for factor, spec in matrix.specs(settings.rank_of(matrix.target)).items():
-            add(tensor_name(matrix.target, factor), matrix.target.parameter(factor), spec)
+            name, runs = matrix.target.parameter(factor), runs_of(matrix, factor, spec)
+            tensors[tensor_name(matrix.target, factor)] = lazy_rows(
+                source, name, spec, runs, source.dtype_of(name)
+            )
     if labels := labels_of(whole):
         head = ParameterSpec((labels, whole.config.hidden_size))
-        add(f"{PREFIX}{CLASSIFIER_HEAD}", CLASSIFIER_HEAD, head)
+        tensors[f"{PREFIX}{CLASSIFIER_HEAD}"] = lazy_rows(
+            source, CLASSIFIER_HEAD, head, [Run(0, 0, labels)], source.dtype_of(CLASSIFIER_HEAD)
+        )
     in_order: dict[str, LazyTensor] = dict(sorted(tensors.items()))
     write_safetensors(directory / ADAPTER_WEIGHTS, in_order)
     config = peft_config(whole, settings, base_model_name_or_path)
