@@ -1,10 +1,8 @@
 """Pythia (Biderman et al. 2023), a GPT-NeoX: attention and MLP read the same x, side by side.
 
     x = x + dropout(attention(attention_norm(x))) + dropout(mlp(mlp_norm(x)))       each layer
-    logits = norm(x) @ head.weight^T                                                last stage
 
-Rotary positions turn the first quarter of a head's features. In Hugging Face's files queries, keys
-and values are one tensor, head by head. Tensor parallelism cuts the weights as those of gpt2.py.
+Rotary positions turn the first quarter of a head. Tensor parallelism cuts as in gpt2.py.
 """
 
 import math
@@ -28,7 +26,7 @@ from megazoo.parallel.stages import Stage
 
 @dataclass(frozen=True)
 class PythiaConfig(ModelConfig):
-    """The defaults are transformers', which are GPT-NeoX-20B's."""
+    """The defaults are transformers'."""
 
     vocab_size: int = 50432
     max_positions: int = 2048
@@ -62,10 +60,10 @@ class Block(nn.Module):
         c, std = config, 0.02 / math.sqrt(2 * config.layers)
         self.parallel = c.parallel
         self.attention_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        bias, dropout = c.attention_bias, c.attention_dropout
         self.attention = CausalSelfAttention(
-            c.hidden_size, c.heads, dropout=c.attention_dropout, bias=c.attention_bias,
-            output_std=std,
-        )  # fmt: skip
+            c.hidden_size, c.heads, dropout=dropout, bias=bias, output_std=std
+        )
         self.attention_dropout = Dropout(c.residual_dropout)
         self.mlp_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
         self.mlp = MLP(c.hidden_size, c.ffn_size, activation_named(c.activation), output_std=std)
@@ -86,9 +84,9 @@ class Pythia(Model):
     Config, Block = PythiaConfig, Block
     HUGGING_FACE_TYPE = "gpt_neox"
     HUGGING_FACE_NAMES = hugging_face.NAMES
-    HUGGING_FACE_PREFIX = hugging_face.PREFIX
-    HUGGING_FACE_LEGACY = hugging_face.LEGACY
+    HUGGING_FACE_PREFIX, HUGGING_FACE_LEGACY = hugging_face.PREFIX, hugging_face.LEGACY
     presets = {
+        # vocab_size, max_positions, hidden_size, layers, heads, ffn_size
         "pythia-tiny": PythiaConfig(257, 256, 128, 4, 4, 512),
         "pythia-70m": PythiaConfig(50304, 2048, 512, 6, 8, 2048),
         "pythia-160m": PythiaConfig(50304, 2048, 768, 12, 12, 3072),
@@ -125,6 +123,5 @@ class Pythia(Model):
     @classmethod
     def stage_costs(cls, config: PythiaConfig) -> tuple[float, float, float]:
         c = config
-        layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size
-        scores = c.max_positions * c.hidden_size
-        return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
+        layer = c.hidden_size * (4 * c.hidden_size + 2 * c.ffn_size + c.max_positions)
+        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
