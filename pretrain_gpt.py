@@ -17,6 +17,8 @@ import torch.distributed as dist
 import megazoo
 from megazoo.checkpoint import load
 from megazoo.checkpoint.places import TRAINER, has_checkpoint
+from megazoo.cli.adapters import add_adapters, flag_to_go_on, note_on_trained, open_weights
+from megazoo.cli.classifier import measures_of, settle_labels
 from megazoo.cli.deaths import naming_dead_ranks
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.launch import after_rank_zero, data_parallel_size, run_program, start_missing_ranks
@@ -36,12 +38,13 @@ from megazoo.data import (
     open_datasets,
     prepare_datasets,
 )
+from megazoo.data.labels import count_of
 from megazoo.environment import is_rank_zero, world_size
+from megazoo.evaluation import Tally, evaluate_rows
 from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count
-from megazoo.models.pretrained import load_weights, open_source
+from megazoo.models.pretrained import load_weights
 from megazoo.models.registry import FAMILIES, family_of
-from megazoo.models.source import SavedModel
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stage
@@ -84,26 +87,37 @@ def prepare(arguments: list[str]) -> Run:
     options = parse_options(arguments, __doc__)
     save = options.checkpoint.save
     if is_restart() and save and has_checkpoint(save):
-        arguments = [*arguments, "--load", str(save), "--no-load-weights-only"]
+        arguments = [*arguments, flag_to_go_on(options), str(save), "--no-load-weights-only"]
         options = parse_options(arguments, __doc__)
     if options.model.import_:
         run_file(options.model.import_)
-    keep = options.checkpoint
-    source = open_source(keep.load, verify=keep.verify) if keep.load else None
-    resuming = isinstance(source, SavedModel) and not keep.load_weights_only
-    state = resumed_state(source if resuming else None)
-    if resuming:
-        origin = str(source.path / TRAINER)
+    weights = open_weights(options)
+    source, resumed = weights.described, weights.resumed(options)
+    state = resumed_state(resumed)
+    if resumed:
+        origin = str(resumed.path / TRAINER)
         options = parse_options(arguments, __doc__, resumed=state["settings"], origin=origin)
     config = model_config(options.model, source)
     named = options.data.tokenizer or (source and source.tokenizer) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
     sources = check_data(options.data.data, options.data.split)
+    config, labels = settle_labels(config, source, tokenizer, sources)
     check_template(options.data.chat_template)
     parallel = options.parallel
     dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp)
-    check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp)
-    run = Run(arguments, options, config, tokenizer, sources, source, resuming, state)
+    check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, weights)
+    run = Run(
+        arguments,
+        options,
+        config,
+        tokenizer,
+        sources,
+        weights.base,
+        resumed is not None,
+        state,
+        labels=labels,
+        weights=weights,
+    )
     if not options.training.epochs:  # their steps are known when the data is open
         run.check_remaining()
     return run
@@ -119,9 +133,13 @@ def start_ranks(run: Run) -> ParallelContext:
     start_missing_ranks(parallel.tp, parallel.pp, parallel.cp)
     if note := note_on_data(run):  # before a file that a checkpoint names is read
         print_rank_0(note)
+    if run.weights.base_note:
+        print_rank_0(run.weights.base_note)
     if json_files(run.sources):  # before any rank waits in a collective, for --timeout at most
         template = run.options.data.chat_template
-        _store = after_rank_zero(lambda: prepare_datasets(run.sources, run.tokenizer, template))
+        _store = after_rank_zero(
+            lambda: prepare_datasets(run.sources, run.tokenizer, template, run.labels)
+        )
     ctx = ParallelContext.from_torch(
         parallel.tp,
         parallel.pp,
@@ -149,12 +167,16 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
     introduce(run, ctx)
     dtype = getattr(torch, training.dtype)
     model = megazoo.from_config(run.config, ctx, dtype=dtype, seed=training.seed)
-    if run.source and not run.resuming:
+    adapters = run.weights.adapters
+    if run.source and (adapters or not run.resuming):
         load_weights(run.source, model)
+    add_adapters(model, options, run.weights.settings)
     if training.train_only:
         model.train_only(training.train_only)
-        count = parameter_count(run.config, training.train_only)
-        print_rank_0(f"training {count:,} of them: {training.train_only}")
+    if note := note_on_trained(run.config, model.lora, training.train_only):
+        print_rank_0(note)
+    if adapters and not run.resuming:
+        load(adapters, model)
     model.recompute(training.recompute, training.recompute_interval)
     if training.compile:
         model.compile()
@@ -170,7 +192,7 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
         ),
     )
     if run.resuming:
-        load(run.source, model, optimizer)
+        load(adapters or run.source, model, optimizer)
     if is_rank_zero():
         take_along_tokenizer(run, model)
     return model, optimizer
@@ -179,7 +201,7 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
 def introduce(run: Run, ctx: ParallelContext) -> None:
     """Print what is trained, and on what."""
     print_rank_0(
-        f"{family_of(run.config)}, {parameter_count(run.config):,} parameters, "
+        f"{family_of(run.config)}, {kind_of(run)}{parameter_count(run.config):,} parameters, "
         f"on {ctx.world_size} x {ctx.device.type}: "
         f"{product_of(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size)}"
         + (", cp-method ulysses" if ctx.cp_size > 1 and ctx.cp_method == "ulysses" else "")
@@ -190,6 +212,14 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
         note = note_on_mfu(run.config, run.options.training.seq_length)
         if note:
             print_rank_0(note)
+
+
+def kind_of(run: Run) -> str:
+    """Return what to say of a classifier, with a comma behind it; nothing of a language model."""
+    if not run.labels:
+        return ""
+    is_new = run.source and not run.source.config.num_labels
+    return f"classifier of {count_of(run.labels.num_labels)}{' (a new head)' if is_new else ''}, "
 
 
 def take_along_tokenizer(run: Run, model: Model) -> None:
@@ -216,6 +246,7 @@ def open_data(run: Run, model: Model) -> Data:
             separate_documents=options.data.separate_documents,
             chat_template=options.data.chat_template,
             packing=options.data.packing,
+            labels=run.labels,
             report=print_rank_0,
         )
     if is_rank_zero():
@@ -223,14 +254,16 @@ def open_data(run: Run, model: Model) -> Data:
     if options.training.epochs:
         samples = torch.tensor(len(blends[0]) if blends[0] else 0)
         run.settle_epochs(broadcast_from_stage(samples, 0, ctx).item())
-    return Data(*(Batches(blend, options.training.global_batch_size, ctx) for blend in blends))
+    rows, pad = options.training.global_batch_size, run.config.pad_token_id
+    return Data(*(Batches(blend, rows, ctx, pad) for blend in blends))
 
 
 def take_fingerprints(run: Run) -> None:
     """Note what the data is like, for checkpoints, and warn of what is not as it was in the one
     that the run goes on from."""
     template = run.options.data.chat_template
-    run.fingerprints = fingerprints(run.sources.names, run.tokenizer.source, template)
+    names, tokenizer = run.sources.names, run.tokenizer.source
+    run.fingerprints = fingerprints(names, tokenizer, template, run.labels)
     for change in changes(run.state.get("data", []), run.fingerprints):
         print(f"warning: {change}", file=sys.stderr, flush=True)
 
@@ -257,26 +290,32 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
 
             stopping = recorder.stop_requested()
             if run.validates_at(step):
-                loss = evaluate(run, model, data.validation)
-                recorder.log_evaluation(step, "validation", loss)
+                recorder.log_evaluation(step, "validation", *evaluate(run, model, data.validation))
             if run.tests_at(step):
-                recorder.log_evaluation(step, "test", evaluate(run, model, data.test))
+                recorder.log_evaluation(step, "test", *evaluate(run, model, data.test))
             if stopping or run.saves_at(step):
                 recorder.save(step)
             if stopping:
                 return
 
 
-def evaluate(run: Run, model: Model, batches: Batches) -> float:
-    """Return the mean loss, in nats a token, over the labelled tokens of --eval-steps batches."""
+def evaluate(run: Run, model: Model, batches: Batches) -> tuple[float, dict[str, float]]:
+    """Return the mean loss, in nats a token, over the labelled tokens of --eval-steps batches; of a
+    classifier over their rows, with what else is told of it."""
     rows = run.options.training.global_batch_size
     starts = range(0, run.options.logging.eval_steps * rows, rows)
     microbatches = run.microbatches(model.ctx)
-    total = count = 0.0
+    total, count, tally = 0.0, 0.0, Tally()
     for batch in batches.ahead(starts, run.options.data.data_workers):
-        mean, labelled = model.eval_batch(**batch, num_microbatches=microbatches, return_count=True)
+        if run.labels:
+            mean, labelled, found = evaluate_rows(model, **batch, num_microbatches=microbatches)
+            tally += found
+        else:
+            mean, labelled = model.eval_batch(
+                **batch, num_microbatches=microbatches, return_count=True
+            )
         total, count = total + mean.item() * labelled.item(), count + labelled.item()
-    return total / max(count, 1)
+    return total / max(count, 1), measures_of(tally, run.labels) if run.labels else {}
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ setup(
             "ruff",
             "tensorboard",
             "transformers>=5",
+            "peft>=0.18",
             "protobuf",
             "zstandard",
         ],

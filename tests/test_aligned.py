@@ -1,5 +1,6 @@
 """Logits whose rows are aligned in memory, as on CUDA: here on a CPU that is told to need it."""
 
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -20,23 +21,24 @@ from megazoo.layers import VocabParallelHead, aligned, linear
 STEPS = 4
 
 
+@contextmanager
 def on_tensor_cores():
-    """All CPU tensors need aligned rows, be they of 16 bits or not."""
+    """Within this block all CPU tensors need aligned rows, be they of 16 bits or not."""
 
     def needs_alignment(x, columns):
         return columns % 8 != 0
 
-    return [
-        mock.patch(f"megazoo.layers.{module}.needs_alignment", needs_alignment)
-        for module in ("aligned", "fused")
-    ]
+    with ExitStack() as stack:
+        for module in ("aligned", "fused_linear", "linear"):
+            patch = mock.patch(f"megazoo.layers.{module}.needs_alignment", needs_alignment)
+            stack.enter_context(patch)
+        yield
 
 
 def train(*args, overlapped, in_pieces):
-    first, second = on_tensor_cores()
     hides = mock.patch.object(linear, "hides_communication", return_value=overlapped)
     made = mock.patch.object(aligned, "empty_aligned", side_effect=aligned.empty_aligned)
-    with first, second, hides, made as count:
+    with on_tensor_cores(), hides, made as count:
         if not in_pieces:
             return *train_and_keep_gradients(*args), count.call_count
         with short_pieces():
@@ -63,8 +65,7 @@ def test_gradients_are_those_of_one_process(ranks, model, layout, how):
 
 def test_rows_of_logits_and_of_their_gradients_begin_at_multiples_of_64():
     head, x = VocabParallelHead(61, 8, ctx=context()), torch.randn(2, 5, 8)
-    first, second = on_tensor_cores()
-    with first, second:
+    with on_tensor_cores():
         logits = head(x)
         assert (logits.shape, logits.stride()) == ((2, 5, 61), (320, 64, 1))
         assert aligned.aligned(torch.randn(7, 61)).stride() == (64, 1)

@@ -62,6 +62,16 @@ RUN_FOR = {
         'load(Checkpoint("run"), model, optimizer)'
     ),
     "train_batch": "model.train_batch(ids, labels=ids, num_microbatches=m)",
+    'megazoo.lora.save(model, "adapter")': (
+        'megazoo.lora.add(model); megazoo.lora.save(model, "adapter"); '
+        'assert sorted(os.listdir("adapter")) == '
+        '["adapter_config.json", "adapter_model.safetensors"]'
+    ),
+    'megazoo.lora.load(model, "adapter")': (
+        "other = megazoo.lora.add(megazoo.from_config(config, ctx)); "
+        'megazoo.lora.save(other, "adapter"); megazoo.lora.load(model, "adapter")'
+    ),
+    "megazoo.lora.merge(model)": "megazoo.lora.add(model); megazoo.lora.merge(model)",
 }
 # Where the dots of a span are.
 DOTS = {
@@ -197,7 +207,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("coming-from")
     model = megazoo.from_config(CONFIG)
     model.save_parallelized(folder / "path/to/gpt2", merge_checkpoints=True)
-    model.save_parallelized(folder / "ckpt")
+    for name in ("ckpt", "dir"):
+        model.save_parallelized(folder / name)
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     (folder / "oslo-config.json").write_text(
         json.dumps({"model_parallelism": {"enable": True, **sizes}})
@@ -228,6 +239,7 @@ def run_span(span: str, folder: Path) -> None:
         "dir": "dir",
         "f": own_loss,
         "Path": Path,
+        "os": os,
         "Model": Model,
     }
     names |= {

@@ -22,7 +22,7 @@ ORDER = [
     ("checkpoint",),
     ("generate",),
     ("models",),
-    ("data", "evaluation"),
+    ("data", "evaluation", "lora"),
     ("cli",),
     ("planning", "compat", "testing", "command_line"),
 ]

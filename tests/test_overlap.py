@@ -10,7 +10,7 @@ from helpers_layouts import case_name
 from torch.distributed.device_mesh import DeviceMesh
 
 from megazoo.cli.parsing import parse_options
-from megazoo.layers import ColumnParallelLinear, fused, linear
+from megazoo.layers import ColumnParallelLinear, fused_linear, linear
 from megazoo.parallel import context as context_module
 from megazoo.parallel.context import ParallelContext
 
@@ -23,7 +23,9 @@ def overlapped():
 
 def train_both_ways(*args, **kwargs):
     plain = train_and_keep_gradients(*args, **kwargs)
-    entered = mock.patch.object(fused, "_entered_linear", side_effect=fused._entered_linear)
+    entered = mock.patch.object(
+        fused_linear, "_entered_linears", side_effect=fused_linear._entered_linears
+    )
     with overlapped(), entered as count:
         return plain, train_and_keep_gradients(*args, **kwargs), count.call_count
 
@@ -56,16 +58,16 @@ def order_of_backward(sp, frozen):
     x = torch.randn(2, 6, 8, requires_grad=True)
 
     def noted(name):
-        begin = getattr(fused, name)
+        begin = getattr(fused_linear, name)
 
         def run(*args):
             done.append(name)
             wait = begin(*args)
             return lambda: (done.append("wait"), wait())[1]
 
-        return mock.patch.object(fused, name, run)
+        return mock.patch.object(fused_linear, name, run)
 
-    product = fused._gradients_of_weights
+    product = fused_linear._gradients_of_weights
 
     def weights(*args):
         done.append("weights")
@@ -76,7 +78,7 @@ def order_of_backward(sp, frozen):
         noted("begin_sum"),
         noted("begin_reduce_scatter_sequence"),
         noted("begin_all_gather_sequence"),
-        mock.patch.object(fused, "_gradients_of_weights", weights),
+        mock.patch.object(fused_linear, "_gradients_of_weights", weights),
     ):
         layer(x).sum().backward()
     return done

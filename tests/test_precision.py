@@ -13,7 +13,7 @@ from helpers_checkpoint import run_steps
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.layers import fused
+from megazoo.layers import fused_linear
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.cpu import products
 
@@ -48,7 +48,7 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
         monkeypatch.setattr(products, "widening_pays", lambda answer=pays: answer)
         x.grad = weight.grad = bias.grad = None
         assert products.product_dtype(x) == dtype
-        y = fused.linear(x, weight, bias)
+        y = fused_linear.linear(x, weight, bias)
         y.backward(grad)
         assert y.dtype == x.grad.dtype == torch.bfloat16
         for ours, theirs in zip((y, x.grad), expected, strict=True):

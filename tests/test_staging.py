@@ -251,7 +251,7 @@ def test_a_file_of_a_gpus_tensors_is_that_of_the_cpus(memory, tmp_path, monkeypa
 
 def contents_of(tensors: dict[str, torch.Tensor]) -> saving._StepContents:
     files = {"file": {name: (None, tensor) for name, tensor in tensors.items()}}
-    return saving._StepContents(ParallelContext(), "gpt2", CONFIG, files, {}, {})
+    return saving._StepContents(ParallelContext(), "gpt2", CONFIG, files, {}, {}, {})
 
 
 @pytest.mark.parametrize("piece", [300, 8192])  # shorter and longer than a block

@@ -4,6 +4,7 @@ $ python tools/check_parallel.py --model llama --layouts tp2,pp2,tp2pp2
 $ python tools/check_parallel.py --preset llama2-70b --shrink --layouts all
 $ python tools/check_parallel.py --load path/to/llama --layouts tp2+sp,pp2v2
 $ python tools/check_parallel.py --import mine.py --model mine
+$ python tools/check_parallel.py --model llama --lora-rank 8 --layouts tp2+sp,pp2
 
 The steps take turns: plain rows, packed documents, and rows with padding, of an odd length. Prints,
 for each layout, the worst relative difference of the loss, the gradient norm, any
@@ -51,6 +52,8 @@ class Options(ImportOption):
             f"on: {switches()}. Or all."
         ),
     ] = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
+    lora_rank: int = 0
+    """Train adapters of this rank, of all linear layers, instead of the weights."""
     ranks: int = 4
     """The most ranks of --layouts all, which are processes of this machine."""
     steps: int = 3
@@ -93,6 +96,7 @@ def main(arguments: list[str]) -> None:
         layouts,
         load=None if options.shrink else options.load,
         import_=options.import_,
+        lora_rank=options.lora_rank,
         steps=options.steps,
         tolerance=options.tolerance,
     )

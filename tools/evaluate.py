@@ -1,14 +1,17 @@
-"""Score texts, or choices, with a model of any layout, or of Hugging Face's, in any layout.
+"""Score texts or choices, or classify texts, in any layout, with a checkpoint of any layout or a
+Hugging Face directory.
 
 $ python tools/evaluate.py runs/a --text book.txt
 $ torchrun --nproc-per-node 4 tools/evaluate.py path/to/llama --tp 2 --pp 2 \\
       --text pile.jsonl --stride 512
 $ python tools/evaluate.py path/to/llama --choices questions.jsonl --output scores.jsonl
+$ python tools/evaluate.py runs/classifier --labels reviews.jsonl --output predictions.jsonl
 
 --text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of
 {"context": "...", "choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after
 its context; with "answer", the index of the right one, also how often the likeliest choice is
-right.
+right. --labels takes lines of {"text": "..."}, maybe with "text_pair", and gives a classifier's
+prediction for each; with "label" also the loss, the accuracy and, for two labels, the F1 of 1.
 """
 
 import json
@@ -16,15 +19,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
+from megazoo.cli.classifier import measures_of
 from megazoo.cli.flags import File, optional, parse_flags
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.launch import run_program
+from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, labels_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
+from megazoo.evaluation.classifying import Tally, classify, predictions, tally
 from megazoo.evaluation.scoring import evaluate_texts, score_choices
 from megazoo.files import regular_file, write_text
+from megazoo.layers.classification import loss_sum
 from megazoo.terminal import byte_bar, print_rank_0
 
 
@@ -38,21 +48,24 @@ class Options(InferenceOptions):
     """Where a line of the JSONL file has its text."""
     choices: File = None
     """JSONL file of contexts with choices."""
+    labels: File = None
+    """JSONL file of texts for a classifier, with or without labels."""
     seq_length: optional(int, "INT", "the model's max-positions, 2048 at most") = None
-    """Tokens that are read at once."""
+    """Tokens that are read at once; those that a classifier reads of a row."""
     stride: int = 0
     """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without
     overlap."""
     batch_size: int = 8
-    """Windows, or choices, that are scored together."""
+    """Windows, choices or rows that are scored together."""
     output: File = None
-    """JSON file for the result; of choices, JSONL with a line for each."""
+    """JSON file for the result; of choices and of a classifier's rows, JSONL with a line for each.
+    """
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
-    if (options.text is None) == (options.choices is None):
-        raise UserError("give --text or --choices, one of them")
+    if sum(file is not None for file in (options.text, options.choices, options.labels)) != 1:
+        raise UserError("give --text or --choices or --labels, one of them")
     if options.batch_size < 1:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
     if options.output and not options.output.absolute().parent.is_dir():
@@ -62,8 +75,11 @@ def main(arguments: list[str]) -> None:
     alone = options.one_rank
     requests = read_choices(options.choices, alone) if options.choices else None
     documents = read_texts(options.text, options.json_key, alone) if options.text else None
+    rows = list(_json_lines(options.labels, alone)) if options.labels else None
     model, tokenizer = load_for_inference(options)
-    if documents is not None:
+    if rows is not None:
+        lines = classified(model, tokenizer, rows, options)
+    elif documents is not None:
         lines = [scored_texts(model, tokenizer, documents, options)]
     else:
         lines = scored_choices(model, tokenizer, requests, options.batch_size)
@@ -75,10 +91,7 @@ def main(arguments: list[str]) -> None:
 
 def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
     """Score documents, say how, and return it as a line of the output."""
-    longest = model.longest_sequence(model.config)
-    length = min(longest, 2048) if options.seq_length is None else options.seq_length
-    if not 1 <= length <= longest:
-        raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
+    length = length_of(model, options)
     with byte_bar(sum(map(len, documents))) as bar:
         result = evaluate_texts(
             model,
@@ -103,6 +116,15 @@ def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> 
     }
 
 
+def length_of(model, options: Options) -> int:
+    """Return how many tokens are read at once."""
+    longest = model.longest_sequence(model.config)
+    length = min(longest, 2048) if options.seq_length is None else options.seq_length
+    if not 1 <= length <= longest:
+        raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
+    return length
+
+
 def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[dict]:
     """Score the choices of requests, say their log-likelihoods, and how many are right.
 
@@ -122,6 +144,69 @@ def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[d
     if right:
         print_rank_0(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
     return lines
+
+
+def classified(model, tokenizer, numbered: list[tuple[int, dict]], options: Options) -> list[dict]:
+    """Classify the rows of a file, say the loss and how many are right, and return the rows with a
+    prediction and the scores.
+
+    numbered: the rows, with their line numbers. UserError for a model that is no classifier, and
+    for a line without a text, or with a label that is not one of its labels.
+    """
+    config = model.config
+    if not config.num_labels:
+        raise UserError(f"{options.source} is no classifier: --num-labels trains one")
+    told = [value["label"] for _, value in numbered if "label" in value]
+    labels = labels_of(config.num_labels, config.problem_type, told[0] if told else None)
+    rows, known = rows_of(tokenizer, numbered, labels, length_of(model, options), options.labels)
+    parts, pad, size = [], config.pad_token_id, options.batch_size
+    for first in range(0, len(rows), size):
+        ids = pad_sequence(rows[first : first + size], batch_first=True, padding_value=pad)
+        parts.append(classify(model, ids).cpu())
+    logits = torch.cat(parts)
+    print_rank_0(f"rows            {len(rows):,}, {len(known):,} of them with a label")
+    if known:
+        tell_how_right(logits[list(known)], list(known.values()), labels)
+    found = predictions(logits, labels.problem)
+    found = found.flatten() if labels.problem == REGRESSION and labels.num_labels == 1 else found
+    return [
+        {**value, "prediction": prediction, "scores": scores}
+        for (_, value), prediction, scores in zip(
+            numbered, found.tolist(), logits.tolist(), strict=True
+        )
+    ]
+
+
+def rows_of(
+    tokenizer, numbered: list[tuple[int, dict]], labels: Labels, length: int, file: Path
+) -> tuple[list[torch.Tensor], dict[int, list[float]]]:
+    """Return the ids of each row, cut to so many, and by its place the label of each that has
+    one. UserError names the line of the file that can't be."""
+    rows, known = [], {}
+    for number, value in numbered:
+        try:
+            if "label" in value:
+                known[len(rows)] = labels.numbers(value["label"])
+            ids, pair = encode_texts(tokenizer, value)
+        except (ValueError, UserError) as error:
+            raise UserError(f"{file}, line {number}: {error}") from error
+        kept = kept_tokens(len(ids), len(pair), len(tokenizer.before), length)
+        rows.append(torch.tensor([*ids[: kept[0]], *pair[: kept[1]]]))
+    return rows, known
+
+
+def tell_how_right(logits: torch.Tensor, numbers: list[list[float]], labels: Labels) -> None:
+    """Say the loss of rows with labels, and what a classifier of these labels is told of.
+
+    numbers: of the label of each row.
+    """
+    typed = torch.from_numpy(np.stack([labels.typed(np.array(label)) for label in numbers]))
+    print_rank_0(
+        f"loss            {float(loss_sum(logits, typed, labels.problem)) / typed.numel():.6f}"
+    )
+    found = Tally(*map(int, tally(logits, typed, labels.problem).tolist()))
+    for name, value in measures_of(found, labels).items():
+        print_rank_0(f"{name:<16}{value:.6f}")
 
 
 def read_texts(file: Path, key: str, alone: bool = False) -> list[bytes]:

@@ -8,12 +8,15 @@ import math
 from dataclasses import dataclass, fields
 
 from megazoo.checkpoint import Checkpoint
+from megazoo.cli.adapters import describe
 from megazoo.cli.flags import Argument, parse_flags
 from megazoo.cli.launch import run_program
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
+from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import family_of
+from megazoo.models.source import SavedAdapters
 from megazoo.terminal import byte_bar
 
 
@@ -30,12 +33,18 @@ class Options(ImportOption):
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     (path,) = required(options, "source")
-    source = open_source(path)
+    source = open_source(path, adapters=True)
     count = sum(math.prod(spec.shape) for spec in source.specs.values())
     settings = [(field.name, getattr(source.config, field.name)) for field in fields(source.config)]
     dtypes = {str(source.dtype_of(name)).removeprefix("torch.") for name in source.specs}
     print(f"{source.path}")
-    print(f"  model       {family_of(source.config)}, {count:,} parameters")
+    whole = parameter_count(source.config)
+    if isinstance(source, SavedAdapters):
+        base = source.manifest["base"]
+        print(f"  adapters    of {describe(source.settings)}: {count:,} parameters")
+        path = base["path"] or "read from no directory"
+        print(f"  base        {path}, checksum {base['checksum']} in {base['dtype']}")
+    print(f"  model       {family_of(source.config)}, {whole:,} parameters")
     print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
     print(f"  dtypes      {', '.join(sorted(dtypes))}")
     if isinstance(source, Checkpoint):

@@ -1,15 +1,22 @@
 """Merge the shards of a checkpoint into a complete Hugging Face model directory, piece by piece.
 
 $ python tools/merge_shards.py runs/a merged --max-shard-size 5GB
+$ python tools/merge_shards.py path/to/llama merged --adapter adapter
+
+With --adapter, the change that a LoRA adapter makes is added to the weights on the way: in fp32,
+rounded once.
 """
 
 from dataclasses import dataclass
 
-from megazoo.cli.flags import parse_flags
+from megazoo.checkpoint.ownership import check_replaceable
+from megazoo.cli.flags import File, parse_flags
 from megazoo.cli.launch import run_program
 from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
+from megazoo.models.adapter_source import open_beside
 from megazoo.models.hugging_face.export import parse_size, write_hugging_face
+from megazoo.models.merged import MergedSource
 from megazoo.models.pretrained import open_source
 from megazoo.terminal import byte_bar
 
@@ -20,6 +27,9 @@ class Options(ConversionOptions):
 
     max_shard_size: str = "5GB"
     """Largest file: bytes, or with a unit such as MB or GiB."""
+    adapter: File = None
+    """Directory of a LoRA adapter to merge, PEFT's or megazoo.lora.save's, or the checkpoint of a
+    run with adapters."""
 
 
 def main(arguments: list[str]) -> None:
@@ -27,6 +37,10 @@ def main(arguments: list[str]) -> None:
     path, output = required(options, "source", "output")
     limit = parse_size(options.max_shard_size)
     source = open_source(path, verify=options.verify)
+    if options.adapter:
+        adapters, config = open_beside(options.adapter, source, verify=options.verify)
+        check_replaceable(output, options.overwrite, adapters.path)
+        source = MergedSource(source, adapters, config)
     with byte_bar(source.weight_bytes(options.torch_dtype)) as bar:
         write_hugging_face(
             source,
@@ -38,7 +52,8 @@ def main(arguments: list[str]) -> None:
         )
     loads = ""  # transformers knows our families, not those of users
     if source.model.__module__.startswith("megazoo."):
-        loads = f": transformers' AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it"
+        theirs = "SequenceClassification" if source.config.num_labels else "CausalLM"
+        loads = f": transformers' AutoModelFor{theirs}.from_pretrained({str(output)!r}) loads it"
     print(f"wrote {output}{loads}")
 
 

@@ -3,6 +3,7 @@ pipeline's bubble.
 
 $ python tools/plan.py --preset gpt3-175b --tp 8 --pp 16 --dp 8 --json plan.json
 $ python tools/plan.py --preset gpt3-175b --search --gpus 1024 --memory 80GB
+$ python tools/plan.py --preset llama-7b --lora-rank 8 --lora-targets q,v
 
 --search ranks the layouts that fit by the time of a step, shortest first: the FLOPs of a rank,
 bubble and recomputation included, and as many more for each byte that it sends as an H100 computes
@@ -18,9 +19,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megazoo.cli.flags import File, optional, parse_flags
+from megazoo.cli.flags import File, flag_of, optional, parse_flags
 from megazoo.cli.launch import run_program
-from megazoo.cli.options import ModelOptions, ParallelOptions, TrainingOptions
+from megazoo.cli.options import LoRAOptions, ModelOptions, ParallelOptions, TrainingOptions
 from megazoo.cli.parsing import run_file
 from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
@@ -36,6 +37,7 @@ PLAN_COLUMNS = [
     "tp",
     "layers",
     "parameters",
+    "trainable",
     "weights",
     "gradients",
     "optimizer",
@@ -78,6 +80,14 @@ class PlanParallelOptions(ParallelOptions):
 
 
 @dataclass
+class PlanModelOptions(ModelOptions):
+    """What is planned. Sizes that are left out are the preset's."""
+
+    num_labels: optional(int, "INT", "no classifier") = None
+    """Refused: plan the language model, which takes a little more memory, for its logits."""
+
+
+@dataclass
 class BatchOptions:
     """What a step is of."""
 
@@ -94,17 +104,29 @@ class BatchOptions:
     activations, or all."""
     recompute_interval: int = 1
     """Layers that are recomputed as one unit under full."""
+    train_only: optional(str, "PATTERN", "everything") = None
+    """Regular expression: parameters in whose name it is not found stay frozen: they get no
+    gradient and no optimizer state."""
+
+
+@dataclass
+class PlanLoRAOptions(LoRAOptions):
+    """Low-rank adapters: with them the weights stay as they are, and a small change of some
+    matrices is trained."""
+
+    lora_load: tyro.conf.Suppress[File] = None
 
 
 @dataclass
 class Options:
     """What is planned."""
 
-    model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
+    model: tyro.conf.OmitArgPrefixes[PlanModelOptions] = field(default_factory=PlanModelOptions)
     parallel: tyro.conf.OmitArgPrefixes[PlanParallelOptions] = field(
         default_factory=PlanParallelOptions
     )
     batch: tyro.conf.OmitArgPrefixes[BatchOptions] = field(default_factory=BatchOptions)
+    lora: tyro.conf.OmitArgPrefixes[PlanLoRAOptions] = field(default_factory=PlanLoRAOptions)
     json: Annotated[File, tyro.conf.arg(metavar="PATH")] = None
     """File for the same as JSON; - is stdout, without the table."""
     search: bool = False
@@ -121,8 +143,13 @@ def main(arguments: list[str]) -> None:
     if options.model.import_:
         run_file(options.model.import_)
     config = model_config(options.model)
+    if config.num_labels:
+        raise UserError(
+            "classifiers are not planned: plan the language model, which takes a little more "
+            "memory, for its logits"
+        )
     training = training_of(options, config)
-    planner = Planner(config, quick=options.search)
+    planner = Planner(config, quick=options.search, lora=options.lora.settings)
     values, lines = (searched if options.search else planned)(planner, options, training)
     text = json.dumps(values, indent=1)
     if str(options.json) == "-":
@@ -149,6 +176,9 @@ def check_sizes(options: Options) -> None:
         if value is not None and value < 1:
             raise UserError(f"{name} {value} must be at least 1")
     parse_size(options.memory)
+    if options.lora.given and not options.lora.lora_rank:
+        flag = flag_of(next(iter(options.lora.given))).removeprefix("--")
+        raise UserError(f"{flag} without adapters: give --lora-rank R")
 
 
 def training_of(options: Options, config) -> TrainingOptions:
@@ -168,6 +198,7 @@ def training_of(options: Options, config) -> TrainingOptions:
         dtype=batch.dtype,
         recompute=batch.recompute,
         recompute_interval=batch.recompute_interval,
+        train_only=batch.train_only,
     )
 
 
@@ -207,6 +238,7 @@ def plan_lines(plan: Plan) -> list[str]:
             ranges(rank.tp),
             rank.layers,
             f"{rank.parameters:,}",
+            f"{rank.trainable_parameters:,}",
             size(rank.weights),
             size(rank.gradients),
             size(rank.optimizer),
@@ -221,14 +253,21 @@ def plan_lines(plan: Plan) -> list[str]:
             size(rank.sent_dp),
         ]
         rows.append([str(cell) for cell in row])
+    if layout["cp"] == 1:
+        rows = without(rows, "sent cp")
+    trained = ""
+    if plan.trainable_parameters < plan.parameters:
+        trained = f", {plan.trainable_parameters:,} of them trained"
+    else:
+        rows = without(rows, "trainable")
     return [
-        f"{plan.model}, {plan.parameters:,} parameters, on {sizes}",
+        f"{plan.model}, {plan.parameters:,} parameters{trained}, on {sizes}",
         f"  {plan.microbatches} micro-batches of {batch['micro_batch_size']} x "
         f"{batch['seq_length']} tokens a replica, {batch['dtype']}, recompute {batch['recompute']}",
         f"  bubble {plan.bubble:.2%} of the work, "
         f"{plan.bubble_of_stages:.2%} with what each stage really has to do",
         f"  {plan.model_flops_per_token:.4g} model FLOPs a token, nothing twice",
-        *table(rows if layout["cp"] > 1 else without(rows, "sent cp")),
+        *table(rows),
         "bytes; FLOPs and bytes sent are a step's; "
         "each line stands for its tp ranks in every replica"
         + (", and all along cp" if layout["cp"] > 1 else ""),

@@ -12,13 +12,14 @@ from megazoo.cli.options import ShardingOptions
 from megazoo.cli.parsing import required
 from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
+from megazoo.models.source import SavedAdapters
 from megazoo.terminal import byte_bar
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(ShardingOptions, arguments, __doc__)
     path, output = required(options, "source", "output")
-    source = open_source(path, verify=options.verify)
+    source = open_source(path, verify=options.verify, adapters=True)
     with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
         write_shards(
             source,
@@ -29,7 +30,8 @@ def main(arguments: list[str]) -> None:
             overwrite=options.overwrite,
             progress=bar.update,
         )
-    state = "weights and optimizer state" if source.has_states else "weights"
+    weights = "adapters" if isinstance(source, SavedAdapters) else "weights"
+    state = f"{weights} and optimizer state" if source.has_states else weights
     print(f"wrote {output}: {state} of {source.path.name}, tp {options.tp} x pp {options.pp}")
 
 

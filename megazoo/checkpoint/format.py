@@ -6,6 +6,11 @@
     tensors                  of each global tensor its {"shape", "dtype", "shard", "file"}
     crc32                    of the manifest itself
 
+Of a model with adapters the tensors are these alone, and what else was trained. Two keys more say
+
+    adapters                 what they are: rank, alpha, targets ...
+    base                     the weights that they belong to: {"checksum", "dtype", "path"}
+
 places.py says which files there are, and when they appear.
 """
 

@@ -1,9 +1,12 @@
 """Loading a run from a checkpoint of any layout: model, optimizer and the trainer's state."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import torch
 
+from megazoo.checkpoint.base import check_base
 from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.schema import OptimizerState, checked_state
@@ -19,21 +22,23 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
     trainer's state.
 
     Every rank calls it. UserError on all of them if a file has changed since it was written, unless
-    the checkpoint was opened with verify=False.
+    the checkpoint was opened with verify=False. A checkpoint of adapters fills these, and what else
+    was trained; UserError if the model's are others, or its other weights are not their base.
     """
     ctx = model.ctx
     with failing_together(ctx):
+        _check_adapters(checkpoint, model)
         if optimizer:
             _check_states(checkpoint, optimizer)
             checked_state(checkpoint.trainer, OptimizerState, checkpoint.path / TRAINER)
         tensors = [
             (_best_weights(checkpoint, entry.name, entry.parameter.dtype), entry.spec)
-            for entry in model.entries()
+            for entry in model.saved_entries()
         ]
         states = list(_states_to_read(checkpoint, optimizer)) if optimizer else []
         tensors += [(name, entry.spec) for name, entry, _ in states]
         with verifying(checkpoint, checkpoint.files_of(tensors, ctx), ctx):
-            for entry, (name, spec) in zip(model.entries(), tensors, strict=False):
+            for entry, (name, spec) in zip(model.saved_entries(), tensors, strict=False):
                 checkpoint.read_into(name, entry.parameter, spec, ctx)
             for name, entry, tensor in states:
                 checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, ctx)
@@ -45,6 +50,39 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
             model.sidecar_files = checkpoint.sidecar_files if ctx.rank == 0 else {}
             model.generation = checkpoint.generation
     return trainer
+
+
+def _check_adapters(checkpoint: Checkpoint, model) -> None:
+    """Raise UserError unless a checkpoint and the model hold the same: all, or adapters alone that
+    are alike, on the same base."""
+    stored = checkpoint.about_adapters.get("adapters")
+    if stored is None and not model.lora:
+        return
+    if stored is None or not model.lora:
+        theirs = "has no adapters, the model has: load it before megazoo.lora.add"
+        if stored:
+            theirs = (
+                "holds adapters alone, and the model has none: megazoo.lora.load gives it these"
+            )
+        raise UserError(f"{checkpoint.path} {theirs}")
+    ours = json.loads(json.dumps(asdict(model.lora)))
+    for key in sorted(stored.keys() | ours.keys()):
+        if stored.get(key) != ours.get(key):
+            raise UserError(
+                f"{checkpoint.path} has adapters of {key} {stored.get(key)}, the model's have "
+                f"{ours.get(key)}: add such as the checkpoint's"
+            )
+    held = {entry.name for entry in model.saved_entries()}
+    for entry in model.entries():
+        if entry.name not in held and entry.name in checkpoint.tensors:
+            raise UserError(
+                f"{checkpoint.path} has {entry.name}, which is frozen here: train the same"
+            )
+        if entry.name in held and entry.name not in checkpoint.tensors:
+            raise UserError(
+                f"{checkpoint.path} has no {entry.name}: it was frozen then; freeze the same"
+            )
+    check_base(checkpoint, model)
 
 
 def _best_weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> str:

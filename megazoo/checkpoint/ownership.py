@@ -12,8 +12,9 @@ from megazoo.checkpoint.places import CONFIG, INDEX, LATEST, MANIFEST, TRAINER, 
 from megazoo.checkpoint.writing import METADATA
 from megazoo.errors import UserError
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 WEIGHTS = re.compile(r"(model|optimizer)(_tp_\d+_pp_\d+(_dp_\d+)?|-\d+-of-\d+)?\.safetensors")
-SMALL_FILES = (MANIFEST, TRAINER, CONFIG, INDEX, *SIDECAR_FILES)
+SMALL_FILES = (MANIFEST, TRAINER, CONFIG, INDEX, ADAPTER_CONFIG, *SIDECAR_FILES)
 HEADER = b'{"__metadata__":' + json.dumps(METADATA, separators=(",", ":")).encode()
 
 
@@ -83,10 +84,26 @@ def check_replaceable(directory: Path, overwrite: bool = False, source: Path | N
 
 
 def foreign_entry(directory: Path) -> str | None:
-    """Return the first name in a directory that is not of a file of the one checkpoint, or of the
-    one Hugging Face model, that megazoo wrote there; None if there is nothing else."""
-    names = sorted(os.listdir(directory)) if directory.is_dir() else []
+    """Return the first name in a directory that is not of a file of the one checkpoint, of the one
+    Hugging Face model, or of the one adapter, that megazoo wrote there; None if there is nothing
+    else."""
+    names = _names_in(directory)
     ours = _files_of_checkpoint(directory) or _files_of_export(directory, names)
+    return _first_but(ours or _files_of_adapter(directory), directory, names)
+
+
+def foreign_to_adapter(directory: Path) -> str | None:
+    """Return the first name in a directory that is not of a file of the one adapter that megazoo
+    wrote there; None if there is nothing else."""
+    return _first_but(_files_of_adapter(directory), directory, _names_in(directory))
+
+
+def _names_in(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory)) if directory.is_dir() else []
+
+
+def _first_but(ours: set[str], directory: Path, names: list[str]) -> str | None:
+    """Return the first of the names that is none of ours, or no file."""
     foreign = (name for name in names if name not in ours or not _is_file(directory / name))
     return next(foreign, None)
 
@@ -113,7 +130,8 @@ def _is_file(path: Path) -> bool:
 def _is_our_name(name: str) -> bool:
     """Whether megazoo gives files this name, whole or while it writes them."""
     small = re.fullmatch(r"\.(.*)\.partial", name)
-    return (small[1] if small else name) in SMALL_FILES or bool(WEIGHTS.fullmatch(name))
+    name = small[1] if small else name
+    return name in (*SMALL_FILES, ADAPTER_WEIGHTS) or bool(WEIGHTS.fullmatch(name))
 
 
 def _files_of_checkpoint(directory: Path) -> set[str]:
@@ -135,6 +153,14 @@ def _files_of_export(directory: Path, names: list[str]) -> set[str]:
         if WEIGHTS.fullmatch(name) and _is_file(directory / name) and _is_signed(directory / name)
     }
     return {*weights, CONFIG, INDEX, *SIDECAR_FILES} if weights else set()
+
+
+def _files_of_adapter(directory: Path) -> set[str]:
+    """Return the names of the files of an adapter that megazoo wrote; none if it wrote no weights
+    there."""
+    weights = directory / ADAPTER_WEIGHTS
+    ours = _is_file(weights) and _is_signed(weights)
+    return {ADAPTER_CONFIG, ADAPTER_WEIGHTS} if ours else set()
 
 
 def _is_signed(file: Path) -> bool:

@@ -109,6 +109,10 @@ class Checkpoint(TensorSource):
     def has_states(self) -> bool:
         return any(self.states_of(name) for name in self.tensors)
 
+    @property
+    def about_adapters(self) -> dict:
+        return {key: self.manifest[key] for key in ("adapters", "base") if self.manifest.get(key)}
+
     def states_of(self, name: str) -> list[str]:
         return [state for state in (*MOMENTS, MASTER) if f"{name}.{state}" in self.tensors]
 

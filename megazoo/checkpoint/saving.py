@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
+from megazoo.checkpoint.base import about_adapters
 from megazoo.checkpoint.copies import Copies
 from megazoo.checkpoint.directories import new_step
 from megazoo.checkpoint.locks import run_lock
@@ -179,6 +180,7 @@ class _StepContents(NamedTuple):
     files: Files
     trainer: dict
     sidecar_files: dict[str, bytes]
+    adapters: dict  # see `about_adapters`
 
     def copied(self, copies: Copies) -> "_StepContents":
         """Return the same, in memory of its own on the CPU.
@@ -210,6 +212,7 @@ def _contents_of_step(
         files=files_of_rank(model, lambda entry: entry.parameter, states_of),
         trainer={**trainer, "step": step},
         sidecar_files=model.sidecar_files,
+        adapters=about_adapters(model),
     )
 
 
@@ -244,8 +247,16 @@ def _write_step(
         )
 
     def complete() -> None:
-        family, config, sidecar_files = contents.family, contents.config, contents.sidecar_files
-        write_manifest(staging, family, config, ctx, written, contents.trainer, sidecar_files)
+        write_manifest(
+            staging,
+            contents.family,
+            contents.config,
+            ctx,
+            written,
+            contents.trainer,
+            contents.sidecar_files,
+            contents.adapters,
+        )
         stack.close()
 
     with ExitStack() as stack:  # of rank 0: it removes what was begun, if one fails

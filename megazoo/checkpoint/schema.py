@@ -22,6 +22,9 @@ Count = Annotated[int, Meta(ge=0, le=MOST)]
 AtLeast1 = Annotated[int, Meta(ge=1, le=MOST)]
 Ranks = Annotated[int, Meta(ge=1, le=2**20)]
 Crc32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Rank = Annotated[int, Meta(ge=1, le=2**20)]  # of an adapter
+Alpha = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+TargetName = Annotated[str, Meta(min_length=1, max_length=1000)]
 Scale = Annotated[float, Meta(ge=1, le=sys.float_info.max)]
 RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 WandbId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.=~-]{1,128}\Z")]
@@ -64,6 +67,29 @@ class TensorInfo:
 
 
 @dataclass
+class AdapterInfo:
+    """What the adapters of a model are: see `megazoo.models.adapters.LoRASettings`."""
+
+    rank: Rank
+    alpha: Alpha
+    dropout: Annotated[float, Meta(ge=0, lt=1)]
+    targets: Annotated[list[TargetName], Meta(min_length=1, max_length=10_000)]
+    rslora: bool
+    rank_pattern: dict[TargetName, Rank]
+    alpha_pattern: dict[TargetName, Alpha]
+
+
+@dataclass
+class BaseInfo:
+    """Which weights adapters belong to: see base.py. dtype: in which they were summed up. path: the
+    directory that they were read from; None if they were drawn from the seed."""
+
+    checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    dtype: Literal[tuple(DTYPES.values())]
+    path: Annotated[str, Meta(min_length=1, max_length=4096)] | None
+
+
+@dataclass
 class Manifest:
     """megazoo.json. Other keys are left for later versions of this format."""
 
@@ -74,6 +100,8 @@ class Manifest:
     files: dict[str, FileInfo]
     tensors: dict[str, TensorInfo]
     crc32: Crc32
+    adapters: AdapterInfo | None = None
+    base: BaseInfo | None = None
 
 
 @dataclass
@@ -124,6 +152,7 @@ def check_manifest(values: dict, file: Path) -> Manifest:
         for part in ("files", "tensors"):
             convert(values.get(part), dict[str, Any], part)
         manifest = convert({**values, "files": {}, "tensors": {}}, Manifest, "")
+        _check_base(manifest)
         for name, info in values["files"].items():
             _check_file_name(name)
             manifest.files[name] = convert(info, FileInfo, f"files.{name}")
@@ -151,6 +180,21 @@ def _check_file_name(name: str) -> None:
         raise UserError(f"it names a file outside its directory: {name}")
     if "\0" in name or len(name.encode()) > 255:
         raise UserError(f"{brief(name)} can't be the name of a file")
+
+
+def _check_base(manifest: Manifest) -> None:
+    """Refuse adapters without a base, a base without adapters, and text in them that no terminal
+    and no file's name can have."""
+    adapters, base = manifest.adapters, manifest.base
+    if (adapters is None) != (base is None):
+        missing = "adapters" if adapters is None else "base"
+        raise UserError(f"{missing} is missing: a checkpoint has adapters and their base, or none")
+    if adapters is None:
+        return
+    texts = [*adapters.targets, *adapters.rank_pattern, *adapters.alpha_pattern, base.path or "-"]
+    for text in texts:
+        if not text.isprintable():
+            raise UserError(f"{brief(text)} can't be the name of a target, or of a directory")
 
 
 def _check_tensors(manifest: Manifest) -> None:

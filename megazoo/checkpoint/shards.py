@@ -40,7 +40,7 @@ def files_of_rank(
     by the first stage that has it. The replicas share the writing of the optimizer's states.
     """
     ctx, replicas = model.ctx, model.ctx.gradient_axis
-    owned = [entry for entry in model.entries() if entry.pp_ranks[0] == ctx.pp_rank]
+    owned = [entry for entry in model.saved_entries() if entry.pp_ranks[0] == ctx.pp_rank]
     entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
     place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}
     if replicas.rank == 0:
@@ -99,10 +99,12 @@ def write_manifest(
     written: list[dict],
     trainer: dict,
     sidecar_files: dict[str, bytes],
+    adapters: dict,
 ) -> None:
     """Write trainer.json, the sidecar files and, last of all, the manifest.
 
-    written: what `write_rank` returned on every rank. UserError if other files lie there.
+    written: what `write_rank` returned on every rank. adapters: what `about_adapters` says of the
+    model. UserError if other files lie there.
     """
     files = {name: info for part in written for name, info in part["files"].items()}
     check_names(directory, set(files))
@@ -117,5 +119,6 @@ def write_manifest(
         "layout": {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.gradient_axis.size},
         "files": files,
         "tensors": tensors,
+        **adapters,
     }
     write_json(directory / MANIFEST, {**manifest, "crc32": manifest_checksum(manifest)})

@@ -41,6 +41,12 @@ class TensorSource:
         """Whether there is optimizer state."""
         return False
 
+    @property
+    def about_adapters(self) -> dict:
+        """What the manifest of a checkpoint says of adapters, if it holds these alone: see
+        format.py."""
+        return {}
+
     def states_of(self, name: str) -> list[str]:
         """Return the names of the optimizer's states of a parameter."""
         return []

@@ -35,7 +35,8 @@ def on_evaluation(function: Callback) -> Callback:
     """Register function(step, values, model), to be called after each evaluation.
 
     values: eval_loss, the mean over all labelled tokens, and eval_perplexity; of the test at the
-    end test_loss and test_perplexity.
+    end test_loss and test_perplexity. Of a classifier the mean is over rows, and instead of the
+    perplexity there are eval_accuracy and, for two labels, eval_f1.
     """
     _evaluations.append(function)
     return function

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from megazoo.cli.flags import Argument, Name
+from megazoo.cli.classifier import with_pad_token
+from megazoo.cli.flags import Argument, File, Name
 from megazoo.cli.launch import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption, VerifyOption
 from megazoo.cli.parsing import required
@@ -14,6 +15,8 @@ from megazoo.cli.rules import parse_stage_layers
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.environment import world_size
 from megazoo.errors import UserError
+from megazoo.lora import load_from
+from megazoo.models.adapter_source import open_beside
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
 from megazoo.parallel.context import ParallelContext
@@ -28,6 +31,9 @@ class InferenceOptions(ImportOption, VerifyOption):
     source: Argument = None
     """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
     Face directory."""
+    adapter: File = None
+    """Directory of a LoRA adapter to run the model with, PEFT's or megazoo.lora.save's, or the
+    checkpoint of a run with adapters."""
     tp: int = 1
     """Tensor-parallel size: ranks that share each layer."""
     pp: int = 1
@@ -64,10 +70,15 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
             f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
         )
     tokenizer = open_tokenizer(find_tokenizer(where))
-    source.model.check(source.config, options.tp, options.pp)
+    config, adapters = source.config, None
+    if options.adapter:
+        adapters, config = open_beside(options.adapter, source, verify=options.verify)
+    if config.num_labels:
+        config = with_pad_token(config, source, tokenizer)
+    source.model.check(config, options.tp, options.pp)
     stage_layers = parse_stage_layers(options.stage_layers)
     layout = ParallelContext.virtual(options.tp, options.pp, stage_layers=stage_layers)
-    source.model.all_stages(source.config, layout)  # refuses a pipeline that can't be cut so
+    source.model.all_stages(config, layout)  # refuses a pipeline that can't be cut so
     data_parallel_size(options.tp, options.pp, options.cp)
     local_ranks = options.tp * options.pp * options.cp if world_size() == 1 else None
     choose_device(options.device, local_ranks)
@@ -82,6 +93,8 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
         if options.dtype
         else source.dtype_of(next(iter(source.specs)))
     )
-    model = source.model.empty(source.config, ctx, dtype=dtype)
+    model = source.model.empty(config, ctx, dtype=dtype)
     load_weights(source, model)
+    if adapters:
+        load_from(model, adapters)
     return model.eval(), tokenizer

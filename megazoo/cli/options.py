@@ -4,7 +4,7 @@ their help and the TOML keys.
 The fields' docstrings are the flags' help.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 import torch
@@ -12,6 +12,7 @@ import tyro
 
 from megazoo.cli.flags import Argument, File, Name, optional
 from megazoo.data.conversations import CHATML
+from megazoo.models.adapters import LoRASettings
 from megazoo.parallel.schedule import SCHEDULES
 
 Size = optional(int, "INT", "the preset's")
@@ -65,6 +66,9 @@ class ModelOptions:
     """Probability, in all the places where the model has dropout."""
     tie_embeddings: Switch = None
     """Whether the output head is the embedding."""
+    num_labels: optional(int, "INT", "the checkpoint's") = None
+    """Train a classifier of so many labels, on JSONL with text and label in each line. The head of
+    a language model that --load names gives way to a new one. 1: a regression."""
 
 
 @dataclass
@@ -144,13 +148,52 @@ class TrainingOptions:
     """Layers that are recomputed as one unit under full."""
     compile: bool = False
     """Run the layers under torch.compile: slow to start (a minute or so), faster afterwards."""
-    train_only: optional(str, "PATTERN", "everything") = None
+    train_only: optional(str, "PATTERN", "everything, or the adapters") = None
     """Regular expression: parameters in whose name it is not found stay frozen: head, norm,
     layers[.]3[.], or several: "head|norm". They get no gradient, no optimizer state and no weight
     decay."""
     seed: int = 1234
     """Seed of the initial weights, the order of samples and the dropout; the run is the same in any
     layout."""
+
+
+@dataclass
+class LoRAOptions:
+    """Low-rank adapters: with them the weights stay as --load gives them, and a small change of
+    some matrices is trained."""
+
+    lora_rank: optional(int, "INT", "no adapters") = None
+    """Rank of the change of each matrix; 0: no adapters."""
+    lora_alpha: optional(float, "FLOAT", "16") = None
+    """The change is multiplied by lora-alpha / lora-rank."""
+    lora_dropout: optional(float, "FLOAT", "0") = None
+    """Probability of dropout on the adapters' inputs."""
+    lora_targets: optional(str, "NAMES", "q,v") = None
+    """What is adapted, by our names or Hugging Face's: q, k, v, output, gate, up, down; or
+    all-linear. Where q, k and v are one matrix there (GPT-2, MPT), each means that one."""
+    lora_rslora: optional(bool, "", "off") = None
+    """Multiply by lora-alpha / sqrt(lora-rank) instead."""
+    lora_load: File = None
+    """Begin with the adapters of a directory, PEFT's or a checkpoint's of a run with adapters; from
+    a checkpoint the run goes on, on the base of --load, or that which the checkpoint names."""
+
+    @property
+    def settings(self) -> LoRASettings | None:
+        """What the adapters are that the flags ask for; None without."""
+        if not self.lora_rank:
+            return None
+        given = {name.removeprefix("lora_"): value for name, value in self.given.items()}
+        return replace(LoRASettings(), **given)
+
+    @property
+    def given(self) -> dict:
+        """What the flags say of the adapters themselves: what is left out is not there."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lora_load"}
+        given = {name: value for name, value in values.items() if value is not None}
+        if "lora_targets" in given:
+            names = self.lora_targets.split(",")
+            given["lora_targets"] = tuple(name.strip() for name in names)
+        return given
 
 
 @dataclass
@@ -186,7 +229,8 @@ class DataOptions:
     machine's Python standard library, about 12 MB; or the prefix of token files, PREFIX.bin and
     PREFIX.idx, made by tools/preprocess_data.py or by Megatron-LM; or a JSONL file, with text,
     prompt and completion, or messages in each line, whose tokens are kept beside it. The loss is on
-    completions and the assistant's messages alone."""
+    completions and the assistant's messages alone. A classifier takes JSONL with text, label, and
+    maybe text_pair."""
     split: str = "95,5"
     """Shares of the documents for training, validation and, if there is a third, the test at the
     end."""
@@ -232,7 +276,7 @@ class CheckpointOptions(VerifyOption):
     """
     load: File = None
     """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face
-    directory, start with its weights."""
+    directory, or beside --lora-rank or --lora-load, take the weights alone."""
     load_weights_only: bool = False
     """Take only the weights of --load, and start a new run with them."""
 
@@ -306,6 +350,7 @@ class Options:
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
     parallel: tyro.conf.OmitArgPrefixes[ParallelOptions] = field(default_factory=ParallelOptions)
     training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
+    lora: tyro.conf.OmitArgPrefixes[LoRAOptions] = field(default_factory=LoRAOptions)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = field(default_factory=OptimizerOptions)
     data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
     checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(

@@ -46,7 +46,8 @@ class Recorder:
         self.loss_scale = optimizer.loss_scale and optimizer.loss_scale.value
         training, log = run.options.training, run.options.logging
         # FLOPs that a token takes of each rank, and FLOP/s that its device has at most
-        self.token_flops = flops_per_token(run.config, training.seq_length) / model.ctx.world_size
+        flops = flops_per_token(run.config, training.seq_length, training.train_only, model.lora)
+        self.token_flops = flops / model.ctx.world_size
         self.peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(model.ctx.device)
         mfu = self.token_flops / self.peak if self.peak else None
         self.lines = StepLines(run.first_step, training.steps, log.log_interval, mfu)
@@ -98,16 +99,19 @@ class Recorder:
             print_rank_0(line)
         callbacks.after_step(step, values, self.model)
 
-    def log_evaluation(self, step: int, name: str, loss: float) -> None:
-        """Record the loss of an evaluation after a step. name: validation or test."""
+    def log_evaluation(
+        self, step: int, name: str, loss: float, measures: dict[str, float] | None = None
+    ) -> None:
+        """Record the loss of an evaluation after a step. name: validation or test. measures: what
+        else is told of a classifier, by name; of a language model it is the perplexity."""
         self.losses[name] = loss
-        values = {
-            f"{KEYS[name]}_loss": loss,
-            f"{KEYS[name]}_perplexity": math.exp(min(loss, 700.0)),
-        }
+        measures = measures or {}
+        kept = measures if self.run.labels else {"perplexity": math.exp(min(loss, 700.0))}
+        values = {f"{KEYS[name]}_{key}": value for key, value in {"loss": loss, **kept}.items()}
         self.metrics.write(step, values)
         steps = self.run.options.training.steps
-        print_rank_0(f"step {step:>{len(str(steps))}}/{steps}  {name} loss {loss:.4f}")
+        also = "".join(f"  {key} {value:.4f}" for key, value in measures.items())
+        print_rank_0(f"step {step:>{len(str(steps))}}/{steps}  {name} loss {loss:.4f}{also}")
         callbacks.after_evaluation(step, values, self.model)
 
     def stop_requested(self) -> bool:

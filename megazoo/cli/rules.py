@@ -7,22 +7,25 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megazoo.checkpoint.locks import run_lock
+from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
 from megazoo.cli.options import ModelOptions, Options, TrainingOptions
 from megazoo.errors import UserError
 from megazoo.files import brief, reason_of
+from megazoo.models.pretrained import with_labels
 from megazoo.models.registry import find_config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import check_schedule
 
 AT_LEAST_1 = (
     "tp pp virtual_pp cp steps epochs global_batch_size micro_batch_size seq_length log_interval "
-    "hidden_size layers heads kv_heads ffn_size vocab_size max_positions recompute_interval "
-    "initial_loss_scale loss_scale_window hysteresis"
+    "hidden_size layers heads kv_heads ffn_size vocab_size max_positions num_labels "
+    "recompute_interval initial_loss_scale loss_scale_window hysteresis"
 ).split()
 # Far above what any run needs, and small enough that nothing that is counted with them overflows.
 MOST = 10**12
 AT_MOST = {
     "timeout": 31_536_000,  # a year
+    "lora_rank": 2**20,
     "tp": 2**16,
     "pp": 1024,
     "virtual_pp": 1024,
@@ -36,7 +39,8 @@ AT_MOST = {
     "max_positions": 2**63 - 1,
 }
 LONGEST_PATTERN = 1000
-BELOW_1 = ("dropout", "beta1", "beta2")
+BELOW_1 = ("dropout", "lora_dropout", "beta1", "beta2")
+LABELS = ("num_labels", "problem_type", "pad_token_id")  # of a classifier's config
 
 
 def settle_steps(
@@ -69,13 +73,15 @@ def model_config(options: ModelOptions, source=None):
     """Return the family's config that the options describe; with a source its own, which the
     options may not contradict.
 
-    source: what `open_source` opened, or None. Only the dropout may differ from it.
+    source: what `open_source` opened, or None. Only the dropout may differ from it; and of a
+    language model a classifier may be made.
     """
     given = {f.name: getattr(options, f.name) for f in fields(options)}
     given.pop("import_")
     name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
     sizes = {key: value for key, value in given.items() if value is not None}
-    saved = source and source.config
+    labels = given.pop("num_labels")
+    saved = source and with_labels(source, labels)
     base = saved if saved and not preset else find_config(preset or name or "gpt2")
     if name and type(find_config(name)) is not type(base):
         origin = f"preset {preset}" if preset else f"the checkpoint {source.path}"
@@ -84,6 +90,10 @@ def model_config(options: ModelOptions, source=None):
         sizes.setdefault("kv_heads", sizes["heads"])
     if "hidden_size" in sizes and getattr(base, "ffn_size", None) == 4 * base.hidden_size:
         sizes.setdefault("ffn_size", 4 * sizes["hidden_size"])
+    if saved and preset and saved.num_labels:  # which no preset says
+        sizes |= {name: getattr(saved, name) for name in LABELS}
+    elif labels and not saved:
+        sizes["num_labels"] = labels
     unknown = sizes.keys() - {f.name for f in fields(base)}
     if unknown:
         raise UserError(f"{type(base).__name__} has no {min(unknown).replace('_', '-')}")
@@ -98,12 +108,15 @@ def model_config(options: ModelOptions, source=None):
     return config
 
 
-def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
+def check_run(
+    options: Options, model, config, tokenizer, dp: int, weights: Weights = NO_WEIGHTS
+) -> None:
     """Raise UserError if the run can't be: sizes that don't divide or don't fit, with what would.
 
-    model: the family's class. dp: the data-parallel size.
+    model: the family's class. dp: the data-parallel size. weights: what the run begins with.
     """
     _check_layout(options, model, config)
+    check_trained(options, config, weights)
     _check_batch(options.training, dp)
     _check_sequence(options.training.seq_length, model, config)
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
@@ -115,8 +128,8 @@ def check_run(options: Options, model, config, tokenizer, dp: int) -> None:
 
 
 def _check_layout(options: Options, model, config) -> None:
-    """Check that the layout can cut the model, and that --train-only finds parameters."""
-    parallel, pattern = options.parallel, options.training.train_only
+    """Check that the layout can cut the model."""
+    parallel = options.parallel
     model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
     # Each of these refuses what can't be.
     check_schedule(parallel.schedule, parallel.pp, parallel.virtual_pp)
@@ -130,8 +143,6 @@ def _check_layout(options: Options, model, config) -> None:
     if parallel.cp > 1 and parallel.cp_method == "ulysses":  # whose ranks need a head each
         of_ulysses = ParallelContext.virtual(parallel.tp, cp=parallel.cp, cp_method="ulysses")
         model.on_meta(config, of_ulysses)
-    if pattern:
-        model.on_meta(config, ParallelContext()).train_only(pattern)
 
 
 def _check_batch(training: TrainingOptions, dp: int) -> None:
@@ -212,10 +223,10 @@ def check_steps(options: Options, first_step: int) -> None:
         wanted = f"--steps {training.steps}"
         if training.epochs:
             wanted = f"--epochs {training.epochs}, {training.steps} steps,"
-        raise UserError(
-            f"--load {options.checkpoint.load} is at step {first_step} already: "
-            f"{wanted} leaves nothing to do"
-        )
+        begun = f"--load {options.checkpoint.load}"
+        if options.lora.lora_load:
+            begun = f"--lora-load {options.lora.lora_load}"
+        raise UserError(f"{begun} is at step {first_step} already: {wanted} leaves nothing to do")
     (first, last), left = options.logging.profile_steps, training.steps - first_step
     if options.logging.profile and not 1 <= first <= last <= left:
         raise UserError(f"profile-steps {first} {last} must be two of the run's 1 to {left}")

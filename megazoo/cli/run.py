@@ -6,6 +6,7 @@ from pathlib import Path
 from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.schema import TrainingState, checked_state
+from megazoo.cli.adapters import NO_WEIGHTS, Weights
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.flags import typed_settings
 from megazoo.cli.options import (
@@ -17,6 +18,7 @@ from megazoo.cli.options import (
 )
 from megazoo.cli.rules import check_steps, settle_steps
 from megazoo.data.dataset import Sources
+from megazoo.data.labels import Labels
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.models.source import ModelSource
@@ -36,7 +38,8 @@ class Run:
     the data. source: the model that --load names. resuming: whether the run goes on from there; it
     may take the weights alone. state: see `resumed_state`. finished: whether torchrun has started
     the program again after the last step. dtype_chosen: whether no setting named the dtype.
-    fingerprints: of the data, on rank 0.
+    fingerprints: of the data, on rank 0. labels: of a classifier's data. weights: `source`, and
+    what there is beside it.
     """
 
     arguments: list[str]
@@ -50,6 +53,8 @@ class Run:
     finished: bool = False
     dtype_chosen: bool = False
     fingerprints: list[dict] = field(default_factory=list)
+    labels: Labels | None = None
+    weights: Weights = NO_WEIGHTS
 
     @property
     def first_step(self) -> int:

@@ -1,5 +1,6 @@
 """What the training program prints at its end: what came of the run, and what to do next."""
 
+from megazoo.cli.adapters import flag_to_go_on
 from megazoo.cli.launch import python_line, torchrun_line
 from megazoo.cli.parsing import each_once
 from megazoo.cli.recorder import Recorder
@@ -15,15 +16,16 @@ def summary(run: Run, recorder: Recorder) -> str:
     losses = ", ".join(f"{name} loss {value:.4f}" for name, value in recorder.losses.items())
     lines = [
         f"\n{stopped}trained steps {steps} in {recorder.lines.time()}",
-        f"  {losses} nats a token",
+        f"  {losses}" + ("" if run.labels else " nats a token"),
     ]
     if saved:
         layout = product_of(ctx.tp_size, ctx.pp_size, cp=ctx.cp_size)
         lines += [
             f"  checkpoint    {saved}  ({layout}; loads in any layout)",
             f"  go on         {_command_to_go_on(run, recorder)}",
-            f"  generate      {_command_to_generate(run)}",
         ]
+        if command := _command_to_use(run, recorder):
+            lines.append(f"  {command}")
     else:
         lines.append("  nothing was saved: --save DIR keeps a checkpoint")
     if metrics:
@@ -41,7 +43,7 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
     words = list(run.arguments)
     if keep.load_weights_only:
         words.append("--no-load-weights-only")
-    words += ["--load", str(keep.save)]
+    words += [flag_to_go_on(run.options), str(keep.save)]
     if not recorder.stopped_by:
         name, length = ("epochs", training.epochs) if training.epochs else ("steps", training.steps)
         words += [f"--{name}", str(2 * length)]
@@ -49,9 +51,18 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
     return python_line(words) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, words)
 
 
-def _command_to_generate(run: Run) -> str:
-    """The command that lets the model write."""
+def _command_to_use(run: Run, recorder: Recorder) -> str | None:
+    """The command that lets the model write, or classify; None where adapters have no base on
+    disk."""
     words = [str(run.options.checkpoint.save)]
+    if recorder.model.lora:
+        if run.source is None:
+            return None
+        words = [str(run.source.path), "--adapter", *words]
     if run.options.model.import_:
         words += ["--import", str(run.options.model.import_)]
-    return python_line(words, program="tools/generate.py") + ' --prompt "..."'
+    if run.labels:
+        line = python_line(words, program="tools/evaluate.py")
+        return f"classify      {line} --labels FILE.jsonl"
+    line = python_line(words, program="tools/generate.py")
+    return f'generate      {line} --prompt "..."'

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megazoo.data.encoding import CONVERSATION, Recipe
 from megazoo.data.indexed import IndexedTokens
+from megazoo.data.labels import LABELLED, Labels
 from megazoo.data.preprocess import preprocess
 from megazoo.data.text_files import first_object
 from megazoo.errors import UserError
@@ -20,28 +21,22 @@ from megazoo.tokenizer import tokenizer_files
 TEXT = ("text",)
 
 
-def cached_tokens(path: Path, tokenizer: str, chat_template: str) -> list[IndexedTokens]:
+def cached_tokens(
+    path: Path, tokenizer: str, chat_template: str, labels: Labels | None = None
+) -> list[IndexedTokens]:
     """Return the tokens of a JSONL file: of its texts; or of its conversations, and the mask of
-    what carries a loss in them.
+    what carries a loss in them; or, with labels, of its texts, of those that are paired with them,
+    and of the labels: see `Recipe`.
 
-    Its first line says which. They are made at the first call, and kept in FILE.tokens, under a
-    name that everything they depend on goes into. However many processes of a machine call this at
-    the same time, one of them makes the files. Raises UserError for a line without what the first
-    one has, and if nothing can be written there.
+    Without labels the first line says which. They are made at the first call, and kept in
+    FILE.tokens, under a name that everything they depend on goes into. However many processes of a
+    machine call this at the same time, one of them makes the files. Raises UserError for a line
+    without what the first one has, or without a label, and if nothing can be written there.
     """
-    line, value = first_object(path)
-    chats = "messages" in value or {"prompt", "completion"} <= value.keys()
-    if not chats and "text" not in value:
-        raise UserError(
-            f"{path}, line {line}: it has neither text, nor prompt and completion, nor messages"
-        )
-    keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
-    recipe = Recipe(
-        (str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template
-    )
+    recipe = _recipe_for(path, tokenizer, chat_template, labels)
     directory = Path(f"{path}.tokens")
     prefix = directory / _name(recipe)
-    files = [Path(f"{prefix}_{key}_document") for key in keys]
+    files = [Path(f"{prefix}_{key}_document") for key in recipe.keys]
     try:
         if not _whole(files):
             directory.mkdir(exist_ok=True)
@@ -58,6 +53,23 @@ def cached_tokens(path: Path, tokenizer: str, chat_template: str) -> list[Indexe
     return [IndexedTokens(file) for file in files]
 
 
+def _recipe_for(path: Path, tokenizer: str, chat_template: str, labels: Labels | None) -> Recipe:
+    """Return what the tokens of a JSONL file are made by; UserError if its first line has
+    nothing to encode."""
+    if labels:
+        return Recipe((str(path),), tokenizer, LABELLED, strict=True, labels=labels)
+    line, value = first_object(path)
+    chats = "messages" in value or {"prompt", "completion"} <= value.keys()
+    if not chats and "text" not in value:
+        raise UserError(
+            f"{path}, line {line}: it has neither text, nor prompt and completion, nor messages"
+        )
+    keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
+    return Recipe(
+        (str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template
+    )
+
+
 def _whole(files: list[Path]) -> bool:
     """Return whether token files are there: their indices are written last."""
     return all(Path(f"{file}.idx").is_file() for file in files)
@@ -68,6 +80,8 @@ def _name(recipe: Recipe) -> str:
     tokenizer's files and the settings."""
     status = os.stat(recipe.inputs[0])
     settings = {**asdict(recipe), "inputs": [status.st_size, status.st_mtime_ns], "tokenizer": ""}
+    if recipe.labels is None:  # of other data: it has no part in names that are there already
+        del settings["labels"]
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
     for name, data in sorted(tokenizer_files(recipe.tokenizer).items()):
         digest.update(hashlib.blake2b(data, person=name.encode()[:16]).digest())

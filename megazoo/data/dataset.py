@@ -14,8 +14,9 @@ from megazoo.data.cache import cached_tokens
 from megazoo.data.conversations import CHATML, CONTENT
 from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import IndexedTokens
+from megazoo.data.labels import Labels
 from megazoo.data.order import Blend, shares_of
-from megazoo.data.samples import Conversations, MockDataset, PackedDataset
+from megazoo.data.samples import Conversations, LabelledTexts, MockDataset, PackedDataset
 from megazoo.data.text_files import is_loose_json
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ def open_datasets(
     separate_documents: bool = False,
     chat_template: str = CHATML,
     packing: bool = False,
+    labels: Labels | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Parts:
     """Open the sources and return the blends of a run.
@@ -57,13 +59,18 @@ def open_datasets(
     A source is "stdlib"; "mock", random tokens; the prefix of token files; or a JSONL file of texts
     or of conversations, whose tokens are kept beside it. The first documents are for training, the
     last for the test; those of stdlib are drawn, the same in every run. Only training is shuffled.
-    vocab_size: the model's. report: is told what is cut. The other arguments are as the settings of
+    vocab_size: the model's. labels: of a classifier's data, which is JSONL with them, or "mock".
+    report: is told what is cut. The other arguments are as the settings of
     those names say. Raises UserError for what can't be opened, or leaves nothing to train on.
     """
     check_template(chat_template)
     eod = tokenizer.eod if separate_documents else None
     datasets = [
-        _open(name, tokenizer, sources.shares, seq_length, vocab_size, eod, chat_template, packing)
+        _open_labelled(name, tokenizer, sources.shares, seq_length, vocab_size, labels)
+        if labels
+        else _open(
+            name, tokenizer, sources.shares, seq_length, vocab_size, eod, chat_template, packing
+        )
         for name in sources.names
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
@@ -79,14 +86,15 @@ def open_datasets(
 
 
 def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], None]) -> None:
-    """Say how many conversations of a source are cut."""
+    """Say how many conversations, or rows of a classifier, of a source are cut."""
     cut = sum(getattr(part, "cut", 0) for part in parts)
     left_out = sum(getattr(part, "left_out", 0) for part in parts)
     if not cut:
         return
     rest = f"; {left_out:,} of them have nothing to learn then, and are left out"
+    kind = "rows" if isinstance(parts[0], LabelledTexts) else "conversations"
     report(
-        f"{name}: {cut:,} conversations are longer than seq-length {seq_length} and are cut"
+        f"{name}: {cut:,} {kind} are longer than seq-length {seq_length} and are cut"
         f"{rest if left_out else ''}"
     )
 
@@ -103,10 +111,12 @@ def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: 
             )
 
 
-def prepare_datasets(sources: Sources, tokenizer: Tokenizer, chat_template: str) -> None:
+def prepare_datasets(
+    sources: Sources, tokenizer: Tokenizer, chat_template: str, labels: Labels | None = None
+) -> None:
     """Make the tokens that are kept beside JSONL files, which takes a while the first time."""
     for name in json_files(sources):
-        cached_tokens(Path(name), tokenizer.source, chat_template)
+        cached_tokens(Path(name), tokenizer.source, chat_template, labels)
 
 
 def json_files(sources: Sources) -> list[str]:
@@ -205,6 +215,27 @@ def _open(
     return [
         PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start)
         for stream in (tokens.stream(*cut) for cut in cuts)
+    ]
+
+
+def _open_labelled(
+    name: str,
+    tokenizer: Tokenizer,
+    shares: tuple[float, ...],
+    seq_length: int,
+    vocab_size: int,
+    labels: Labels,
+) -> list[LabelledTexts | MockDataset]:
+    """Open a source of a classifier's data, and return its training, validation and test part."""
+    if name == "mock":
+        return [MockDataset(vocab_size, seq_length, seed, labels) for seed in range(len(shares))]
+    files = cached_tokens(Path(name), tokenizer.source, "", labels)
+    if not len(files[0]):
+        raise UserError(f"{name} has no rows")
+    before = len(tokenizer.before)
+    return [
+        LabelledTexts(*files, *cut, seq_length, labels, before)
+        for cut in pairwise(_cuts(len(files[0]), shares))
     ]
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megazoo.data.conversations import encode_conversation
+from megazoo.data.labels import Labels, encode_texts
 from megazoo.data.text_files import Chunk, is_loose_json, object_of_line
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer, open_tokenizer
@@ -30,7 +31,9 @@ class Recipe:
     inputs: files, in order. tokenizer: what opens it. keys: of the JSON objects; the texts of each
     are written apart. append_eod: each document ends with the tokenizer's end of a document.
     strict: a line without text is an error. chat_template: the lines are conversations, and
-    CONVERSATION are the keys: see `encode_conversation`.
+    CONVERSATION are the keys: see `encode_conversation`. labels: the lines are rows of a
+    classifier, and LABELLED are the keys: see `encode_texts`; the numbers of a label, float64, are
+    written as so many bytes of tokens.
     """
 
     inputs: tuple[str, ...]
@@ -39,6 +42,7 @@ class Recipe:
     append_eod: bool = False
     strict: bool = False
     chat_template: str | None = None
+    labels: Labels | None = None
 
 
 class Encoded(NamedTuple):
@@ -75,7 +79,7 @@ class Encoder:
                 continue
             documents += 1
             for key, tokens in zip(keys, encoded, strict=True):
-                if len(tokens):
+                if len(tokens) or self.recipe.labels:
                     parts[key] += [tokens.astype(self.dtype, copy=False), self.end]
                     lengths[key].append(len(tokens) + len(self.end))
         empty = np.empty(0, self.dtype)
@@ -88,9 +92,19 @@ class Encoder:
         if template is not None:
             pair = encode_conversation(self.tokenizer, object_of_line(text), template)
             return [np.array(part, self.dtype) for part in pair]
+        if self.recipe.labels:
+            return self._encode_labelled(object_of_line(text))
         texts = _texts(text, keys) if json_line else [text.decode()] * len(keys)
         # A special token's name in a document is text.
         return [self.tokenizer.encode_to_numpy(part, parse_special=False) for part in texts]
+
+    def _encode_labelled(self, value: dict) -> list[np.ndarray]:
+        """Return the ids of an object's text and pair, and its label as tokens."""
+        if "label" not in value:
+            raise ValueError("it has no label")
+        label = np.array(self.recipe.labels.numbers(value["label"]), "<f8").view(self.dtype)
+        pair = encode_texts(self.tokenizer, value)
+        return [*(np.array(part, self.dtype) for part in pair), label]
 
 
 def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:

@@ -15,6 +15,7 @@ from zlib_ng.zlib_ng import crc32
 from megazoo.data.cache import cached_tokens
 from megazoo.data.corpus import standard_library_files
 from megazoo.data.indexed import IndexedTokens
+from megazoo.data.labels import Labels
 from megazoo.data.text_files import is_loose_json
 
 BLOCKS, BLOCK = 64, 4096  # of a file that are read, and the bytes of each
@@ -34,13 +35,17 @@ class Fingerprint:
     checksum: int = 0
 
 
-def fingerprints(names: Iterable[str], tokenizer: str, chat_template: str) -> list[dict]:
+def fingerprints(
+    names: Iterable[str], tokenizer: str, chat_template: str, labels: Labels | None = None
+) -> list[dict]:
     """Return the fingerprint of each source, as a dictionary for JSON; of mock data there is
-    nothing to tell. tokenizer, chat_template: as for `cached_tokens`."""
-    return [asdict(_fingerprint(name, tokenizer, chat_template)) for name in names]
+    nothing to tell. tokenizer, chat_template, labels: as for `cached_tokens`."""
+    return [asdict(_fingerprint(name, tokenizer, chat_template, labels)) for name in names]
 
 
-def _fingerprint(name: str, tokenizer: str, chat_template: str) -> Fingerprint:
+def _fingerprint(
+    name: str, tokenizer: str, chat_template: str, labels: Labels | None
+) -> Fingerprint:
     if name == "mock":
         return Fingerprint(name)
     if name == "stdlib":
@@ -54,7 +59,8 @@ def _fingerprint(name: str, tokenizer: str, chat_template: str) -> Fingerprint:
             checksum = sampled_checksum(file, checksum, blocks=1)
         return Fingerprint(name, sum(sizes), len(files), checksum)
     if is_loose_json(Path(name)):
-        tokens, files = cached_tokens(Path(name), tokenizer, chat_template)[0], [Path(name)]
+        tokens = cached_tokens(Path(name), tokenizer, chat_template, labels)[0]
+        files = [Path(name)]
     else:
         tokens = IndexedTokens(name)
         files = [tokens.index, tokens.bin]

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.data.order import Blend
-from megazoo.data.samples import Sample
+from megazoo.data.samples import LabelledRow, Sample
+from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut, padded_length
@@ -46,12 +47,20 @@ class Batches:
     Only the first and the last stage should be given a blend: without one there are no arguments,
     and the first stage tells the others the batch's shape. Replica r takes the r-th of dp equal
     parts of every global batch, and of its rows each context-parallel rank its own chunks.
+    pad_token_id: what pads the rows of a classifier, which finds their ends by it.
     """
 
-    def __init__(self, blend: Blend | None, global_batch: int, ctx: ParallelContext):
+    def __init__(
+        self,
+        blend: Blend | None,
+        global_batch: int,
+        ctx: ParallelContext,
+        pad_token_id: int | None = None,
+    ):
         self.blend, self.global_batch, self.ctx, self.device = blend, global_batch, ctx, ctx.device
         self.rows = global_batch // ctx.dp_size
         self.first = ctx.dp_rank * self.rows
+        self.pad_token_id = pad_token_id
 
     def __call__(self, consumed: int) -> dict[str, torch.Tensor | int]:
         """Return the batch that comes after `consumed` samples.
@@ -62,17 +71,21 @@ class Batches:
         Under context parallelism input_ids and targets are this rank's chunks alone, and
         sequence_length says how long the longest sample is; document_ids and position_ids stay
         whole, since attention looks at all documents of a row.
+
+        Of a classifier's data: input_ids, whole under context parallelism, too, and labels, int64
+        [batch] or float32 [batch, numbers].
         """
         if self.blend is None:
             return {}
         samples = self.blend.samples(consumed + self.first, self.rows)
-        batch = _padded(samples)
-        length = batch["input_ids"].shape[1]
-        if self.ctx.cp_size > 1:
+        labelled = isinstance(samples[0], LabelledRow)
+        batch = _padded_rows(samples, self.pad_token_id) if labelled else _padded(samples)
+        length, cut = batch["input_ids"].shape[1], self.ctx.cp_size > 1 and not labelled
+        if cut:
             batch |= _own_chunks(batch, self.ctx)
         if self.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return batch if self.ctx.cp_size == 1 else {**batch, "sequence_length": length}
+        return {**batch, "sequence_length": length} if cut else batch
 
     def tokens(self, consumed: int) -> int:
         """Return how many tokens the whole global batch after `consumed` samples has, without
@@ -143,3 +156,15 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     if separate:
         batch["position_ids"] = _positions(batch["document_ids"])
     return batch
+
+
+def _padded_rows(rows: list[LabelledRow], pad_token_id: int | None) -> dict[str, torch.Tensor]:
+    """Pad a classifier's rows to the longest of them, and stack their labels."""
+    if pad_token_id is None:
+        raise UserError("a classifier's rows need a pad_token_id, to find where each ends")
+    longest = max(len(row.input_ids) for row in rows)
+    input_ids = np.full((len(rows), longest), pad_token_id)
+    for number, row in enumerate(rows):
+        input_ids[number, : len(row.input_ids)] = row.input_ids
+    labels = np.stack([row.label for row in rows])
+    return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}

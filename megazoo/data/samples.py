@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megazoo.data.indexed import IndexedTokens, Stream
+from megazoo.data.labels import Labels, kept_tokens
 from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.random import derive_seed
@@ -20,6 +21,14 @@ class Sample(NamedTuple):
     input_ids: np.ndarray
     targets: np.ndarray
     documents: np.ndarray | None = None
+
+
+class LabelledRow(NamedTuple):
+    """input_ids: int64 [tokens]. label: int64 [], or float32 with a number for each label: see
+    `Labels.typed`."""
+
+    input_ids: np.ndarray
+    label: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -64,18 +73,22 @@ class PackedDataset:
 
 @dataclass(frozen=True)
 class MockDataset:
-    """Random tokens, for benchmarks: no file, and no tokenizer."""
+    """Random tokens, with random labels if it is for a classifier; for benchmarks: no file, and
+    no tokenizer."""
 
     vocab_size: int
     seq_length: int
     seed: int = 0
+    labels: Labels | None = None
 
     def __len__(self) -> int:
         return 1 << 30
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample | LabelledRow:
         generator = np.random.default_rng(derive_seed(self.seed, "mock", index))
         tokens = generator.integers(self.vocab_size, size=self.seq_length + 1)
+        if self.labels:
+            return LabelledRow(tokens[:-1], self.labels.typed(self.labels.drawn(generator)))
         return Sample(tokens[:-1], tokens[1:])
 
     def tokens_of(self, index: int) -> int:
@@ -136,6 +149,49 @@ class Conversations:
         ids = self.tokens[place][: length + 1].astype(np.int64)
         loss_mask = self.loss_mask[place][: length + 1]
         return ids[:-1], np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
+
+
+class LabelledTexts:
+    """The rows of a classifier's data: a text, or two, with a label.
+
+    tokens, pair, label: what `cached_tokens` returns of them; the rows from number `first` until
+    before `last` are taken. before: how many ids the tokenizer puts before a text. Longer rows are
+    cut to seq_length tokens: see `kept_tokens`.
+    """
+
+    def __init__(
+        self,
+        tokens: IndexedTokens,
+        pair: IndexedTokens,
+        label: IndexedTokens,
+        first: int,
+        last: int,
+        seq_length: int,
+        labels: Labels,
+        before: int,
+    ):
+        self.tokens, self.pair, self.first, self.labels = tokens, pair, first, labels
+        self.numbers = label.tokens.view("<f8").reshape(-1, labels.width)
+        lengths = [part.lengths[first:last].astype(np.int64) for part in (tokens, pair)]
+        self.kept = kept_tokens(*lengths, before, seq_length)
+        self.lengths = sum(self.kept)
+        self.cut = int((sum(lengths) > seq_length).sum())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> LabelledRow:
+        place = self.first + index
+        parts = [
+            source[place][: kept[index]]
+            for source, kept in zip((self.tokens, self.pair), self.kept, strict=True)
+        ]
+        label = self.labels.typed(self.numbers[place])
+        return LabelledRow(np.concatenate(parts).astype(np.int64), label)
+
+    def tokens_of(self, index: int) -> int:
+        """Return the number of a row's tokens, without padding."""
+        return int(self.lengths[index])
 
 
 def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:

@@ -34,7 +34,8 @@ class PipelineModel(Protocol):
 
     stages: those of this rank. hidden_size, dtype: of the activations between stages. outputs,
     loss_of and label_count are called on the last stage only, with what forward_stage returns
-    there: see `megazoo.models.heads`.
+    there: see `megazoo.models.heads`. A model may say `first_trained_stage`, too: the index of the
+    first stage of the pipeline that trains anything, 0 by default.
     """
 
     ctx: ParallelContext
@@ -152,6 +153,7 @@ class PipelineRun:
         self.loss_scale, self.backward_is_next = loss_scale, backward_is_next
         self.collect, self.loss_fn, self.weight_queue = collect, loss_fn, weight_queue
         self.stages = {stage.index: stage for stage in model.stages}
+        self.first_trained_stage = getattr(model, "first_trained_stage", 0)
         # by the action that consumes it: what is received, and the work to wait for
         self.arrived: dict[Action, tuple] = {}
         # by the action, of another rank, that consumes it
@@ -183,7 +185,9 @@ class PipelineRun:
         """Run a stage's forward of a micro-batch, from what was received for it."""
         stage, batch = self.stages[action.stage], self.batches[action.microbatch]
         received = self._take(action)
-        x = batch.input_ids if stage.first else received.requires_grad_(train)
+        # stages before the first that is trained need no gradient; they get zeros
+        passes_gradients = train and stage.index > self.first_trained_stage
+        x = batch.input_ids if stage.first else received.requires_grad_(passes_gradients)
         with torch.set_grad_enabled(train):
             output = self.model.forward_stage(x, batch, stage)
             if stage.last:
@@ -230,7 +234,8 @@ class PipelineRun:
         if action.kind == "I":
             self.weights[action.stage, action.microbatch] = self.weight_queue.take()
         if received is not None:
-            self.leaving[action._replace(stage=action.stage - 1)] = received.grad
+            gradient = torch.zeros_like(received) if received.grad is None else received.grad
+            self.leaving[action._replace(stage=action.stage - 1)] = gradient
 
     @spent("communication", "exchange")
     def exchange(self, exchange: Exchange) -> None:

@@ -1,5 +1,17 @@
-"""Evaluation: losses of texts, and how likely a model finds given continuations."""
+"""Evaluation: losses of texts, how likely a model finds continuations, and classified rows."""
 
+from megazoo.evaluation.classifying import Tally, classify, evaluate_rows, predictions, tally
 from megazoo.evaluation.scoring import Scores, TextLoss, evaluate_texts, score, score_choices
 
-__all__ = ["Scores", "TextLoss", "evaluate_texts", "score", "score_choices"]
+__all__ = [
+    "Scores",
+    "Tally",
+    "TextLoss",
+    "classify",
+    "evaluate_rows",
+    "evaluate_texts",
+    "predictions",
+    "score",
+    "score_choices",
+    "tally",
+]

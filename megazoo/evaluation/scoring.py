@@ -1,8 +1,8 @@
 """Texts are scored in every layout: their loss, and the log-likelihoods of choices."""
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -42,17 +42,6 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     """
     if model.num_labels:
         raise UserError("a classifier does not score tokens")
-    with model.standing_at(model.ctx.folded):
-        return _score(model, input_ids, targets)
-
-
-def _score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
-    ctx, rows = model.ctx, len(input_ids)
-    if ctx.dp_size > 1:  # refuse, on every rank, what any would
-        with model.without_dropout():
-            model.micro_batches(Batch(input_ids, targets=targets), 1)
-    mine = share_of(range(rows), ctx.dp_size, ctx.dp_rank)
-    scores = torch.zeros(rows, 3, dtype=torch.float64, device=ctx.device)
 
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the log-likelihood, the tokens and greedy of each row: fp64 [batch, 3]."""
@@ -65,20 +54,46 @@ def _score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
             [-losses.double().sum(1), labelled.double().sum(1), greedy.double()], dim=1
         )
 
+    scores = of_every_row(model, Batch(input_ids, targets=targets), 3, of_rows)
+    return Scores(scores[:, 0], scores[:, 1].long(), scores[:, 2].bool())
+
+
+def of_every_row(
+    model, batch: Batch, columns: int, of_rows: Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+) -> torch.Tensor:
+    """Return numbers of each row, fp64 [rows, columns], the same on every rank.
+
+    batch: the rows, the same on every rank; replicas share them, context-parallel ranks as
+    replicas. of_rows(outputs, batch): the numbers of a micro-batch's rows, fp64 [rows, columns], on
+    the last stage. UserError if they are not finite.
+    """
+    with model.standing_at(model.ctx.folded):
+        return _of_every_row(model, batch, columns, of_rows)
+
+
+def _of_every_row(model, batch: Batch, columns: int, of_rows: Callable) -> torch.Tensor:
+    ctx, rows = model.ctx, len(batch.input_ids)
+    if ctx.dp_size > 1:  # refuse, on every rank, what any would
+        with model.without_dropout():
+            model.micro_batches(batch, 1)
+    mine = share_of(range(rows), ctx.dp_size, ctx.dp_rank)
+    values = torch.zeros(rows, columns, dtype=torch.float64, device=ctx.device)
     if mine:
         part = slice(mine.start, mine.stop)
         # of each stage a micro-batch, or as many as divide the rows evenly
         count = max(n for n in range(1, min(len(mine), ctx.pp_size) + 1) if len(mine) % n == 0)
         with model.without_dropout():
-            batches = model.micro_batches(Batch(input_ids[part], targets=targets[part]), count)
+            targets = None if batch.targets is None else batch.targets[part]
+            taken = replace(batch, input_ids=batch.input_ids[part], targets=targets)
+            batches = model.micro_batches(taken, count)
             result = run_pipeline(model, batches, global_batch=False, collect=of_rows).collected
         if result is not None:
-            scores[part] = result
-    broadcast_from_stage(scores, ctx.pp_size - 1, ctx)
-    all_reduce(scores, ctx.dp_group)  # each replica has its rows, and zeros
-    if not bool(scores.isfinite().all()):
+            values[part] = result
+    broadcast_from_stage(values, ctx.pp_size - 1, ctx)
+    all_reduce(values, ctx.dp_group)  # each replica has its rows, and zeros
+    if not bool(values.isfinite().all()):
         raise not_finite(model.dtype)
-    return Scores(scores[:, 0], scores[:, 1].long(), scores[:, 2].bool())
+    return values
 
 
 @dataclass

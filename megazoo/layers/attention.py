@@ -78,7 +78,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         size = head_size or hidden_size // heads
         units = units_of_heads(heads, kv_heads, size, ctx)
         parts = (heads * size, kv_heads * size, kv_heads * size)
-        super().__init__(hidden_size, parts, bias, units=units, std=std, ctx=ctx)
+        names = ("q", "k", "v")
+        super().__init__(hidden_size, parts, bias, units=units, part_names=names, std=std, ctx=ctx)
         self.head_size, self.units, self.score_features = size, units, heads * size
         shard = self.specs["weight"].shard
         self.local_parts = shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)

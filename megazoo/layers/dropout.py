@@ -1,5 +1,8 @@
 """Dropout whose mask is a function of what it is for, not of a generator's state."""
 
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -8,6 +11,19 @@ from megazoo.errors import UserError
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.random import derive_seed, seeded
+
+_seed: ContextVar[int | None] = ContextVar("seed of the micro-batch", default=None)
+
+
+@contextmanager
+def dropout_seed(seed: int | None):
+    """Within this block a Dropout that is given no seed takes this one: the micro-batch's, for
+    layers deep inside a block, which nobody hands it to."""
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
 
 
 class Dropout(nn.Module):
@@ -23,8 +39,9 @@ class Dropout(nn.Module):
         ctx: parallel context; the ambient one by default.
 
     `site` names the layer and is set by the model when it is built: no two layers may share it.
-    Shapes: x of any shape -> the same shape. seed: the micro-batch's; None (a layer in a module of
-    your own) takes one from torch's default generator, the same on all tp ranks if they were seeded
+    Shapes: x of any shape -> the same shape. seed: the micro-batch's; None takes that of
+    `dropout_seed`, within which a model's layers run. Outside of it (a layer in a module of your
+    own) one is taken from torch's default generator, the same on all tp ranks if they were seeded
     alike.
     """
 
@@ -45,6 +62,8 @@ class Dropout(nn.Module):
     def draw(self, seed: int | None, device: torch.device):
         """Return a block in which torch's default generator draws for this site. seed: as in
         forward."""
+        if seed is None:
+            seed = _seed.get()
         if seed is None:
             seed = torch.randint(1 << 62, ()).item()
         elif not self.site:

@@ -2,7 +2,7 @@
 
 A twin computes what its formula computes ("Same as") and keeps less of it for backward, or writes
 it where it will be needed. tests/test_fused.py compares the two, values and gradients. The twins of
-the cross-entropies stand in fused_cross_entropy.py.
+linear layers stand in fused_linear.py, those of the cross-entropies in fused_cross_entropy.py.
 """
 
 import functools
@@ -11,18 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from megazoo.layers.aligned import aligned, aligned_product, needs_alignment
-from megazoo.parallel.collectives import (
-    all_gather_sequence,
-    begin_all_gather_sequence,
-    begin_reduce_scatter_sequence,
-    begin_sum,
-)
-from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.cpu.products import product_dtype
-from megazoo.parallel.deferred import AtOnce, WeightQueue
-from megazoo.parallel.recompute import replay
 from megazoo.torch_internals import shares_storage, silu_backward
 
 CosAndSin = tuple[torch.Tensor, torch.Tensor]
@@ -45,152 +33,6 @@ def replaced_by(twin: Callable) -> Callable[[Callable], Callable]:
         return run
 
     return decorate
-
-
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    queue: WeightQueue | AtOnce | None = None,
-    align: bool = False,
-) -> torch.Tensor:
-    """Return x W^T + b, or recompute(x) W^T + b, keeping x alone for backward.
-
-    Same as: F.linear(recompute(x), weight, bias), but that bfloat16 is multiplied as fp32 on CPUs
-    where that is faster.
-
-    Args:
-        x: [..., inputs], or what recompute turns into that.
-        weight: [outputs, inputs]; bias: [outputs].
-        recompute: a function without parameters of its own, run again in backward.
-        queue: what adds up the weight's gradient if autograd does not: at once, or in an idle
-            moment of the pipeline.
-        align: the number of outputs may be odd, as a vocabulary's: see aligned.py. No bias then.
-    """
-    align = align and needs_alignment(x, len(weight))
-    queue = queue if queue and queue.serves(x, weight) else None
-    if recompute is None and queue is None and not align and product_dtype(x) == x.dtype:
-        return F.linear(x, weight, bias)
-    return _linear(recompute, queue, align, x, weight, bias)
-
-
-@untraced
-def _linear(recompute, queue, align, x, weight, bias) -> torch.Tensor:
-    return _Linear.apply(recompute, queue, align, x, weight, bias)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, recompute, queue, align, x, weight, bias):
-        # the Parameter itself, not a saved tensor: the queue adds to its gradient later
-        ctx.recompute, ctx.queue, ctx.align, ctx.weight = recompute, queue, align, weight
-        ctx.generator = torch.get_rng_state() if recompute else None
-        ctx.save_for_backward(x)
-        dtype = product_dtype(x)
-        inputs = recompute(x) if recompute else x
-        if align:
-            return aligned_product(inputs, weight)
-        bias = None if bias is None else bias.to(dtype)
-        return F.linear(inputs.to(dtype), weight.to(dtype), bias).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        inputs, x_grad = x, None
-        if ctx.recompute:
-            x = x.detach().requires_grad_()
-            inputs = replay(ctx.recompute, ctx.generator, x)
-        dtype = product_dtype(x)
-        grad = _aligned_rows(grad) if ctx.align else grad.to(dtype)
-        if ctx.needs_input_grad[3]:
-            x_grad = (grad @ weight.to(dtype)).to(x.dtype)
-            if ctx.recompute:
-                (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
-        return None, None, None, x_grad, *_gradients_of_weights(ctx, grad, inputs.to(dtype))
-
-
-def _gradients_of_weights(ctx, grad: torch.Tensor, inputs: torch.Tensor) -> tuple:
-    """Return the gradients of a linear layer's weight, or what its queue leaves of it, and bias.
-
-    ctx: of an autograd function whose last two arguments they are. grad, inputs: of what it
-    returned, and what was multiplied: [..., outputs] and [..., inputs].
-    """
-    # a queue multiplies where autograd records
-    grad_rows, input_rows = grad.flatten(0, -2), inputs.detach().flatten(0, -2)
-    weight_grad = bias_grad = None
-    weight_wanted, bias_wanted = ctx.needs_input_grad[-2:]
-    if weight_wanted:
-        factors = grad_rows.t(), input_rows
-        weight_grad = ctx.queue.put(ctx.weight, *factors) if ctx.queue else torch.mm(*factors)
-    if bias_wanted:
-        bias_grad = grad_rows.sum(0)
-    return weight_grad, bias_grad
-
-
-def hides_communication(x: torch.Tensor) -> bool:
-    """Say whether entered_linear pays for x: in training on CUDA, whose collectives run beside the
-    products. On CPUs both would share the same cores."""
-    return x.is_cuda and torch.is_grad_enabled()
-
-
-def entered_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    parallel: ParallelContext,
-    *,
-    queue: WeightQueue | AtOnce | None = None,
-    align: bool = False,
-) -> torch.Tensor:
-    """Enter the tensor-parallel region with x and multiply, with the backward's communication under
-    its products.
-
-    Same as: linear(enter_tensor_parallel(x), weight, bias, queue=queue, align=align).
-
-    While x's gradient is summed over the ranks (scattered, under sequence parallelism), the
-    weight's is computed; and while x's is computed, this rank's part of x is gathered again. The
-    sum takes the memory of the product that it is the sum of.
-    """
-    align = align and needs_alignment(x, len(weight))
-    queue = queue if queue and queue.serves(x, weight) else None
-    return _entered_linear(parallel, queue, align, x, weight, bias)
-
-
-@untraced
-def _entered_linear(parallel, queue, align, x, weight, bias) -> torch.Tensor:
-    return _EnteredLinear.apply(parallel, queue, align, x, weight, bias)
-
-
-class _EnteredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parallel, queue, align, x, weight, bias):
-        ctx.parallel, ctx.queue, ctx.align, ctx.weight = parallel, queue, align, weight
-        ctx.save_for_backward(x)
-        if parallel.sequence_parallel:
-            x = all_gather_sequence(x, parallel.tp_group)
-        return aligned_product(x, weight) if align else F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,), x_grad = ctx.saved_tensors, None
-        cut, group = ctx.parallel.sequence_parallel, ctx.parallel.tp_group
-        grad = _aligned_rows(grad) if ctx.align else grad
-        _, _, _, x_wanted, weight_wanted, _ = ctx.needs_input_grad
-        gathered = begin_all_gather_sequence(x, group) if cut and weight_wanted else None
-        if x_wanted:
-            x_grad = grad @ ctx.weight
-            summed = (begin_reduce_scatter_sequence if cut else begin_sum)(x_grad, group)
-        gradients = _gradients_of_weights(ctx, grad, gathered() if gathered else x)
-        if x_wanted:
-            x_grad = summed()
-        return None, None, None, x_grad, *gradients
-
-
-def _aligned_rows(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient, [..., outputs], with aligned rows."""
-    return aligned(grad.flatten(0, -2)).unflatten(0, grad.shape[:-1])
 
 
 def split_heads(

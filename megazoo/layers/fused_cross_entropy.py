@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megazoo.layers.aligned import aligned, empty_aligned
-from megazoo.layers.fused import linear
+from megazoo.layers.fused_linear import linear
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype

@@ -1,12 +1,14 @@
 """Linear layers cut over the tensor-parallel ranks: Megatron-LM (Shoeybi et al. 2019)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from megazoo.errors import UserError
-from megazoo.layers.fused import entered_linear, hides_communication, linear
+from megazoo.layers.aligned import needs_alignment
+from megazoo.layers.fused_linear import entered_linears, hides_communication, linears
+from megazoo.layers.lora import Adapters
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.module import ShardedModule
@@ -32,6 +34,7 @@ class ColumnParallelLinear(ShardedModule):
         units: of each part, the features of a group (a head) that is never cut. tp need not divide
             the groups' number; where tp is a multiple of it, each group is replicated. By default
             features are cut evenly where tp divides them, else as `units_for` says.
+        part_names: what the parts are called, where adapters are added to some of them.
         gather_output: return all outputs on every rank instead of this rank's (one part only).
         std: standard deviation of the initial weights. ctx: parallel context; by default the
             ambient one.
@@ -52,11 +55,13 @@ class ColumnParallelLinear(ShardedModule):
         bias: bool = True,
         *,
         units: tuple[int, ...] = (),
+        part_names: tuple[str, ...] = (),
         gather_output: bool = False,
         std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
+        self.lora: Adapters | None = None  # see megazoo.lora
         parts = out_features if isinstance(out_features, tuple) else (out_features,)
         shard = Shard(0, parts, units or units_for(parts, self.ctx.tp_size))
         shard.check(self.ctx.tp_size, "outputs")
@@ -66,7 +71,7 @@ class ColumnParallelLinear(ShardedModule):
                 f"gather_output would interleave the {len(parts)} fused parts: "
                 "gather them one by one"
             )
-        self.gather_output = gather_output
+        self.part_names, self.gather_output = part_names, gather_output
         self.add_parameter("weight", ParameterSpec((sum(parts), in_features), shard, std=std))
         if bias:
             self.add_parameter("bias", ParameterSpec((sum(parts),), shard))
@@ -75,7 +80,12 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.replicated("weight"), self.replicated("bias")
-        y = column_parallel_linear(x, weight, bias, self.ctx, self.weight_queue)
+        multiply = partial(column_parallel_linears, ctx=self.ctx, queue=self.weight_queue)
+        if self.lora is None:
+            (y,) = multiply(x, (weight,), bias)
+        else:
+            enter = partial(enter_tensor_parallel, ctx=self.ctx)
+            y = self.lora(x, weight, bias, multiply, enter, self.weight_queue)
         return gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
@@ -93,12 +103,28 @@ def column_parallel_linear(
     Under sequence parallelism this rank's part of x is kept, and gathered again in backward. align:
     as in `linear`.
     """
+    align = align and needs_alignment(x, len(weight))
+    return column_parallel_linears(x, (weight,), bias, ctx, queue, align=align)[0]
+
+
+def column_parallel_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    ctx: ParallelContext,
+    queue: WeightQueue | AtOnce | None,
+    *,
+    align: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Enter the tensor-parallel region with x once, and multiply by several weights: see `linears`
+    and `column_parallel_linear`. Where all weights are frozen, nothing is kept or gathered
+    again."""
     if ctx.tp_size > 1 and hides_communication(x):
-        return entered_linear(x, weight, bias, ctx, queue=queue, align=align)
+        return entered_linears(x, weights, bias, ctx, queue=queue, align=align)
     enter = partial(enter_tensor_parallel, ctx=ctx)
-    if ctx.sequence_parallel:
-        return linear(x, weight, bias, recompute=enter, queue=queue, align=align)
-    return linear(enter(x), weight, bias, queue=queue, align=align)
+    if ctx.sequence_parallel and any(weight.requires_grad for weight in weights):
+        return linears(x, weights, bias, recompute=enter, queue=queue, align=align)
+    return linears(enter(x), weights, bias, queue=queue, align=align)
 
 
 class RowParallelLinear(ShardedModule):
@@ -135,6 +161,7 @@ class RowParallelLinear(ShardedModule):
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
+        self.lora: Adapters | None = None  # see megazoo.lora
         units = (unit,) if unit else units_for((in_features,), self.ctx.tp_size)
         shard = Shard(1, (in_features,), units)
         shard.check(self.ctx.tp_size, "inputs")
@@ -165,6 +192,10 @@ class RowParallelLinear(ShardedModule):
             x = scatter_to_tensor_parallel(x, self.ctx, self.sizes)
         alone = self.ctx.tp_size == 1  # there is no sum over ranks that the bias has to wait for
         bias = self.bias if alone else None
-        y = linear(x, self.weight, bias, recompute=recompute, queue=self.weight_queue)
+        multiply = partial(linears, recompute=recompute, queue=self.weight_queue)
+        if self.lora is None:
+            (y,) = multiply(x, (self.weight,), bias)
+        else:  # what the adapters add is partial, as y is: both leave by one sum
+            y = self.lora(x, self.weight, bias, multiply, recompute, self.weight_queue)
         y = leave_tensor_parallel(y, self.ctx)
         return y if alone or self.bias is None else y + self.replicated("bias")

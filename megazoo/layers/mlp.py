@@ -105,7 +105,12 @@ class GatedMLP(nn.Module):
     ):
         super().__init__()
         self.gate_up = ColumnParallelLinear(
-            hidden_size, (ffn_size, ffn_size), bias, std=std, ctx=ctx
+            hidden_size,
+            (ffn_size, ffn_size),
+            bias,
+            part_names=("gate", "up"),
+            std=std,
+            ctx=ctx,
         )
         self.activation = activation
         self.recompute = False  # if True: keep what goes into the activation, not what comes out

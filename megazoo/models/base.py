@@ -16,6 +16,8 @@ from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import ClassificationHead, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.context_parallel import check_layers
+from megazoo.layers.dropout import dropout_seed
+from megazoo.models.adapters import LoRASettings
 from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
 from megazoo.models.heads import LastStage
@@ -50,6 +52,8 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}
     HUGGING_FACE_PREFIX = ""
     HUGGING_FACE_LEGACY = "$^"
+    lora: LoRASettings | None = None  # of its adapters, if megazoo.lora has added some
+    weights_path: str | None = None  # of the directory that its weights were read from
 
     def __init_subclass__(cls, **options):
         """Complete the family's Config, if it does not inherit from ModelConfig."""
@@ -133,8 +137,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
                 )
                 accumulate_in_fp32(parameter)
                 setattr(module, name, parameter)
-        if ctx.mesh is not None and ctx.gradient_axis.size > 1:
-            model.fit_buckets()  # they notice a backward whose gradients nobody sums
+        model.parameters_changed()
         return model
 
     @classmethod
@@ -251,11 +254,15 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         return self
 
     def run_layers(self, x: torch.Tensor, stage: Stage, *arguments) -> torch.Tensor:
-        """Run the layers of a stage, one after the other: x = layer(x, *arguments)."""
+        """Run the layers of a stage, one after the other: x = layer(x, *arguments). If a MicroBatch
+        is among the arguments, dropout that is given no seed draws by the batch's."""
+        batches = (each for each in arguments if isinstance(each, MicroBatch))
+        seed = next((batch.dropout_seed for batch in batches), None)
 
         def run(x: torch.Tensor, layers: range) -> torch.Tensor:
-            for i in layers:
-                x = self.layers[str(i)](x, *arguments)
+            with dropout_seed(seed):
+                for i in layers:
+                    x = self.layers[str(i)](x, *arguments)
             return x
 
         if self._recompute != "full" or not torch.is_grad_enabled():

@@ -5,6 +5,7 @@ import fnmatch
 import re
 
 from megazoo.errors import UserError
+from megazoo.models.adapters import attach, is_adapter
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
@@ -17,11 +18,22 @@ class Freezing:
     _buckets: GradientBuckets | None = None
     # names of tied parameters that are frozen, once ranks agreed
     _frozen_ties: set[str] | None = None
+    # the first stage of the pipeline that trains anything: those before it need no gradient
+    first_trained_stage = 0
 
     def trained_entries(self) -> list[Entry]:
         """List this rank's parameters that are not frozen (`requires_grad_(False)`): those that
         have gradients."""
         return [entry for entry in self.entries() if entry.parameter.requires_grad]
+
+    def saved_entries(self) -> list[Entry]:
+        """List this rank's parameters that a checkpoint holds: all; of a model with adapters these,
+        and what else is not frozen."""
+        return [
+            entry
+            for entry in self.entries()
+            if not self.lora or is_adapter(entry.name) or entry.parameter.requires_grad
+        ]
 
     def train_only(self, pattern: str) -> "Freezing":
         """Freeze every parameter whose global name does not match the pattern; returns self.
@@ -48,6 +60,8 @@ class Freezing:
     def _names_matching(self, pattern: str) -> set[str]:
         """Find the parameters of the whole model, in whatever stage, whose names match."""
         whole = self.on_meta(self.config, ParallelContext())
+        if self.lora:
+            attach(whole, self.lora)
         return names_matching(pattern, [entry.name for entry in whole.entries()])
 
     def agree_on_frozen(self) -> None:
@@ -60,16 +74,32 @@ class Freezing:
         """
         entries = list(self.entries())
         frozen = {entry.name for entry in entries if not entry.parameter.requires_grad}
-        told = [(frozen, len(entries))]
+        told = [(frozen, len(entries), self.first_trained_here())]
         if self.ctx.mesh is not None:
             told = all_gather_objects(told[0], self.ctx)
-        if all(len(names) == count for names, count in told):
+        if all(len(names) == count for names, count, _ in told):
             raise UserError("every parameter is frozen: there is nothing to train")
-        frozen = set().union(*(names for names, _ in told))
+        frozen = set().union(*(names for names, _, _ in told))
         for entry in entries:
             if entry.name in frozen:
                 entry.parameter.requires_grad_(False)
+        self.first_trained_stage = min(first for _, _, first in told)
         self._frozen_ties = self._tied_and_frozen()
+
+    def first_trained_here(self) -> int:
+        """Return the index of this rank's first stage with a parameter that is trained; the number
+        of all stages if there is none.
+
+        What belongs to no layer is the first or the last stage's; where a rank has neither, it may
+        be of any.
+        """
+        found = [re.match(r"layers\.(\d+)\.", entry.name) for entry in self.trained_entries()]
+        layers = {int(match[1]) for match in found if match}
+        trained = [stage.index for stage in self.stages if layers & set(stage.layers)]
+        if not all(found):
+            ends = [stage.index for stage in self.stages if stage.first or stage.last]
+            trained += ends[:1] or [self.stages[0].index]
+        return min(trained, default=self.ctx.stage_count)
 
     def _tied_and_frozen(self) -> set[str]:
         return {
@@ -100,6 +130,13 @@ class Freezing:
             self._buckets = buckets
         return self._buckets
 
+    def parameters_changed(self) -> None:
+        """Note that the model has other parameters than before, or others that are trained. Every
+        rank calls it."""
+        self._frozen_ties = None
+        if self.ctx.mesh is not None and self.ctx.gradient_axis.size > 1:
+            self.fit_buckets()  # they notice a backward whose gradients nobody sums
+
     def buckets_to_train(self) -> GradientBuckets:
         """Fit the gradient buckets, once all ranks agree on what is frozen."""
         if self._frozen_ties is None:
@@ -108,6 +145,11 @@ class Freezing:
             raise UserError(
                 "a tied parameter was frozen or unfrozen after training began: make a new "
                 "megazoo.optim.AdamW, or call model.agree_on_frozen() on every rank"
+            )
+        if self.first_trained_here() < self.first_trained_stage:  # it would get no gradient
+            raise UserError(
+                "a parameter before all that are trained was unfrozen after training began: make a "
+                "new megazoo.optim.AdamW, or call model.agree_on_frozen() on every rank"
             )
         return self.fit_buckets()
 

@@ -1,7 +1,7 @@
 """Models from checkpoints and Hugging Face directories, and back: what users call."""
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,32 +21,38 @@ from megazoo.checkpoint.saving import run_together
 from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
+from megazoo.models.adapters import CLASSIFIER_HEAD, is_adapter
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
-from megazoo.models.source import ModelSource, SavedModel
+from megazoo.models.source import HoldsAdapters, ModelSource, SavedAdapters, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.module import Entry, initialize
 from megazoo.parallel.random import derive_seed
 
-CLASSIFIER_HEAD = "score.weight"
 
-
-def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
+def open_source(path: str | Path, *, verify: bool = True, adapters: bool = False) -> ModelSource:
     """Open a checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError
     if it is neither.
 
     verify: compare what is read with the checkpoint's checksums; a Hugging Face directory has none.
+    adapters: take a checkpoint that holds adapters alone, too; else UserError says what to do.
     """
     path = present(Path(path))
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         return HuggingFaceDirectory(path)
     try:
-        return SavedModel(find_checkpoint(path), verify=verify)
+        step = find_checkpoint(path)
     except NoCheckpoint as error:
         missing = f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
         raise UserError(missing) from None
+    try:
+        return SavedModel(step, verify=verify)
+    except HoldsAdapters:
+        if not adapters:
+            raise
+        return SavedAdapters(step, verify=verify)
 
 
 def from_pretrained(
@@ -72,15 +78,16 @@ def from_pretrained(
     ctx = ctx or current_context()
     with failing_together(ctx):
         source = open_directory(path, verify=verify)
-        config = _with_labels(source, num_labels, pad_token_id)
+        config = with_labels(source, num_labels, pad_token_id)
         dtype = dtype or source.dtype_of(next(iter(source.specs)))
         model = source.model.empty(config, ctx, dtype=dtype, seed=seed)
         load_weights(source, model)
     return model
 
 
-def _with_labels(source: ModelSource, num_labels: int | None, pad_token_id: int | None):
-    """Return the config of a source, or of the classifier that is made of it."""
+def with_labels(source: ModelSource, num_labels: int | None, pad_token_id: int | None = None):
+    """Return the config of a source, or of the classifier that is made of it; UserError if it is
+    one of other labels, or of a family without classifiers. Arguments: see `from_pretrained`."""
     config = source.config
     if num_labels is None or num_labels == config.num_labels:
         return config
@@ -88,6 +95,8 @@ def _with_labels(source: ModelSource, num_labels: int | None, pad_token_id: int 
         raise UserError(
             f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}"
         )
+    if missing := {"num_labels", "pad_token_id"} - {f.name for f in fields(config)}:
+        raise UserError(f"{type(config).__name__} has no {min(missing)}: it makes no classifier")
     pad = source.pad_token_id if pad_token_id is None else pad_token_id
     return replace(config, num_labels=num_labels, pad_token_id=pad)
 
@@ -155,12 +164,13 @@ def load_weights(source: ModelSource, model) -> None:
                 source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
             model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
             model.generation = source.generation
+            model.weights_path = str(source.path.absolute())
 
 
 def _entries_to_read(source: ModelSource, model) -> list[Entry]:
     """Return this rank's parameters that a source has, and draw a classifier's new head; UserError
-    if the weights are another model's."""
-    entries = list(model.entries())
+    if the weights are another model's. Adapters stay as they are."""
+    entries = [entry for entry in model.entries() if not is_adapter(entry.name)]
     if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
         new = next((entry for entry in entries if entry.name == CLASSIFIER_HEAD), None)
         if new:
@@ -196,6 +206,11 @@ def save_parallelized(
     directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
     ctx = model.ctx
     ctx.require_ranks()
+    if model.lora:
+        raise UserError(
+            "the model has adapters beside its weights: megazoo.lora.save(model, DIR) writes them, "
+            "and megazoo.lora.merge(model) makes one of both, which can be saved"
+        )
     together = partial(run_together, directory=directory, ctx=ctx)
 
     def begin() -> Path:
@@ -205,7 +220,8 @@ def save_parallelized(
         return stack.enter_context(output_directory(directory, lambda: _check_ours(directory)))
 
     def complete() -> None:
-        write_manifest(staging, model.family, model.config, ctx, written, {}, model.sidecar_files)
+        files = model.sidecar_files
+        write_manifest(staging, model.family, model.config, ctx, written, {}, files, adapters={})
         if merge_checkpoints:
             write_model(SavedModel(staging, verify=False), staging, max_shard_size=max_shard_size)
             shards = (name for part in written for name in part["files"])

@@ -47,7 +47,7 @@ def write_shards(
                 states[state] = _lazy_shard(source, name, entry.spec, ctx, stored, progress)
             return states
 
-        model = family.on_meta(config, ctx)
+        model = source.on_meta(ctx)
         files = files_of_rank(model, weight_of, states_of if source.has_states else None)
         return write_rank(staging, files, ctx)
 
@@ -58,7 +58,14 @@ def write_shards(
             check_rank(staging, of_rank)
         layout = ParallelContext.virtual(tp, pp)
         write_manifest(
-            staging, family.family, config, layout, written, source.trainer, source.sidecar_files
+            staging,
+            family.family,
+            config,
+            layout,
+            written,
+            source.trainer,
+            source.sidecar_files,
+            source.about_adapters,
         )
 
 

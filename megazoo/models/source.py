@@ -1,5 +1,6 @@
 """A model on disk: named global tensors, and the config that says what they are."""
 
+import dataclasses
 import math
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,8 @@ from megazoo.checkpoint.places import MANIFEST
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
+from megazoo.models.adapted import AdapterSource, Matrix, adapted, matrices_of
+from megazoo.models.adapters import LoRASettings, attach
 from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec
@@ -34,8 +37,12 @@ class ModelSource(TensorSource):
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
         """The shape and cut of every weight, by its global name."""
-        model = self.model.on_meta(self.config, ParallelContext())
+        model = self.on_meta(ParallelContext())
         return {entry.name: entry.spec for entry in model.entries()}
+
+    def on_meta(self, ctx: ParallelContext) -> torch.nn.Module:
+        """Make a rank's part of its model without memory."""
+        return self.model.on_meta(self.config, ctx)
 
     @property
     def tokenizer(self) -> str | None:
@@ -81,18 +88,17 @@ class ModelSource(TensorSource):
         )
 
 
-class SavedModel(ModelSource, Checkpoint):
+class _Saved(ModelSource, Checkpoint):
     """A checkpoint whose config is one of a known family. UserError if its tensors are not what the
-    config says."""
+    config, and what it says of adapters, make them."""
 
     def __init__(self, path: str | Path, *, verify: bool = True):
         super().__init__(path, verify=verify)
+        self._check_kind()
         family_named(self.family)
         try:
             self.config = config_from_dict(self.family, self.values)
-            layers, count = self.config.layers, len(self.tensors)
-            if layers > count:
-                raise UserError(f"it has {count} tensors for {layers} layers")
+            self._check_config()
             specs = self.specs  # refuses sizes that no model has
         except UserError as error:
             raise UserError(f"{self.path / MANIFEST}: {error}") from None
@@ -105,12 +111,87 @@ class SavedModel(ModelSource, Checkpoint):
         if self.total_bytes() > sum(self.file_sizes().values()):
             raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")
 
+    def _check_kind(self) -> None:
+        """Raise UserError if it holds another kind of contents than this class reads."""
+        raise NotImplementedError
+
+    def _check_config(self) -> None:
+        """Raise UserError for what can't be built, before it is built on meta."""
+
     def _check_cuts(self) -> None:
         """Raise UserError if a weight is not cut as the model cuts it for the layout of the run
         that wrote it: its rows would be taken for others."""
         writers = ParallelContext.virtual(self.layout["tp"])
-        for entry in self.model.on_meta(self.config, writers).entries():
+        for entry in self.on_meta(writers).saved_entries():
             if spec_from_manifest(self.tensors[entry.name]).shard != entry.spec.shard:
                 raise UserError(
                     f"{self.path / MANIFEST}: {entry.name} is not cut as the model's is"
                 )
+
+
+class HoldsAdapters(UserError):
+    """A checkpoint that holds adapters alone stands where a whole model is needed."""
+
+    def __init__(self, path: Path):
+        super().__init__(
+            f"{path} holds adapters alone: give its base as the model, and it as --adapter "
+            "(in Python: megazoo.lora.load)"
+        )
+
+
+class SavedModel(_Saved):
+    """A checkpoint that holds a whole model of a known family. UserError if its tensors are not
+    what the config says."""
+
+    def _check_kind(self) -> None:
+        if self.about_adapters:
+            raise HoldsAdapters(self.path)
+
+    def _check_config(self) -> None:
+        layers, count = self.config.layers, len(self.tensors)
+        if layers > count:
+            raise UserError(f"it has {count} tensors for {layers} layers")
+
+
+class SavedAdapters(_Saved, AdapterSource):
+    """A checkpoint of a model with adapters: these alone, and what else was trained. UserError if
+    its tensors are not what its config and its settings say, or if it holds a whole model.
+
+    settings: what the adapters are. base_path: the directory that the base was read from, if it was
+    not drawn from the seed. `specs` has what is held by its global names, the score.weight of a
+    classifier, too. megazoo/checkpoint/base.py compares the base.
+    """
+
+    @property
+    def base_path(self) -> Path | None:
+        path = self.manifest["base"]["path"]
+        return path and Path(path)
+
+    @cached_property
+    def matrices(self) -> list[Matrix]:
+        return adapted(matrices_of(super().on_meta(ParallelContext())), self.settings)
+
+    @cached_property
+    def specs(self) -> dict[str, ParameterSpec]:
+        entries = self.on_meta(ParallelContext()).saved_entries()
+        return {entry.name: entry.spec for entry in entries}
+
+    def on_meta(self, ctx: ParallelContext) -> torch.nn.Module:
+        model = super().on_meta(ctx)
+        model.lora = self.settings
+        attach(model, self.settings)
+        for entry in model.entries():
+            entry.parameter.requires_grad_(entry.name in self.tensors)
+        return model
+
+    def _check_kind(self) -> None:
+        if not self.about_adapters:
+            raise UserError(f"{self.path} has no adapters: it holds a whole model")
+
+    def _check_config(self) -> None:
+        stored = self.manifest["adapters"]
+        unknown = stored.keys() - {field.name for field in dataclasses.fields(LoRASettings)}
+        if unknown:
+            raise UserError(f"adapters has the unknown {min(unknown)}: upgrade megazoo")
+        self.settings = LoRASettings(**{**stored, "targets": tuple(stored["targets"])})
+        self.settings.check_for(self.model.on_meta(self.config, ParallelContext()))

@@ -178,7 +178,7 @@ def initialize(
     upload = upload or Upload()
     for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
         view = parameter[piece.index()]
-        if spec.std == 0:
+        if spec.std == spec.bound == 0:
             view.fill_(spec.mean)
             continue
         (y0, y1), (x0, x1) = piece.box if len(piece.box) == 2 else (piece.box[0], (0, 1))
@@ -196,7 +196,10 @@ def _draw(values: torch.Tensor, y0: int, x0: int, spec: ParameterSpec, seed: int
         for left in range(x0 // TILE * TILE, x1, TILE):
             tile = torch.empty(min(TILE, height - top), min(TILE, width - left), device="cpu")
             generator.manual_seed(derive_seed(seed, top, left))
-            tile.normal_(spec.mean, spec.std, generator=generator)
+            if spec.bound:
+                tile.uniform_(-spec.bound, spec.bound, generator=generator)
+            else:
+                tile.normal_(spec.mean, spec.std, generator=generator)
             north, south = max(top, y0), min(top + TILE, y1)
             west, east = max(left, x0), min(left + TILE, x1)
             ours = tile[north - top : south - top, west - left : east - left]

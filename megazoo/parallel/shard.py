@@ -160,6 +160,19 @@ def overlap(a: Box, b: Box) -> Box | None:
     return box if all(start < stop for start, stop in box) else None
 
 
+def in_parts(box: Box, most: int) -> list[Box]:
+    """Cut a box of a vector or a matrix into some of at most so many elements."""
+    (top, bottom), *columns = box
+    left, right = columns[0] if columns else (0, 1)
+    width = min(right - left, most)
+    height = max(1, most // max(1, width))
+    return [
+        ((row, min(row + height, bottom)), (column, min(column + width, right)))[: len(box)]
+        for row in range(top, bottom, height)
+        for column in range(left, right, width)
+    ]
+
+
 def volume(box: Box) -> int:
     """The number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
@@ -170,14 +183,17 @@ class ParameterSpec:
     """What a parameter is, whatever the layout: its global shape, its cut, and its initial
     distribution.
 
-    Initial values are mean + std * N(0, 1); std 0 is the constant mean. shard None: the same on
-    every tp rank.
+    Initial values are mean + std * N(0, 1); std 0 is the constant mean. bound: they are drawn
+    evenly from -bound to bound instead. shard None: the same on every tp rank. partial: of what
+    every tp rank has, the backward of each gives only a part of the gradient, in whatever layout.
     """
 
     shape: tuple[int, ...]
     shard: Shard | None = None
     mean: float = 0.0
     std: float = 0.0
+    bound: float = 0.0
+    partial: bool = False
 
     def local_shape(self, tp_size: int, tp_rank: int) -> tuple[int, ...]:
         """The shape of one rank's tensor."""
@@ -188,11 +204,11 @@ class ParameterSpec:
 
     def has_partial_gradient(self, ctx: ParallelContext) -> bool:
         """Whether backward on one rank gives only a part of the gradient: of units that several tp
-        ranks hold for different heads, and, under sequence parallelism, of what all ranks hold for
-        different parts of the sequence."""
-        return (
-            ctx.sequence_parallel if self.shard is None else any(self.shard.replicated(ctx.tp_size))
-        )
+        ranks hold for different heads; of what all ranks hold, if it is `partial`, and under
+        sequence parallelism, where they have different parts of the sequence."""
+        if self.shard is not None:
+            return any(self.shard.replicated(ctx.tp_size))
+        return ctx.sequence_parallel or (self.partial and ctx.tp_size > 1)
 
     def pieces(self, tp_size: int, tp_rank: int) -> list[Piece]:
         """The boxes of the global tensor that a rank holds, and where they lie in its own."""

@@ -157,7 +157,8 @@ def costs_of(
     meter, costs, received = Meter(model.ctx, batch.cut and batch.cut.length), {}, None
     with _DeviceKernels(), meter:
         if not stage.first:
-            received = torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
+            received = torch.empty(shape, dtype=dtype, device=META)
+            received.requires_grad_(stage.index > model.first_trained_stage)
         output = model.forward_stage(batch.input_ids if stage.first else received, batch, stage)
         if stage.last:
             labelled = torch.ones((), device=META)
@@ -171,7 +172,8 @@ def costs_of(
             gradient = torch.full_like(output, 1.0)
         else:
             gradient = torch.empty(shape, dtype=dtype, device=META)
-        run_backward(output, gradient)
+        if output.requires_grad:  # else nothing here, or before it, is trained
+            run_backward(output, gradient)
         weights = queue.take() if queue else None
     del received, output, gradient
     costs["I" if queue else "B"] = meter.take()
@@ -194,10 +196,11 @@ def _micro_batch(training: TrainingOptions, ctx: ParallelContext) -> MicroBatch:
 
 
 def _set_gradients(model: Model, exist: bool) -> None:
-    """Give each parameter a gradient, in fp32, as earlier micro-batches leave it; or none."""
+    """Give each parameter that is trained a gradient, in fp32, as earlier micro-batches leave it;
+    or none."""
     for parameter in model.parameters():
         parameter.grad = None
-        if exist:
+        if exist and parameter.requires_grad:
             parameter.grad = torch.empty(parameter.shape, dtype=torch.float32, device=META)
 
 
@@ -221,13 +224,14 @@ def estimate_costs(
     table: list[Action],
 ) -> dict[str, Cost]:
     """Return what `costs_of` would, from a run of a few layers: the others are taken to be alike.
+    Where other parameters are trained in some layers than in others, all run.
 
     The peak is then exact, or too high where something after the layers' backward needs more than
     the layers do.
     """
     unit = training.recompute_interval if training.recompute == "full" else 1
     rest = len(stage.layers) % unit
-    if len(stage.layers) <= 2 * unit + rest:
+    if len(stage.layers) <= 2 * unit + rest or not _learn_alike(model, stage.layers):
         return costs_of(model, stage, training, queue, table)
     few, more = (replace(stage, layers=stage.layers[: n * unit + rest]) for n in (1, 2))
     one = costs_of(model, few, training, queue, table)
@@ -245,6 +249,19 @@ def estimate_costs(
         )
         before = kind
     return costs
+
+
+def _learn_alike(model: Model, layers: range) -> bool:
+    """Tell whether the same parameters are trained in each of these layers."""
+    trained = [
+        [
+            name
+            for name, parameter in model.layers[str(i)].named_parameters()
+            if parameter.requires_grad
+        ]
+        for i in layers
+    ]
+    return all(names == trained[0] for names in trained)
 
 
 def has_one_microbatch(table: list[Action]) -> bool:

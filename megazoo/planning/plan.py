@@ -8,7 +8,6 @@ counted: the CUDA context, communication buffers and the allocator's waste, some
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -16,9 +15,10 @@ from types import SimpleNamespace
 import torch
 
 from megazoo.cli.options import Options, ParallelOptions, TrainingOptions, default_dtype
-from megazoo.cli.rules import check_run, check_values, parse_stage_layers
+from megazoo.cli.rules import check_run, check_values
 from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
+from megazoo.models.adapters import LoRASettings
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.registry import FAMILIES, family_of
@@ -43,6 +43,7 @@ from megazoo.planning.meter import (
     forward_flops,
     has_one_microbatch,
 )
+from megazoo.planning.ranks import Builder, counted_parameters, stage_keys
 from megazoo.planning.static import Static, measure_static
 
 MOST_ACTIONS = 1_000_000  # of a step: each is scheduled by itself
@@ -63,6 +64,8 @@ class RankPlan:
     Bytes on the device: weights, gradients, optimizer (its state), activations, and total, the peak
     of a step. activations are what the others leave of the total: in a step of one micro-batch
     gradients come while activations go. optimizer_host: bytes of optimizer state on the CPU.
+    trainable_parameters: those of the rank's parameters that are not frozen, which alone have
+    gradients and optimizer state.
     in_flight: the most micro-batches whose activations are held at once. Of a step: flops, with
     what is recomputed, and the bytes that the rank sends over tp, pp and cp, and over dp and cp
     together for gradients and parameters, sent_dp.
@@ -72,6 +75,7 @@ class RankPlan:
     tp: list[int]
     layers: int
     parameters: int
+    trainable_parameters: int
     weights: int
     gradients: int
     optimizer: int
@@ -90,14 +94,16 @@ class RankPlan:
 class Plan:
     """What a run takes.
 
-    parameters: of the whole model, copies once. microbatches: of a replica, in a step. bubble: idle
-    time over work, of all ranks, if all stages are alike. bubble_of_stages: the same if each action
-    takes as long as its FLOPs. step_flops: the FLOPs that a rank could do in the time of such a
-    step. model_flops_per_token: of forward and backward, nothing twice: what MFU counts.
+    parameters: of the whole model, copies once, with its adapters. trainable_parameters: those of
+    them that are not frozen. microbatches: of a replica, in a step. bubble: idle time over work, of
+    all ranks, if all stages are alike. bubble_of_stages: the same if each action takes as long as
+    its FLOPs. step_flops: the FLOPs that a rank could do in the time of such a step.
+    model_flops_per_token: of forward and backward, nothing twice: what MFU counts.
     """
 
     model: str
     parameters: int
+    trainable_parameters: int
     layout: dict
     batch: dict
     microbatches: int
@@ -112,21 +118,25 @@ class Plan:
         return asdict(self)
 
 
-class Planner:
+class Planner(Builder):
     """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts,
     too.
 
-    quick: meter a few layers of each stage only (see estimate_costs).
+    quick: meter a few layers of each stage only (see estimate_costs). lora: the model's adapters;
+    None: it has none. What of it is trained the runs' TrainingOptions say (train_only).
     """
 
-    def __init__(self, config, quick: bool = False):
-        self.config, self.family, self.quick = config, FAMILIES[family_of(config)], quick
+    def __init__(self, config, quick: bool = False, lora: LoRASettings | None = None):
+        super().__init__(config, lora)
+        self.quick = quick
         self._costs: dict[tuple, dict[str, Cost]] = {}  # of a kind of stage
         self._static: dict[tuple, Static] = {}  # of a kind of rank
 
     def check(self, parallel: ParallelOptions, training: TrainingOptions, dp: int) -> None:
         """Raise UserError if pretrain_gpt.py would refuse the run, or dp can't be."""
-        options = Options(parallel=parallel, training=training)
+        self.trained(training.train_only)  # which refuses names that nothing has
+        # The model that check_run makes has no adapters, which a pattern may be of.
+        options = Options(parallel=parallel, training=replace(training, train_only=None))
         options.data.data, options.optimizer.min_lr = ("mock",), 0.0  # data play no part
         check_values(options)
         if dp < 1:
@@ -147,31 +157,37 @@ class Planner:
         training = replace(training, dtype=training.dtype or default_dtype("cpu"))
         tables = schedule_tables(parallel, training, dp)
         without_recompute = replace(training, recompute="none")
+        uncut = replace(parallel, tp=1, cp=1, sequence_parallel=False)
         ranks: list[RankPlan] = []
         slowest: dict[tuple[str, int], float] = {}  # the most FLOPs of an action of a stage
-        parameters, model_flops = 0, 0.0
+        parameters = trainable = 0
+        model_flops = 0.0
         for pp_rank, table in enumerate(tables):
             alike: dict[tuple, RankPlan] = {}
             for tp_rank in range(parallel.tp):
-                model = self.build(parallel, dp, pp_rank, tp_rank)
-                parameters += _counted_parameters(model)
+                model = self.build(parallel, dp, pp_rank, tp_rank, training.train_only)
+                counted, trained = counted_parameters(model)
+                parameters, trainable = parameters + counted, trainable + trained
                 costs = self.costs(model, parallel, training, table)
-                useful = self.costs(model, replace(parallel, cp=1), without_recompute, table)
-                model_flops += sum(cost.flops for stage in useful for cost in stage.values())
                 for stage, of_stage in zip(model.stages, costs, strict=True):
                     for kind, cost in of_stage.items():
                         key = kind, stage.index
                         slowest[key] = max(cost.flops, slowest.get(key, 0))
-                key = tuple(_stage_keys(model))
+                key = tuple(stage_keys(model))
                 if key not in alike:
                     alike[key] = self.rank_plan(model, parallel, training, table, costs)
                 alike[key].tp.append(tp_rank)
             ranks += alike.values()
+            # What ranks along tp and cp do each for themselves is useful once.
+            model = self.build(uncut, 1, pp_rank, 0, training.train_only)
+            useful = self.costs(model, uncut, without_recompute, table)
+            model_flops += sum(cost.flops for stage in useful for cost in stage.values())
         bubble, _ = bubble_and_time(tables, None)
         bubble_of_stages, step_flops = bubble_and_time(tables, slowest)
         return Plan(
             model=family_of(self.config),
             parameters=parameters,
+            trainable_parameters=trainable,
             layout={name: getattr(parallel, name) for name in LAYOUT_OPTIONS} | {"dp": dp},
             batch={name: getattr(training, name) for name in BATCH_OPTIONS},
             microbatches=microbatches_of(training, dp),
@@ -181,26 +197,6 @@ class Planner:
             model_flops_per_token=model_flops / (training.micro_batch_size * training.seq_length),
             ranks=ranks,
         )
-
-    def context(
-        self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int
-    ) -> ParallelContext:
-        """Return the virtual context, on meta, of a rank of the first replica."""
-        world = ParallelContext.virtual(
-            parallel.tp,
-            parallel.pp,
-            dp,
-            cp=parallel.cp,
-            cp_method=parallel.cp_method,
-            sequence_parallel=bool(parallel.sequence_parallel),
-            virtual=parallel.virtual_pp,
-            stage_layers=parse_stage_layers(parallel.stage_layers),
-        )
-        return replace(world, rank=world.rank_at(pp=pp_rank, tp=tp_rank), device=META)
-
-    def build(self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int) -> Model:
-        """Return a rank's stages, without memory."""
-        return self.family.on_meta(self.config, self.context(parallel, dp, pp_rank, tp_rank))
 
     def costs(
         self,
@@ -225,12 +221,13 @@ class Planner:
             training.recompute,
             training.recompute == "full" and training.recompute_interval,
         )
-        keys = [(*setting, key) for key in _stage_keys(model)]
+        keys = [(*setting, key) for key in stage_keys(model)]
         new = {key: number for number, key in enumerate(keys) if key not in self._costs}
         if new:
             # Replicas change nothing here.
             ctx = self.context(parallel, 1, model.ctx.pp_rank, model.ctx.tp_rank)
-            metered = self.family.empty(self.config, ctx, dtype=getattr(torch, training.dtype))
+            dtype = getattr(torch, training.dtype)
+            metered = self.build_in(ctx, training.train_only, dtype)
             metered.recompute(training.recompute, training.recompute_interval)
             buckets = metered.gradient_buckets  # they say of what precision gradients are
             queue = WeightQueue(buckets.received) if split else None
@@ -275,6 +272,7 @@ class Planner:
             tp=[],
             layers=sum(len(stage.layers) for stage in model.stages),
             parameters=static.parameters,
+            trainable_parameters=static.trainable_parameters,
             weights=static.weights,
             gradients=static.gradients,
             optimizer=static.optimizer,
@@ -299,11 +297,11 @@ class Planner:
             parallel.offload_optimizer,
             training.dtype,
             tuple(model.tied.values()),
-            *_stage_keys(model),
+            *stage_keys(model),
         )
         if key not in self._static:
             dtype = getattr(torch, training.dtype)
-            metered = self.family.empty(self.config, model.ctx, dtype=dtype)
+            metered = self.build_in(model.ctx, training.train_only, dtype)
             self._static[key] = measure_static(metered, parallel)
         return self._static[key]
 
@@ -319,31 +317,6 @@ def schedule_tables(
     """Return what each pipeline rank does in a step, in order."""
     schedule, count = schedule_named(parallel.schedule), microbatches_of(training, dp)
     return tables_of(schedule, parallel.pp, parallel.virtual_pp, count)
-
-
-def _counted_parameters(model: Model) -> int:
-    """Count the parameters of a rank, without those that are counted on another."""
-    pieces = (piece for entry in model.entries() for piece in entry.counted_pieces(model.ctx))
-    return sum(math.prod(stop - start for start, stop in piece.box) for piece in pieces)
-
-
-def _stage_keys(model: Model) -> list[tuple]:
-    """Return a key for each stage, equal for those that do alike: as many layers, of the same
-    shapes, though of other numbers.
-
-    What is in no layer belongs to the first stage or the last.
-    """
-    layers: dict[int | None, list] = {}
-    for name, parameter in model.named_parameters():
-        match = re.match(r"layers\.(\d+)\.(.*)", name)
-        number, rest = (int(match[1]), match[2]) if match else (None, name)
-        layers.setdefault(number, []).append((rest, tuple(parameter.shape)))
-    keys = []
-    for stage in model.stages:
-        outside = tuple(layers.get(None, ())) if stage.first or stage.last else ()
-        inside = tuple(tuple(layers[number]) for number in stage.layers)
-        keys.append((stage.first, stage.last, outside, inside))
-    return keys
 
 
 def _peak(table: list[Action], costs: dict[int, dict[str, Cost]]) -> float:

@@ -136,9 +136,9 @@ def _fitting(
         all_stages = planner.family.all_stages(planner.config, ctx)
         numbers = stages_of(pp_rank, parallel.pp, parallel.virtual_pp)
         stages = [all_stages[number] for number in numbers]
-        alike = tuple((stage.first, stage.last, len(stage.layers)) for stage in stages)
+        alike = planner.alike(stages, ctx, training.train_only)
         if alike not in models:
-            models[alike] = planner.build(parallel, dp, pp_rank, 0)
+            models[alike] = planner.build(parallel, dp, pp_rank, 0, training.train_only)
             if planner.static(models[alike], parallel, training).device_bytes > memory:
                 return None
         costs = planner.costs(models[alike], parallel, training, table)

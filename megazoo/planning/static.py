@@ -15,6 +15,7 @@ class Static:
     last backward of a step."""
 
     parameters: int
+    trainable_parameters: int
     weights: int
     gradients: int
     optimizer: int
@@ -33,9 +34,11 @@ def measure_static(model: Model, parallel: ParallelOptions) -> Static:
 
     It sums the gradients as after the last backward of a step, to see what that sends.
     """
-    ctx, entries = model.ctx, list(model.entries())
-    optimizer = AdamW(model, zero=parallel.zero, loss_scale=LossScale())
-    states = list(optimizer.state.values())
+    ctx, entries, trained = model.ctx, list(model.entries()), model.trained_entries()
+    states = []
+    if trained:  # a rank by itself, as this one is, can't make an optimizer of nothing
+        optimizer = AdamW(model, zero=parallel.zero, loss_scale=LossScale())
+        states = list(optimizer.state.values())
     here = sum(tensor.nbytes for state in states for tensor in state.values())
     # Offloaded, it has fp32 masters whatever the dtype: as much again as one of the two moments.
     there = sum(state[name].nbytes for state in states for name in (*MOMENTS, MOMENTS[0]))
@@ -44,18 +47,19 @@ def measure_static(model: Model, parallel: ParallelOptions) -> Static:
     before_dp = replicas.sent if replicas else 0.0
     buckets.complete()
     sum_over_copies(
-        [(e.parameter.grad, e.spec) for e in entries if e.spec.has_partial_gradient(ctx)], ctx
+        [(e.parameter.grad, e.spec) for e in trained if e.spec.has_partial_gradient(ctx)], ctx
     )
     buckets.finish()
     if buckets.sharded:
         buckets.gather()
     return Static(
         parameters=sum(e.parameter.numel() for e in entries),
+        trainable_parameters=sum(e.parameter.numel() for e in trained),
         weights=sum(e.parameter.nbytes for e in entries),
         gradients=buckets.nbytes,
         optimizer=0 if parallel.offload_optimizer else here,
         optimizer_host=there if parallel.offload_optimizer else 0,
         sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
-        sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in entries),
+        sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in trained),
         sent_dp=replicas.sent - before_dp if replicas else 0.0,
     )

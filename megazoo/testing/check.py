@@ -56,6 +56,7 @@ def check_parallel(
     *,
     load: Path | None = None,
     import_: Path | None = None,
+    lora_rank: int = 0,
     steps: int = 3,
     tolerance: float = 1e-5,
 ) -> Iterator[Verdict]:
@@ -64,13 +65,19 @@ def check_parallel(
 
     model: a config object, or a name as `from_config` takes it. load: a checkpoint or Hugging Face
     directory of it, for its weights; biases and norms are random in any case, so that zeros hide
-    nothing. import_: the Python file that registers the model, if one does. UserError for a layout
-    that can't be.
+    nothing. import_: the Python file that registers the model, if one does. lora_rank: train
+    adapters of this rank, of all linear layers, instead of the weights. UserError for a layout that
+    can't be.
     """
     check_number("tolerance", tolerance, 0)
+    check_number("lora-rank", lora_rank, 0, whole=True)
     config = find_config(model) if isinstance(model, str) else model
     subject = Subject(
-        family_of(config), asdict(config), load and Path(load), import_ and Path(import_).resolve()
+        family_of(config),
+        asdict(config),
+        load and Path(load),
+        import_ and Path(import_).resolve(),
+        lora_rank,
     )
     layouts = [Layout.named(layout) if isinstance(layout, str) else layout for layout in layouts]
     for layout in layouts:

@@ -10,8 +10,10 @@ from unittest import mock
 
 import torch
 
+from megazoo import lora
 from megazoo.cli.parsing import run_file
 from megazoo.layers import Dropout
+from megazoo.models.adapters import ALL, is_adapter
 from megazoo.models.pretrained import from_pretrained
 from megazoo.models.registry import config_from_dict, from_config
 from megazoo.optim.adamw import AdamW
@@ -37,13 +39,14 @@ class Subject:
     """The model that is checked, as any process can build it.
 
     family, values: its config. load: a directory with its weights. import_: a file that registers
-    it.
+    it. lora_rank: of adapters of all its linear layers, which alone are trained; 0 for none.
     """
 
     family: str
     values: dict
     load: Path | None
     import_: Path | None
+    lora_rank: int = 0
 
     @property
     def config(self):
@@ -104,9 +107,7 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
     record.initial = _copies(model)
     for loss, optimizer in _train(model, Layout(), steps, record, micro_batches=1):
         record.losses.append(loss)
-        record.gradients.append(
-            {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        )
+        record.gradients.append({name: grad.clone() for name, grad in _gradients(model).items()})
         record.norms.append(optimizer.step().item())
     record.weights = _copies(model)
     torch.save(record, path)
@@ -140,7 +141,7 @@ def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) ->
     for (loss, optimizer), gradients in zip(steps_of_training, expected.gradients, strict=True):
         found.losses.append(loss)
         if not layout.zero:  # under which a gradient is whole on no rank
-            ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+            ours = _gradients(model)
             found.gradients.append(_distances(ours, gradients, model))
             found.factors = found.factors or _factors(ours, gradients, model)
         found.norms.append(optimizer.step().item())
@@ -153,7 +154,7 @@ def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) ->
 
 
 def _build(subject: Subject, ctx: ParallelContext):
-    """Build the model, with random biases and norms, and without dropout."""
+    """Build the model, with random biases, norms and adapters, and without dropout."""
     config = subject.config
     if subject.load:
         model = from_pretrained(subject.load, ctx, dtype=torch.float32)
@@ -162,8 +163,10 @@ def _build(subject: Subject, ctx: ParallelContext):
     for module in model.modules():
         if isinstance(module, Dropout):
             module.probability = 0.0
+    if subject.lora_rank:
+        lora.add(model, subject.lora_rank, alpha=subject.lora_rank, targets=ALL)
     for entry in model.entries():
-        if entry.parameter.dim() == 1:
+        if entry.parameter.dim() == 1 or entry.spec.std == entry.spec.bound == 0:
             spec = replace(entry.spec, std=0.1)
             initialize(entry.parameter.data, spec, ctx, derive_seed(7, entry.name))
     return model
@@ -202,6 +205,16 @@ def _own_rows(tensor: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
 
 
+def _gradients(model) -> dict[str, torch.Tensor]:
+    """Return the gradients of the parameters that are trained, by global name; zeros for one that
+    has got none, so that it is compared, too."""
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
 def _copies(model) -> dict[str, torch.Tensor]:
     """Copy the parameters, by global name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -228,7 +241,8 @@ def _recording(model, record: Record):
         handles.append(module.register_forward_hook(after))
 
     for name, module in model.named_modules():
-        watch(name, module)
+        if not is_adapter(f"{name}."):  # what adapters return may be a part of a sum
+            watch(name, module)
     try:
         yield
     finally:

@@ -147,7 +147,7 @@ class HuggingFaceDirectory(ModelSource):
             missing = placed - self.files.names(file)
             if missing:
                 raise UserError(
-                    f"{self.path / file} lacks {_some(missing)}, which the index places there"
+                    f"{self.path / file} lacks {some_of(missing)}, which the index places there"
                 )
         return file_of
 
@@ -186,9 +186,9 @@ class HuggingFaceDirectory(ModelSource):
         extra = {name for name in names - wanted - optional if not re.fullmatch(legacy, name)}
         problems = []
         if wanted - names:
-            problems.append(f"lacks {_some(wanted - names)}")
+            problems.append(f"lacks {some_of(wanted - names)}")
         if extra:
-            problems.append(f"has the unexpected {_some(extra)}")
+            problems.append(f"has the unexpected {some_of(extra)}")
         if problems:
             raise UserError(
                 f"{self.path} {' and '.join(problems)}: "
@@ -205,7 +205,7 @@ class HuggingFaceDirectory(ModelSource):
         return torch.equal(*whole)
 
 
-def _some(names: set[str], shown: int = 5) -> str:
+def some_of(names: set[str], shown: int = 5) -> str:
     """Name a few of many."""
     first = ", ".join(sorted(names)[:shown])
     return first if len(names) <= shown else f"{first} and {len(names) - shown} more"

@@ -103,14 +103,14 @@ def _hf_tensors(
         kind = dtype or source.dtype_of(name)
         for hf_name, count in zip(theirs.names, counts, strict=True):
             rows = (first, count)
-            tensors[hf_name] = _lazy_rows(
+            tensors[hf_name] = lazy_rows(
                 source, name, spec, rows, kind, theirs.transposed, progress
             )
             first += count
     return tensors
 
 
-def _lazy_rows(
+def lazy_rows(
     source: ModelSource,
     name: str,
     spec: ParameterSpec,

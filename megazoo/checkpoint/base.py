@@ -1,0 +1,190 @@
+"""The base of a checkpoint that holds adapters alone: the weights that it leaves out, and the
+checksum by which they are known again.
+
+The checksum is a sum mod 2**64 over the elements of all weights that are left out: of the element's
+bits, times an odd number for each of its indices in the global tensor, which depends on the
+tensor's name and shape, too. So ranks sum what they own, in whatever order, and every layout has
+the same sum. Where one element differs the sum is another; where elements have changed places it
+is, but for a chance of 2**-32 at most. It finds mistakes; it is no protection against forgery.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megazoo.checkpoint.format import DTYPES
+from megazoo.checkpoint.reader import Checkpoint
+from megazoo.checkpoint.source import TensorSource
+from megazoo.errors import UserError, advise
+from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import Entry
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts
+
+BITS = {2: torch.int16, 4: torch.int32}  # what an element is read as, by its bytes
+AT_ONCE = 1 << 18  # elements: their products stay in a core's cache
+READ_AT_ONCE = 1 << 21  # elements of a file
+# of splitmix64 (Steele, Lea and Flood 2014): the step of the counter, and the two multipliers
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class _Sums(NamedTuple):
+    """This rank's sums of a model, and the values of which they are."""
+
+    of: tuple
+    total: int
+
+
+# computed once for each model: what is frozen stays as it is
+_known: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def about_adapters(model) -> dict:
+    """Return what the manifest says of a model's adapters and of their base; nothing of a model
+    that has none. Every rank of a replica calls it."""
+    if not model.lora:
+        return {}
+    held = {entry.name for entry in model.saved_entries()}
+    left_out = [entry for entry in model.entries() if entry.name not in held]
+    path = model.weights_path or ""
+    base = {
+        "checksum": checksum_of(left_out, model, model.dtype),
+        "dtype": DTYPES[model.dtype],
+        "path": path if path.isprintable() and path else None,
+    }
+    return {"adapters": asdict(model.lora), "base": base}
+
+
+def check_base(checkpoint: Checkpoint, model) -> None:
+    """Raise UserError if the adapters of a checkpoint belong to other weights than the model's.
+    Every rank of a replica calls it.
+
+    Weights of higher precision are rounded to that of the base, for which the adapters were
+    trained. What is of lower precision can't be compared: a line of advice says so.
+    """
+    base = checkpoint.manifest["base"]
+    dtype = next(dtype for dtype, text in DTYPES.items() if text == base["dtype"])
+    if model.dtype not in (dtype, torch.float32):
+        if model.ctx.rank == 0:
+            advise(
+                f"the base of {checkpoint.path} can't be compared with the model's weights: they "
+                f"are of {_short(model.dtype)}, the adapters were trained in {_short(dtype)}"
+            )
+        return
+    left_out = [entry for entry in model.entries() if entry.name not in checkpoint.tensors]
+    found = checksum_of(left_out, model, dtype)
+    if found != base["checksum"]:
+        raise _another_base(checkpoint, found, model.weights_path)
+
+
+def checksum_of(entries: Iterable[Entry], model, dtype: torch.dtype) -> str:
+    """Return the checksum of weights as they are in a dtype, 16 hexadecimal digits: the same on
+    every rank and in every layout.
+
+    entries: this rank's. Every rank of a replica calls it.
+    """
+    entries = list(entries)
+    values = (dtype, *((e.name, id(e.parameter), _version_of(e.parameter)) for e in entries))
+    if model not in _known or _known[model].of != values:
+        total = sum(_sum_of_entry(entry, model.ctx, dtype) for entry in entries)
+        _known[model] = _Sums(values, _signed(total))
+    total = torch.tensor(_known[model].total)  # on the CPU, of whatever device
+    all_reduce_over(total, (model.ctx.axis("tp"), model.ctx.axis("pp")))
+    return f"{total.item() % 2**64:016x}"
+
+
+def check_base_on_disk(checkpoint: Checkpoint, weights: TensorSource) -> None:
+    """Raise UserError if the adapters of a checkpoint belong to other weights than those on disk,
+    which are read for it, a few megabytes at a time. For one process."""
+    base = checkpoint.manifest["base"]
+    dtype = next(dtype for dtype, text in DTYPES.items() if text == base["dtype"])
+    total = 0
+    model = checkpoint.on_meta(ParallelContext())
+    for entry in model.entries():
+        whole = tuple((0, size) for size in entry.spec.shape)
+        for box in in_parts(whole, READ_AT_ONCE) if entry.name not in checkpoint.tensors else ():
+            values = torch.empty([stop - start for start, stop in box], dtype=dtype)
+            weights.read_pieces(entry.name, values, entry.spec, [Piece(box, (0,) * len(box))])
+            total += _sum_of_box(entry.name, entry.spec, box, values)
+    found = f"{total % 2**64:016x}"
+    if found != base["checksum"]:
+        raise _another_base(checkpoint, found, str(weights.path))
+
+
+def _another_base(checkpoint: Checkpoint, found: str, path: str | None) -> UserError:
+    base = checkpoint.manifest["base"]
+    theirs, ours = (f" ({path})" if path else "" for path in (base["path"], path))
+    return UserError(
+        f"the adapters of {checkpoint.path} belong to another base: its checksum is "
+        f"{base['checksum']}{theirs}, that of the model's weights is {found}{ours}"
+    )
+
+
+@torch.no_grad()
+def _sum_of_entry(entry: Entry, ctx: ParallelContext, dtype: torch.dtype) -> int:
+    """Sum up what of a parameter counts on this rank."""
+    return sum(
+        _sum_of_box(entry.name, entry.spec, piece.box, entry.parameter[piece.index()], dtype)
+        for piece in entry.counted_pieces(ctx)
+    )
+
+
+def _sum_of_box(
+    name: str,
+    spec: ParameterSpec,
+    box: Box,
+    values: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Sum up a box of a global tensor, whose values are taken as they are in a dtype, by default
+    their own."""
+    dtype = dtype or values.dtype
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    values = values.flatten(1) if values.dim() > 1 else values[:, None]
+    rows, *others = (
+        _factors(name, spec, dim, bounds).to(total.device) for dim, bounds in enumerate(box)
+    )
+    columns = rows.new_ones(1)
+    for factors in others:
+        columns = (columns[:, None] * factors).flatten()
+    count = max(1, min(len(values), AT_ONCE // max(1, len(columns))))
+    products = rows.new_empty(count, len(columns))  # memory anew for each would cost far more
+    for some, factors in zip(values.split(count), rows.split(count), strict=True):
+        bits = some.to(dtype).view(BITS[dtype.itemsize])
+        some_products = torch.mul(bits, columns, out=products[: len(bits)])
+        total += (some_products.sum(1) * factors).sum()
+    return total.item()
+
+
+def _factors(name: str, spec: ParameterSpec, dim: int, bounds: tuple[int, int]) -> torch.Tensor:
+    """Return the factors of the indices from bounds[0] to below bounds[1] of a dimension of a
+    global tensor: odd numbers, int64 [indices]."""
+    what = f"{name}/{spec.shape}/{dim}".encode()
+    start = int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little")
+    mixed = torch.arange(*bounds) * _signed(STEP) + _signed(start)
+    for shift, multiplier in ((30, FIRST), (27, SECOND)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(multiplier)
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+def _version_of(parameter: torch.Tensor) -> int:
+    """Return what changes when the values of a parameter are changed in place."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift int64 to the right as if it had no sign."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """Return the int64 that is equal to a number mod 2**64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,204 @@
+"""Low-rank adapters of a run: what the flags and a checkpoint say of them, and the base that they
+are trained on."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+from megazoo import lora
+from megazoo.checkpoint.ownership import ADAPTER_CONFIG
+from megazoo.checkpoint.places import MANIFEST, find_checkpoint, present
+from megazoo.cli.flags import flag_of
+from megazoo.cli.options import LoRAOptions, Options
+from megazoo.errors import UserError
+from megazoo.models.adapters import LoRASettings, is_adapter
+from megazoo.models.base import Model
+from megazoo.models.counts import parameter_count, whole_model
+from megazoo.models.pretrained import open_source
+from megazoo.models.source import ModelSource, SavedAdapters, SavedModel
+
+# Fields of a config in which a model and its base may differ: a classifier is made of a language
+# model.
+OF_A_CLASSIFIER = ("num_labels", "pad_token_id", "problem_type")
+
+
+class Weights(NamedTuple):
+    """What a run begins with.
+
+    base: what the weights are read from; None: they are drawn from the seed. adapters: a checkpoint
+    of a run with adapters. settings: what the adapters are; None without, and where a directory of
+    PEFT's says it. base_note: what to say of a base that only the checkpoint names.
+    """
+
+    base: ModelSource | None = None
+    adapters: SavedAdapters | None = None
+    settings: LoRASettings | None = None
+    base_note: str | None = None
+
+    @property
+    def described(self) -> ModelSource | None:
+        """What says what the model is."""
+        return self.adapters or self.base
+
+    def resumed(self, options: Options) -> ModelSource | None:
+        """Return the checkpoint from which the run goes on, if it goes on from one."""
+        if options.checkpoint.load_weights_only:
+            return None
+        if self.adapters or self.settings or options.lora.lora_load:
+            return self.adapters
+        has_new_head = options.model.num_labels and self.base and not self.base.config.num_labels
+        if has_new_head:  # a classifier of a language model's weights is another run
+            return None
+        return self.base if isinstance(self.base, SavedModel) else None
+
+
+NO_WEIGHTS = Weights()
+
+
+def open_weights(options: Options) -> Weights:
+    """Open what --load and --lora-load name. UserError if they don't belong together, or if flags
+    say something else of the adapters than the checkpoint does."""
+    load, flags, verify = options.checkpoint.load, options.lora, options.checkpoint.verify
+    base = open_source(load, verify=verify, adapters=True) if load else None
+    adapters = None
+    if flags.lora_load and isinstance(base, SavedAdapters):
+        raise UserError(
+            f"--load {load} holds adapters alone: give its base, or --lora-load {load} instead"
+        )
+    if flags.lora_load:
+        adapters = _open_adapters(flags.lora_load, verify)
+    elif isinstance(base, SavedAdapters):
+        base, adapters = None, base
+    _check_flags(flags, adapters)
+    if adapters is None:
+        return Weights(base, settings=flags.settings)
+    note = None
+    if base is None and adapters.base_path:
+        base = _open_named_base(adapters, verify)
+        note = f"base: {adapters.base_path}, as the checkpoint says"
+    if base is not None:
+        _check_configs(base, adapters)
+    return Weights(base, adapters, adapters.settings, note)
+
+
+def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
+    """Open the checkpoint that --lora-load names; None for a directory of PEFT's."""
+    if (path / ADAPTER_CONFIG).is_file() and not (path / MANIFEST).is_file():
+        return None
+    try:
+        step = find_checkpoint(path)
+    except UserError as error:
+        missing = f"{error}, nor {ADAPTER_CONFIG}" if path.is_dir() else f"no directory {path}"
+        raise UserError(f"--lora-load: {missing}") from None
+    try:
+        return SavedAdapters(step, verify=verify)
+    except UserError as error:
+        hint = ": --load is for it" if "holds a whole model" in str(error) else ""
+        raise UserError(f"--lora-load: {error}{hint}", error.exit_code) from None
+
+
+def _open_named_base(adapters: SavedAdapters, verify: bool) -> ModelSource:
+    """Open the base that a checkpoint names."""
+    path = adapters.base_path
+    if not present(path).is_dir():
+        raise UserError(
+            f"the base of {adapters.path} is no longer at {path}: give --load BASE "
+            f"--lora-load {adapters.path}"
+        )
+    return open_source(path, verify=verify)
+
+
+def _check_configs(base: ModelSource, adapters: SavedAdapters) -> None:
+    """Refuse a base that is another model: the weights alone don't tell what is computed of
+    them."""
+    if base.model is not adapters.model:
+        raise UserError(
+            f"{base.path} is a {base.model.__name__}, but {adapters.path} has adapters of a "
+            f"{adapters.model.__name__}"
+        )
+    for f in fields(adapters.config):
+        ours, theirs = getattr(base.config, f.name), getattr(adapters.config, f.name)
+        if ours != theirs and not f.name.endswith("dropout") and f.name not in OF_A_CLASSIFIER:
+            raise UserError(
+                f"{f.name} is {ours} in {base.path}, but {theirs} in {adapters.path}, "
+                "whose base it is to be"
+            )
+
+
+def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:
+    """Refuse flags that have nothing to say of adapters, or something else than the checkpoint."""
+    for name, value in flags.given.items():
+        flag = flag_of(name).removeprefix("--")
+        if adapters:
+            theirs = getattr(adapters.settings, name.removeprefix("lora_"))
+            if value != theirs:
+                shown, stored = (
+                    ",".join(each) if isinstance(each, tuple) else each for each in (value, theirs)
+                )
+                raise UserError(
+                    f"{flag} is {shown}, but {stored} in the checkpoint {adapters.path}: "
+                    "leave it out"
+                )
+        elif flags.lora_load:
+            raise UserError(
+                f"{flag} {value} beside --lora-load: {ADAPTER_CONFIG} in {flags.lora_load} says "
+                "what the adapters are: leave it out"
+            )
+        elif flags.lora_rank is None:
+            raise UserError(
+                f"{flag} without adapters: give --lora-rank R for new ones, or --lora-load DIR"
+            )
+
+
+def check_trained(options: Options, config, weights: Weights) -> None:
+    """Raise UserError if the model has not what is to be adapted or trained, or if no adapter is.
+
+    Of a directory of PEFT's this is seen when it is read.
+    """
+    if options.lora.lora_load and not weights.adapters:
+        return
+    model = whole_model(config, options.training.train_only, weights.settings)
+    trained = any(is_adapter(entry.name) for entry in model.trained_entries())
+    if weights.settings and not weights.adapters and not trained:
+        raise UserError(
+            f"train-only {options.training.train_only} trains no adapter: leave --lora-rank out, "
+            "or let the pattern match lora, too"
+        )
+
+
+def add_adapters(model: Model, options: Options, settings: LoRASettings | None) -> None:
+    """Give a model the adapters of a run, if it has any: new ones, or those of a directory of
+    PEFT's. Its weights are there by now. Every rank calls it."""
+    if settings:
+        lora.add_by(model, settings)
+    elif options.lora.lora_load:
+        lora.load(model, options.lora.lora_load)
+
+
+def note_on_trained(config, settings: LoRASettings | None, pattern: str | None) -> str | None:
+    """Return what to say of the parameters that are trained; nothing where all are."""
+    if settings is None and pattern is None:
+        return None
+    count = parameter_count(config, pattern, settings)
+    if settings is None:
+        return f"training {count:,} of them: {pattern}"
+    model = whole_model(config, lora=settings)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    what = f"adapters of {describe(settings)}"
+    if pattern:
+        what = f"{pattern}, of a model with {what}"
+    elif config.num_labels:
+        what += ", and the head"
+    return f"training {count:,} of {total:,} parameters: {what}"
+
+
+def describe(settings: LoRASettings) -> str:
+    """Write what adapters are in a few words: rank 8 on q, v."""
+    others = sorted({*settings.rank_pattern.values()} - {settings.rank})
+    ranks = " or ".join(map(str, [settings.rank, *others]))
+    return f"rank {ranks} on {', '.join(settings.targets)}"
+
+
+def flag_to_go_on(options: Options) -> str:
+    """Return the flag by which a run goes on from its own checkpoints."""
+    return "--lora-load" if options.lora.lora_rank or options.lora.lora_load else "--load"

@@ -1,0 +1,222 @@
+"""The memory-saving twins of linear layers: products of one x by one weight or by several.
+
+Each is the same as a plain formula, which its docstring gives; tests/test_fused.py compares the
+two, values and gradients.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megazoo.layers.aligned import aligned, aligned_product, needs_alignment
+from megazoo.parallel.collectives import (
+    all_gather_sequence,
+    begin_all_gather_sequence,
+    begin_reduce_scatter_sequence,
+    begin_sum,
+)
+from megazoo.parallel.compile import untraced
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.cpu.products import product_dtype
+from megazoo.parallel.deferred import AtOnce, WeightQueue
+from megazoo.parallel.recompute import replay
+
+Weights = Sequence[torch.Tensor]
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    queue: WeightQueue | AtOnce | None = None,
+    align: bool = False,
+) -> torch.Tensor:
+    """Return x W^T + b, or recompute(x) W^T + b, keeping x alone for backward: see `linears`.
+
+    align: the number of outputs may be odd, as a vocabulary's: see aligned.py. No bias then.
+    """
+    align = align and needs_alignment(x, len(weight))
+    return linears(x, (weight,), bias, recompute=recompute, queue=queue, align=align)[0]
+
+
+def linears(
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None = None,
+    *,
+    recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    queue: WeightQueue | AtOnce | None = None,
+    align: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Return x W^T of each weight, to the first of which the bias is added; or the same of
+    recompute(x), made once in forward and once more in backward.
+
+    Same as: F.linear(recompute(x), weight, bias) and so on, but that bfloat16 is multiplied as fp32
+    on CPUs where that is faster. Kept for backward is x alone, and not that where all weights are
+    frozen and nothing is recomputed.
+
+    Args:
+        x: [..., inputs], or what recompute turns into that.
+        weights: of each [outputs, inputs]; bias: [outputs] of the first.
+        recompute: a function without parameters of its own, run again in backward.
+        queue: what adds up the weights' gradients if autograd does not: at once, or in an idle
+            moment of the pipeline.
+        align: give the products aligned rows: see aligned.py.
+    """
+    queues = _queues(queue, x, weights)
+    if recompute is None and not any(queues) and not align and product_dtype(x) == x.dtype:
+        return _plain(x, weights, bias)
+    return _linears(recompute, queues, align, x, bias, *weights)
+
+
+def _plain(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> tuple:
+    first, *others = weights
+    return F.linear(x, first, bias), *(F.linear(x, weight) for weight in others)
+
+
+def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weights) -> tuple:
+    """Return the queue for each weight that it serves, None for each other."""
+    if queue is None:
+        return (None,) * len(weights)
+    return tuple(
+        queue if weight.requires_grad and queue.serves(x, weight) else None for weight in weights
+    )
+
+
+@untraced
+def _linears(recompute, queues, align, x, bias, *weights) -> tuple[torch.Tensor, ...]:
+    return _Linears.apply(recompute, queues, align, x, bias, *weights)
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, recompute, queues, align, x, bias, *weights):
+        # the Parameters themselves, not saved tensors: the queue adds to their gradients later
+        ctx.recompute, ctx.queues, ctx.align, ctx.weights = recompute, queues, align, weights
+        ctx.generator = torch.get_rng_state() if recompute else None
+        keeps_x = recompute is not None or any(ctx.needs_input_grad[-len(weights) :])
+        ctx.save_for_backward(x if keeps_x else None)
+        dtype = product_dtype(x)
+        inputs = recompute(x) if recompute else x
+        if align:
+            return tuple(aligned_product(inputs, weight) for weight in weights)
+        weights = [weight.to(dtype) for weight in weights]
+        products = _plain(inputs.to(dtype), weights, None if bias is None else bias.to(dtype))
+        return tuple(product.to(x.dtype) for product in products)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x,), x_grad = ctx.saved_tensors, None
+        own, dtype = grads[0].dtype, product_dtype(grads[0])
+        if ctx.recompute:
+            x = x.detach().requires_grad_()
+            inputs = replay(ctx.recompute, ctx.generator, x)
+        else:
+            inputs = x
+        grads = [_aligned_rows(grad) if ctx.align else grad.to(dtype) for grad in grads]
+        if ctx.needs_input_grad[3]:
+            x_grad = _gradient_of_input(grads, [w.to(dtype) for w in ctx.weights]).to(own)
+            if ctx.recompute:
+                (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
+        inputs = None if inputs is None else inputs.to(dtype)
+        return None, None, None, x_grad, *_gradients_of_weights(ctx, grads, inputs)
+
+
+def _gradient_of_input(grads: Weights, weights: Weights) -> torch.Tensor:
+    """Return the gradient of what was multiplied: the sum over the weights of each product's
+    gradient times its weight."""
+    (first, *others), (weight, *rest) = grads, weights
+    rows = first.flatten(0, -2) @ weight
+    for grad, weight in zip(others, rest, strict=True):
+        rows.addmm_(grad.flatten(0, -2), weight)
+    return rows.unflatten(0, first.shape[:-1])
+
+
+def _gradients_of_weights(ctx, grads: Weights, inputs: torch.Tensor | None) -> tuple:
+    """Return the gradients of a bias and of the weights, or what their queues leave of them.
+
+    ctx: of an autograd function whose last arguments they are. grads, inputs: of what it returned,
+    and what was multiplied: [..., outputs] and [..., inputs].
+    """
+    grad_rows = [grad.flatten(0, -2) for grad in grads]
+    # a queue multiplies where autograd records
+    input_rows = None if inputs is None else inputs.detach().flatten(0, -2)
+    bias_wanted, *wanted = ctx.needs_input_grad[-len(grads) - 1 :]
+    gradients = [grad_rows[0].sum(0) if bias_wanted else None]
+    for weight, queue, grad, is_wanted in zip(
+        ctx.weights, ctx.queues, grad_rows, wanted, strict=True
+    ):
+        if not is_wanted:
+            gradients.append(None)
+        elif queue:
+            gradients.append(queue.put(weight, grad.t(), input_rows))
+        else:
+            gradients.append(torch.mm(grad.t(), input_rows))
+    return tuple(gradients)
+
+
+def hides_communication(x: torch.Tensor) -> bool:
+    """Say whether entered_linears pays for x: in training on CUDA, whose collectives run beside the
+    products. On CPUs both would share the same cores."""
+    return x.is_cuda and torch.is_grad_enabled()
+
+
+def entered_linears(
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    parallel: ParallelContext,
+    *,
+    queue: WeightQueue | AtOnce | None = None,
+    align: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Enter the tensor-parallel region with x and multiply by each weight, with the backward's
+    communication under its products.
+
+    Same as: linears(enter_tensor_parallel(x), weights, bias, queue=queue, align=align).
+
+    While x's gradient is summed over the ranks (scattered, under sequence parallelism), the
+    weights' are computed; and while x's is computed, this rank's part of x is gathered again, if
+    any weight is trained. The sum takes the memory of the product that it is the sum of.
+    """
+    return _entered_linears(parallel, _queues(queue, x, weights), align, x, bias, *weights)
+
+
+@untraced
+def _entered_linears(parallel, queues, align, x, bias, *weights) -> tuple[torch.Tensor, ...]:
+    return _EnteredLinears.apply(parallel, queues, align, x, bias, *weights)
+
+
+class _EnteredLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parallel, queues, align, x, bias, *weights):
+        ctx.parallel, ctx.queues, ctx.align, ctx.weights = parallel, queues, align, weights
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[-len(weights) :]) else None)
+        if parallel.sequence_parallel:
+            x = all_gather_sequence(x, parallel.tp_group)
+        if align:
+            return tuple(aligned_product(x, weight) for weight in weights)
+        return _plain(x, weights, bias)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x,), x_grad = ctx.saved_tensors, None
+        cut, group = ctx.parallel.sequence_parallel, ctx.parallel.tp_group
+        grads = [_aligned_rows(grad) if ctx.align else grad for grad in grads]
+        x_wanted = ctx.needs_input_grad[3]
+        gathered = begin_all_gather_sequence(x, group) if cut and x is not None else None
+        if x_wanted:
+            x_grad = _gradient_of_input(grads, ctx.weights)
+            summed = (begin_reduce_scatter_sequence if cut else begin_sum)(x_grad, group)
+        gradients = _gradients_of_weights(ctx, grads, gathered() if gathered else x)
+        if x_wanted:
+            x_grad = summed()
+        return None, None, None, x_grad, *gradients
+
+
+def _aligned_rows(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient, [..., outputs], with aligned rows."""
+    return aligned(grad.flatten(0, -2)).unflatten(0, grad.shape[:-1])

@@ -1,0 +1,55 @@
+"""Opens adapters on disk, whatever wrote them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from megazoo.checkpoint.places import has_checkpoint, present
+from megazoo.errors import UserError
+from megazoo.models.adapted import AdapterSource
+from megazoo.models.hugging_face.peft import ADAPTER_CONFIG, PEFTDirectory, labels_in
+from megazoo.models.pretrained import with_labels
+from megazoo.models.source import ModelSource, SavedAdapters
+from megazoo.parallel.context import ParallelContext
+
+
+def open_beside(
+    path: str | Path, base: ModelSource, *, verify: bool = True
+) -> tuple[AdapterSource, object]:
+    """Open adapters for a model on disk; returns them, and the model's config: of a classifier, if
+    its head is among them. Arguments and errors as in `open_adapter`."""
+    path = present(Path(path))
+    if _is_checkpoint(path):
+        theirs = SavedAdapters(path, verify=verify).config
+        config = with_labels(base, theirs.num_labels or None, theirs.pad_token_id)
+        if theirs.num_labels:
+            config = replace(config, problem_type=theirs.problem_type)
+    else:
+        config = with_labels(base, labels_in(path) or None)
+    whole = base.model.on_meta(config, ParallelContext())
+    return open_adapter(path, whole, verify=verify), config
+
+
+def open_adapter(path: str | Path, whole: nn.Module, *, verify: bool = True) -> AdapterSource:
+    """Open the adapters of a directory for a model; nothing is read yet but what they are.
+
+    path: PEFT's directory, or one of `megazoo.lora.save`; or a checkpoint of a run with adapters.
+    whole: the model, all of its layers; on the meta device will do. verify: whether a checkpoint's
+    files are compared with its checksums. UserError if there are no adapters, none of this model,
+    or of a kind that is not supported.
+    """
+    path = present(Path(path))
+    if not _is_checkpoint(path):
+        return PEFTDirectory(path, whole)
+    source = SavedAdapters(path, verify=verify)
+    if source.model is not type(whole):
+        raise UserError(
+            f"{path} has adapters of a {source.model.__name__}, not of a {type(whole).__name__}"
+        )
+    return source
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Say whether a directory holds a checkpoint, and no adapters of PEFT's."""
+    return has_checkpoint(path) and not (path / ADAPTER_CONFIG).is_file()

@@ -1,0 +1,238 @@
+"""Which layers of a model get low-rank adapters, what these are called, and how they are attached.
+
+A target is a matrix that Hugging Face's model has as one: of LLaMA's qkv each of q, k and v, of
+GPT-2's the whole.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megazoo.errors import UserError, check_number, nearest
+from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazoo.layers.lora import Adapter, Adapters
+from megazoo.models.hugging_face.names import hf_names
+from megazoo.parallel.buckets import accumulate_in_fp32
+from megazoo.parallel.module import initialize
+from megazoo.parallel.random import derive_seed
+from megazoo.parallel.shard import Shard
+
+ALL = "all-linear"  # PEFT's name for every target
+CLASSIFIER_HEAD = "score.weight"
+LORA = "lora"  # what a layer calls its adapters; so it stands in the names of their parameters
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """What the adapters of a model are.
+
+    rank, alpha: the scale is alpha / rank, or, with rslora, alpha / sqrt(rank) (Kalajdzievski
+    2023). dropout: of x, on the way to A. targets: names of what is adapted: see `Target`; or
+    "all-linear". rank_pattern, alpha_pattern: other ranks and alphas of some targets, by their
+    names.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("q", "v")
+    rslora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise UserError for a value that makes no adapter."""
+        for rank in (self.rank, *self.rank_pattern.values()):
+            check_number("rank", rank, 1, whole=True)
+        for alpha in (self.alpha, *self.alpha_pattern.values()):
+            check_number("alpha", alpha, 0)
+            if alpha == 0:
+                raise UserError("alpha 0 would take away all that adapters learn: give more")
+        check_number("dropout", self.dropout, 0, 1)
+        if not self.targets:
+            raise UserError("targets names nothing to adapt: give names such as q,v")
+
+    def check_for(self, whole: nn.Module) -> None:
+        """Raise UserError for a value that makes no adapter, and for a name that calls none of a
+        model's targets. whole: the model, all of its layers; on the meta device will do."""
+        self.check()
+        called = (*self.targets, *self.rank_pattern, *self.alpha_pattern)
+        check_targets(all_targets(whole), called)
+
+    def rank_of(self, target: "Target") -> int:
+        """Return the rank of a target's adapter."""
+        return next((r for t, r in self.rank_pattern.items() if target.is_called(t)), self.rank)
+
+    def alpha_of(self, target: "Target") -> float:
+        """Return the alpha of a target's adapter."""
+        return next((a for t, a in self.alpha_pattern.items() if target.is_called(t)), self.alpha)
+
+    def scale_of(self, target: "Target") -> float:
+        """Return what the output of a target's adapter is multiplied by."""
+        rank = self.rank_of(target)
+        return self.alpha_of(target) / (math.sqrt(rank) if self.rslora else rank)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A matrix that can be adapted.
+
+    module: the global name of its layer. part: what of the layer it is: one of its parts, or the
+    layer's own last name for all of it. theirs: Hugging Face's name of it; our own, where there is
+    none. names: all by which it can be called, by their ends: "q" calls what "attention.q" does.
+    """
+
+    module: str
+    part: str
+    theirs: str
+    names: tuple[str, ...]
+
+    def is_called(self, name: str) -> bool:
+        """Say whether a user's name calls this target."""
+        return name == ALL or any(f".{own}".endswith(f".{name}") for own in self.names)
+
+    def parameter(self, factor: str) -> str:
+        """Return the global name of a factor of its adapter, "A" or "B"."""
+        return f"{self.module}.{LORA}.{self.part}.{factor}"
+
+
+def is_adapter(name: str) -> bool:
+    """Say whether a parameter of this global name is an adapter's."""
+    return f".{LORA}." in name
+
+
+def labels_of(model: nn.Module) -> int:
+    """Return how many labels a model tells apart, if it is a classifier of ours; else 0."""
+    return getattr(getattr(model, "config", None), "num_labels", 0)
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers that can be adapted, with their names in the model; one that is the whole
+    model has none."""
+    for name, module in model.named_modules():
+        if name and isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            yield name, module
+
+
+def targets_of(model: nn.Module, name: str, layer: nn.Module) -> list[Target]:
+    """Return the targets of a layer, in the order of its outputs. name: of the layer."""
+    parent, _, last = name.rpartition(".")
+    above = f"{parent}." if parent else ""
+    parts = getattr(layer, "part_names", ())
+    try:
+        theirs = hf_names(type(model), f"{name}.weight").names
+    except (AttributeError, KeyError):  # a model of one's own has no table, or not this layer
+        theirs = (f"{name}.weight",)
+    theirs = [each.removesuffix(".weight") for each in theirs]
+    if len(theirs) > 1 and len(theirs) == len(parts):
+        return [
+            Target(name, part, each, (name, f"{above}{part}", each))
+            for part, each in zip(parts, theirs, strict=True)
+        ]
+    names = [name, *(f"{above}{part}" for part in parts), theirs[0]]
+    names += [f"{above}o"] if last == "output" else []
+    return [Target(name, last, theirs[0], tuple(names))]
+
+
+def all_targets(model: nn.Module) -> list[Target]:
+    """Return the targets of all layers of a model that are here."""
+    return [
+        target for name, layer in linear_layers(model) for target in targets_of(model, name, layer)
+    ]
+
+
+def check_targets(targets: list[Target], wanted: Iterable[str]) -> None:
+    """Raise UserError for a name that calls none of the targets."""
+    if not targets:
+        raise UserError(
+            "the model has no layers to adapt: give a module that has ColumnParallelLinear or "
+            "RowParallelLinear layers within"
+        )
+    for name in wanted:
+        if not any(target.is_called(name) for target in targets):
+            known = dict.fromkeys(
+                last for target in targets for last in (target.part, target.theirs.split(".")[-1])
+            )
+            raise UserError(
+                f"the target {name!r} is no linear layer of the model{nearest(name, known)}; "
+                f"there are {', '.join(known)}, and {ALL}"
+            )
+
+
+def adapt(model: nn.Module, settings: LoRASettings, seed: int = 0) -> None:
+    """Give a model its adapters, as `attach` does, and freeze all else but a classifier's head."""
+    is_classifier = labels_of(model) > 0
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_classifier and name == CLASSIFIER_HEAD)
+    attach(model, settings, seed)
+
+
+def attach(model: nn.Module, settings: LoRASettings, seed: int = 0) -> None:
+    """Give the layers of a model that the settings call their adapters, with initial values that
+    depend on the seed and the parameters' names alone. Nothing is frozen."""
+    for name, layer in linear_layers(model):
+        targets = targets_of(model, name, layer)
+        called = [t for t in targets if any(map(t.is_called, settings.targets))]
+        if called:
+            _attach_to(layer, targets, called, settings, seed)
+
+
+def detach(model: nn.Module) -> None:
+    """Take the adapters away."""
+    for _, layer in linear_layers(model):
+        layer.lora = None
+
+
+def _attach_to(
+    layer: nn.Module,
+    targets: list[Target],
+    called: list[Target],
+    settings: LoRASettings,
+    seed: int,
+) -> None:
+    """Give a layer its adapters. targets: all that it has; called: those that are adapted."""
+    spec, adapters = layer.specs["weight"], {}
+    columns, rows = spec.shape[1], spec.shape[0]
+    is_row_parallel = isinstance(layer, RowParallelLinear)
+    cut = spec.shard
+    for target in called:
+        outputs, outputs_cut = rows, None if is_row_parallel else cut
+        if len(targets) > 1:
+            number = targets.index(target)
+            outputs = cut.parts[number]
+            outputs_cut = Shard(0, (outputs,), cut.units[number : number + 1])
+        with torch.device("meta"):
+            adapter = Adapter(
+                outputs,
+                columns,
+                outputs_cut,
+                cut if is_row_parallel else None,
+                rank=settings.rank_of(target),
+                scale=settings.scale_of(target),
+                dropout=settings.dropout,
+                ctx=layer.ctx,
+            )
+        adapter.dropout.site = f"{target.module}.{LORA}.{target.part}"
+        _fill(adapter, target, layer.weight, seed)
+        adapters[target.part] = adapter
+    if len(targets) > 1:
+        sizes = cut.local_sizes(layer.ctx.tp_size, layer.ctx.tp_rank)
+    else:
+        sizes = [layer.weight.shape[0]]
+    sizes = dict(zip((target.part for target in targets), sizes, strict=True))
+    layer.lora = Adapters(adapters, sizes)
+
+
+def _fill(adapter: Adapter, target: Target, weight: torch.Tensor, seed: int) -> None:
+    """Give an adapter's parameters the device and dtype of its layer's weight, and their initial
+    values. On the meta device there are none."""
+    for factor, spec in adapter.specs.items():
+        shape = getattr(adapter, factor).shape
+        parameter = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
+        accumulate_in_fp32(parameter)
+        setattr(adapter, factor, parameter)
+        if not parameter.is_meta:
+            initialize(parameter, spec, adapter.ctx, derive_seed(seed, target.parameter(factor)))

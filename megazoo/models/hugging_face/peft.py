@@ -1,0 +1,340 @@
+"""Adapters in PEFT's files (0.21): adapter_config.json, and the names and shapes of the tensors.
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight       [rank, inputs]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight       [outputs, rank]
+
+Nothing is transposed, of GPT-2's Conv1D neither: there a merge alone turns the change.
+"""
+
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from re import fullmatch
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazoo.checkpoint.ownership import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from megazoo.checkpoint.source import TensorSource
+from megazoo.checkpoint.tensor_files import TensorFiles
+from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
+from megazoo.errors import UserError
+from megazoo.files import brief, convert, json_object, read_bytes
+from megazoo.models.adapted import AdapterSource, Matrix, adapted, matrices_of, short_names
+from megazoo.models.adapters import CLASSIFIER_HEAD, LoRASettings, Target, labels_of
+from megazoo.models.hugging_face.directory import some_of
+from megazoo.models.hugging_face.export import lazy_rows
+from megazoo.models.hugging_face.names import hf_names
+from megazoo.parallel.shard import ParameterSpec, Piece
+
+PICKLED = "adapter_model.bin"  # of older versions
+PREFIX = "base_model.model."
+CLASSIFIERS = {"classifier", "score"}  # modules that PEFT trains with any classifier
+# Keys of adapter_config.json that don't change what a trained adapter computes.
+WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+}  # fmt: skip
+# Initial values of which the weights beside the adapter stay as they were.
+INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass
+class _Config:
+    """The keys of adapter_config.json that are read. Others are refused, unless they are without
+    effect."""
+
+    peft_type: str
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    bias: str = "none"
+    target_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[str, int] | None = field(default_factory=dict)
+    alpha_pattern: dict[str, float] | None = field(default_factory=dict)
+    init_lora_weights: Any = True
+    exclude_modules: Any = None
+    layers_to_transform: Any = None
+
+
+class PEFTDirectory(AdapterSource):
+    """Reads adapters that PEFT wrote, or `megazoo.lora.save`.
+
+    path: a directory with adapter_config.json and adapter_model.safetensors, or .bin. whole: the
+    model that they are for, all of its layers; on the meta device will do. Which layers have
+    adapters is told by the tensors' names. UserError for what changes the mathematics and is not
+    supported, and for missing and unexpected tensors and other shapes, with their names.
+    """
+
+    def __init__(self, path: Path, whole: nn.Module):
+        super().__init__(path)
+        self.trainer, self.sidecar_files, self.generation = {}, {}, {}
+        self._file = weights_file(path)
+        self._config = _read_config(path / ADAPTER_CONFIG)
+        self._names = self.files.names(self._file)
+        all_matrices = matrices_of(whole)
+        by_name = {
+            tensor_name(matrix.target, factor): matrix
+            for matrix in all_matrices
+            for factor in ("A", "B")
+        }
+        here = {by_name[name].target for name in self._names if name in by_name}
+        self.matrices = [matrix for matrix in all_matrices if matrix.target in here]
+        self.settings = self._read_settings([matrix.target for matrix in all_matrices])
+        self._theirs, self.specs = {}, {}
+        for matrix in self.matrices:
+            factors = zip(("A", "B"), self.factors(matrix).items(), strict=True)
+            for factor, (name, spec) in factors:
+                self._theirs[name] = tensor_name(matrix.target, factor)
+                self.specs[name] = spec
+        self._add_head(whole)
+        self._check_complete(all_matrices, type(whole).__name__)
+        for name, spec in self.specs.items():
+            self.files.check_shape(self._file, self._theirs[name], spec.shape)
+            self.dtype_of(name)  # refuses those of no weights
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.files.dtype([(self._file, self._theirs[name])])
+
+    def file_sizes(self) -> dict[str, int]:
+        return {self._file: (self.path / self._file).stat().st_size}
+
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
+        theirs, shape = self._theirs[name], self.specs[name].shape
+        for piece in pieces:
+            self.put(
+                destination[piece.index()], self.files.box(self._file, theirs, shape, piece.box)
+            )
+
+    def _read_settings(self, targets: list[Target]) -> LoRASettings:
+        """Return the settings; their names call exactly the layers that are here."""
+        config, file = self._config, self.path / ADAPTER_CONFIG
+        here = [matrix.target for matrix in self.matrices]
+        if not here:
+            raise UserError(
+                f"{self.path / self._file} has no adapter of a linear layer of this model; it has "
+                f"{some_of(self._names) or 'no tensors'}"
+            )
+        settings = LoRASettings(
+            rank=config.r,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            targets=short_names(here, targets),
+            rslora=config.use_rslora,
+            rank_pattern=_pattern("rank_pattern", config.rank_pattern, here, config.r, file),
+            alpha_pattern=_pattern(
+                "alpha_pattern", config.alpha_pattern, here, config.lora_alpha, file
+            ),
+        )
+        try:
+            settings.check()
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
+        return settings
+
+    def _add_head(self, whole: nn.Module) -> None:
+        """Take a classifier's trained head, if it is there; UserError for other modules that were
+        trained."""
+        modules = set(self._config.modules_to_save or ())
+        if not modules:
+            return
+        labels = labels_of(whole)
+        if "score" not in modules or modules - CLASSIFIERS:
+            raise UserError(
+                f"{self.path / ADAPTER_CONFIG}: modules_to_save {sorted(modules)} is not "
+                "supported: there is ['score'], of a classifier"
+            )
+        if not labels:
+            raise UserError(
+                f"{self.path} is of a classifier: modules_to_save has its score, which this model "
+                "has not; build it with num_labels"
+            )
+        self.specs[CLASSIFIER_HEAD] = ParameterSpec((labels, whole.config.hidden_size))
+        self._theirs[CLASSIFIER_HEAD] = f"{PREFIX}{CLASSIFIER_HEAD}"
+
+    def _check_complete(self, matrices: list[Matrix], model: str) -> None:
+        """Raise UserError if a tensor is missing, by the others or by target_modules, or there is
+        one that the model has no place for."""
+        wanted = set(self._theirs.values())
+        for matrix in matrices:
+            if self._is_target(matrix.target.theirs):
+                wanted |= {tensor_name(matrix.target, factor) for factor in ("A", "B")}
+        problems = []
+        if missing := wanted - self._names:
+            problems.append(f"lacks {some_of(missing)}")
+        if extra := self._names - wanted:
+            problems.append(f"has the unexpected {some_of(extra)}")
+        if problems:
+            raise UserError(
+                f"{self.path / self._file} {' and '.join(problems)}: "
+                f"it is not of this {model} with its {ADAPTER_CONFIG}"
+            )
+
+    def _is_target(self, name: str) -> bool:
+        """Say whether target_modules, where it is a list of names alone, has this module."""
+        config = self._config
+        if config.exclude_modules or config.layers_to_transform is not None:
+            return False
+        names = config.target_modules if isinstance(config.target_modules, list) else ()
+        return any(f".{name}".endswith(f".{each}") for each in names)
+
+
+def weights_file(path: Path) -> str:
+    """Return the name of the file of weights; UserError says what a directory of adapters lacks."""
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory: give one that holds an adapter")
+    if not (path / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{path} is not an adapter's: it lacks {ADAPTER_CONFIG}")
+    for name in (ADAPTER_WEIGHTS, PICKLED):
+        if (path / name).is_file():
+            return name
+    raise UserError(f"{path} is not an adapter's: it lacks {ADAPTER_WEIGHTS}, and {PICKLED}")
+
+
+def labels_in(path: Path) -> int:
+    """Return how many labels the head has that stands beside the adapters of a directory; 0 without
+    one."""
+    file, files = weights_file(path), TensorFiles(path)
+    head = f"{PREFIX}{CLASSIFIER_HEAD}"
+    return files.shape(file, head)[0] if head in files.names(file) else 0
+
+
+def tensor_name(target: Target, factor: str) -> str:
+    """Return PEFT's name of a factor of a target's adapter, "A" or "B"."""
+    return f"{PREFIX}{target.theirs}.lora_{factor}.weight"
+
+
+def _read_config(file: Path) -> _Config:
+    """Read adapter_config.json; UserError names a key that is not supported."""
+    values = json_object(file, read_bytes(file))
+    if values.get("peft_type") != "LORA":
+        raise UserError(
+            f"{file}: peft_type is {brief(values.get('peft_type'))}: LORA alone is supported"
+        )
+    known = _Config.__dataclass_fields__.keys()
+    for key in sorted(values.keys() - known - WITHOUT_EFFECT):
+        if values[key]:
+            raise UserError(f"{file}: {key} {brief(values[key])} is not supported")
+    try:
+        config = convert({key: values[key] for key in known & values.keys()}, _Config, "")
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    if config.bias != "none":
+        raise UserError(f"{file}: bias {brief(config.bias)} is not supported: it must be 'none'")
+    if config.init_lora_weights not in INITIAL_VALUES:
+        raise UserError(
+            f"{file}: init_lora_weights {brief(config.init_lora_weights)} is not supported: it has "
+            "changed the weights beside the adapter; save it converted, as PEFT can"
+        )
+    return config
+
+
+def _pattern(
+    key: str, pattern: dict[str, Any] | None, here: list[Target], default: float, file: Path
+) -> dict[str, Any]:
+    """Return what rank_pattern or alpha_pattern gives some of the targets, by names that call just
+    these. UserError for a regular expression."""
+    for name, value in (pattern or {}).items():
+        if not fullmatch(r"[\w.-]+", name):
+            raise UserError(
+                f"{file}: {key} has the regular expression {brief(name)}, which is not supported: "
+                "give names of modules, or their ends"
+            )
+        if not isfinite(value):
+            raise UserError(f"{file}: {key} of {name} is {value}")
+
+    def value_of(target: Target) -> float:
+        values = (pattern or {}).items()
+        ends = (value for name, value in values if f".{target.theirs}".endswith(f".{name}"))
+        return next(ends, default)
+
+    return _by_name({target: value_of(target) for target in here}, default)
+
+
+def _by_name(values: dict[Target, float], default: float) -> dict[str, float]:
+    """Return the values that are not the default by the shortest names that call their targets and
+    no other of these."""
+    others = dict.fromkeys(value for value in values.values() if value != default)
+    return {
+        name: other
+        for other in others
+        for name in short_names([t for t, value in values.items() if value == other], [*values])
+    }
+
+
+def write_adapters(
+    source: TensorSource,
+    whole: nn.Module,
+    settings: LoRASettings,
+    directory: Path,
+    base_model_name_or_path: str | None = None,
+) -> None:
+    """Write PEFT's two files into a directory that is there, a piece of a tensor at a time.
+
+    source: has the adapters of `whole`, by their global names, and a classifier's head. settings:
+    the adapters'.
+    """
+    matrices, tensors = adapted(matrices_of(whole), settings), {}
+
+    def add(theirs: str, name: str, spec: ParameterSpec) -> None:
+        rows, dtype = (0, spec.shape[0]), source.dtype_of(name)
+        tensors[theirs] = lazy_rows(source, name, spec, rows, dtype, False, lambda _: None)
+
+    for matrix in matrices:
+        for factor, spec in matrix.specs(settings.rank_of(matrix.target)).items():
+            add(tensor_name(matrix.target, factor), matrix.target.parameter(factor), spec)
+    if labels := labels_of(whole):
+        head = ParameterSpec((labels, whole.config.hidden_size))
+        add(f"{PREFIX}{CLASSIFIER_HEAD}", CLASSIFIER_HEAD, head)
+    in_order: dict[str, LazyTensor] = dict(sorted(tensors.items()))
+    write_safetensors(directory / ADAPTER_WEIGHTS, in_order)
+    config = peft_config(whole, settings, base_model_name_or_path)
+    write_json(directory / ADAPTER_CONFIG, config)
+
+
+def peft_config(
+    whole: nn.Module, settings: LoRASettings, base_model_name_or_path: str | None = None
+) -> dict[str, Any]:
+    """Return what adapter_config.json says of a model's adapters."""
+    targets = [matrix.target for matrix in matrices_of(whole)]
+    here = [matrix.target for matrix in adapted(matrices_of(whole), settings)]
+    is_classifier = labels_of(whole) > 0
+    ranks = {target: settings.rank_of(target) for target in here}
+    alphas = {target: _plain(settings.alpha_of(target)) for target in here}
+    return {
+        "alpha_pattern": _by_name(alphas, _plain(settings.alpha)),
+        "base_model_name_or_path": base_model_name_or_path,
+        "bias": "none",
+        "fan_in_fan_out": any(_is_transposed(whole, target) for target in here),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": _plain(settings.alpha),
+        "lora_dropout": settings.dropout,
+        "modules_to_save": ["score"] if is_classifier else None,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "rank_pattern": _by_name(ranks, settings.rank),
+        "target_modules": list(short_names(here, targets)),
+        "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": settings.rslora,
+    }
+
+
+def _plain(alpha: float) -> float:
+    """Return an alpha as PEFT has it: an int, if it is whole."""
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def _is_transposed(whole: nn.Module, target: Target) -> bool:
+    """Say whether Hugging Face's model has the matrix as [inputs, outputs]."""
+    try:
+        return hf_names(type(whole), f"{target.module}.weight").transposed
+    except (AttributeError, KeyError):  # a model of one's own has no table, or not this layer
+        return False

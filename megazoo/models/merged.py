@@ -1,0 +1,97 @@
+"""A model on disk with adapters merged into it while it is read."""
+
+from functools import cached_property
+
+import torch
+
+from megazoo.checkpoint.base import check_base_on_disk
+from megazoo.checkpoint.writing import PIECE_BYTES
+from megazoo.models.adapted import AdapterSource, Matrix
+from megazoo.models.source import ModelSource, SavedAdapters
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts, overlap
+
+
+class MergedSource(ModelSource):
+    """The tensors of a model with what adapters change added to them: W + scale * B A.
+
+    Each sum is made in fp32, of a few megabytes at a time, and rounded once, to the dtype that is
+    asked for. What was trained beside the adapters takes the place of the model's. config: the
+    merged model's, which is a classifier's if its head is among the adapters. The files that are
+    listed and checked are the model's. UserError if a checkpoint's adapters belong to another base,
+    which is read for this once more.
+    """
+
+    def __init__(self, base: ModelSource, adapters: AdapterSource, config):
+        super().__init__(base.path)
+        self.base, self.adapters = base, adapters
+        self.config, self.verifies = config, base.verifies
+        self.trainer = base.trainer
+        if isinstance(adapters, SavedAdapters):
+            check_base_on_disk(adapters, base)
+        self._matrices: dict[str, list[Matrix]] = {}
+        for matrix in adapters.matrices:
+            self._matrices.setdefault(matrix.weight, []).append(matrix)
+
+    @cached_property
+    def sidecar_files(self) -> dict[str, bytes]:
+        return self.base.sidecar_files
+
+    @cached_property
+    def generation(self) -> dict:
+        return self.base.generation
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self.base.pad_token_id
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return (self.adapters if name in self.adapters.specs else self.base).dtype_of(name)
+
+    def file_sizes(self) -> dict[str, int]:
+        return self.base.file_sizes()
+
+    def files_of(self, tensors, ctx: ParallelContext) -> set[str]:
+        return self.base.files_of([each for each in tensors if each[0] in self.base.specs], ctx)
+
+    def check_crc32(self, name: str, crc: int) -> None:
+        self.base.check_crc32(name, crc)
+
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
+        if name in self.adapters.specs:
+            return self.adapters.read_pieces(name, destination, spec, pieces)
+        if name not in self._matrices:
+            return self.base.read_pieces(name, destination, spec, pieces)
+        for piece in pieces:
+            for box in in_parts(piece.box, PIECE_BYTES // torch.float32.itemsize):
+                values = self._merged(name, spec, box)
+                self.put(destination[piece.index(box)], values)
+        return None
+
+    def _merged(self, name: str, spec: ParameterSpec, box: Box) -> torch.Tensor:
+        """Return a box of a weight with its adapters merged: fp32."""
+        values = torch.empty([stop - start for start, stop in box])
+        self.base.read_pieces(name, values, spec, [Piece(box, (0, 0))])
+        (start, _), columns = box
+        for matrix in self._matrices[name]:
+            there = ((matrix.first, matrix.first + matrix.outputs), (0, matrix.inputs))
+            if shared := overlap(box, there):
+                (low, high), _ = shared
+                rows = (low - matrix.first, high - matrix.first)
+                values[low - start : high - start] += self._change(matrix, rows, columns)
+        return values
+
+    def _change(
+        self, matrix: Matrix, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return rows and columns of what an adapter adds to its matrix: fp32."""
+        scale = self.adapters.settings.scale_of(matrix.target)
+        (a_name, a_spec), (b_name, b_spec) = self.adapters.factors(matrix).items()
+        rank = (0, a_spec.shape[0])
+        a = torch.empty(rank[1], columns[1] - columns[0])
+        b = torch.empty(rows[1] - rows[0], rank[1])
+        self.adapters.read_pieces(a_name, a, a_spec, [Piece((rank, columns), (0, 0))])
+        self.adapters.read_pieces(b_name, b, b_spec, [Piece((rows, rank), (0, 0))])
+        return scale * (b @ a)

@@ -1,0 +1,166 @@
+"""Builds the ranks of a run on the meta device, with what is frozen, and tells which are alike."""
+
+import math
+import re
+from dataclasses import replace
+
+import torch
+
+from megazoo.cli.options import ParallelOptions
+from megazoo.cli.rules import parse_stage_layers
+from megazoo.models.adapters import LoRASettings, attach
+from megazoo.models.base import Model
+from megazoo.models.counts import whole_model
+from megazoo.models.registry import FAMILIES, family_of
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
+from megazoo.planning.meter import META
+
+Trained = dict[int | None, frozenset[str]]  # by layer; None: what is in no layer
+
+
+class Builder:
+    """Builds any rank's part of a model, in any layout, without memory.
+
+    lora: the model's adapters; None: it has none.
+    """
+
+    def __init__(self, config, lora: LoRASettings | None = None):
+        self.config, self.family, self.lora = config, FAMILIES[family_of(config)], lora
+        self._trained: dict[str | None, Trained] = {}  # by the pattern of train_only
+        self._first_trained: dict[tuple, int] = {}  # of a layout
+
+    def context(
+        self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int
+    ) -> ParallelContext:
+        """Return the virtual context, on meta, of a rank of the first replica."""
+        world = ParallelContext.virtual(
+            parallel.tp,
+            parallel.pp,
+            dp,
+            cp=parallel.cp,
+            cp_method=parallel.cp_method,
+            sequence_parallel=bool(parallel.sequence_parallel),
+            virtual=parallel.virtual_pp,
+            stage_layers=parse_stage_layers(parallel.stage_layers),
+        )
+        return replace(world, rank=world.rank_at(pp=pp_rank, tp=tp_rank), device=META)
+
+    def build(
+        self,
+        parallel: ParallelOptions,
+        dp: int,
+        pp_rank: int,
+        tp_rank: int,
+        train_only: str | None = None,
+    ) -> Model:
+        """Return a rank's stages, without memory. train_only: as in `Model.train_only`."""
+        return self.build_in(self.context(parallel, dp, pp_rank, tp_rank), train_only)
+
+    def build_in(
+        self, ctx: ParallelContext, train_only: str | None, dtype: torch.dtype | None = None
+    ) -> Model:
+        """Return the stages of a context's rank, on meta. dtype: of the parameters, whose gradients
+        are then in fp32; by default only shapes are of interest."""
+        if dtype is None:
+            model = self.family.on_meta(self.config, ctx)
+        else:
+            model = self.family.empty(self.config, ctx, dtype=dtype)
+        if self.lora:
+            attach(model, self.lora)
+            model.lora = self.lora
+        self._freeze(model, train_only)
+        if self.lora or train_only:
+            model.first_trained_stage = self.first_trained_stage(ctx, train_only)
+        return model
+
+    def first_trained_stage(self, ctx: ParallelContext, train_only: str | None) -> int:
+        """Return the index of the first stage of the pipeline that trains anything, as all ranks
+        would find it together: see `Freezing.agree_on_frozen`. ctx: of any rank."""
+        key = (ctx.pp_size, ctx.virtual_size, ctx.stage_layers, train_only)
+        if key not in self._first_trained:
+            first = ctx.stage_count
+            for pp_rank in range(ctx.pp_size):
+                if first < pp_rank:  # the stages of later ranks come later, too
+                    break
+                there = ParallelContext.virtual(
+                    1, ctx.pp_size, virtual=ctx.virtual_size, stage_layers=ctx.stage_layers
+                )
+                there = replace(there, rank=there.rank_at(pp=pp_rank), device=META)
+                model = self.family.on_meta(self.config, there)
+                if self.lora:
+                    attach(model, self.lora)
+                self._freeze(model, train_only)
+                first = min(first, model.first_trained_here())
+            self._first_trained[key] = first
+        return self._first_trained[key]
+
+    def trained(self, train_only: str | None) -> Trained:
+        """Return the names of what is trained, by layer, without the layers' own names. UserError
+        if the pattern or the adapters' targets name nothing."""
+        if train_only not in self._trained:
+            names: dict[int | None, list[str]] = {}
+            for entry in whole_model(self.config, train_only, self.lora).trained_entries():
+                number, rest = layer_of(entry.name)
+                names.setdefault(number, []).append(rest)
+            self._trained[train_only] = {n: frozenset(rest) for n, rest in names.items()}
+        return self._trained[train_only]
+
+    def alike(self, stages: list[Stage], ctx: ParallelContext, train_only: str | None) -> tuple:
+        """Return a key for the stages of a pipeline rank, before they are built: of those that do
+        alike, and have as many layers, the keys are equal."""
+        keys = []
+        trained = self.trained(train_only) if self.lora or train_only else {}
+        first = self.first_trained_stage(ctx, train_only) if trained else 0
+        for stage in stages:
+            learns = tuple(trained.get(number) for number in stage.layers)
+            keys.append((stage.first, stage.last, stage.index > first, learns))
+        return tuple(keys)
+
+    def _freeze(self, model: Model, train_only: str | None) -> None:
+        """Freeze what the run does not train."""
+        if self.lora or train_only:
+            trained = self.trained(train_only)
+            for entry in model.entries():
+                number, rest = layer_of(entry.name)
+                entry.parameter.requires_grad_(rest in trained.get(number, ()))
+
+
+def layer_of(name: str) -> tuple[int | None, str]:
+    """Return the number of a parameter's layer, None outside of the layers, and the rest of its
+    name."""
+    match = re.match(r"layers\.(\d+)\.(.*)", name)
+    return (int(match[1]), match[2]) if match else (None, name)
+
+
+def stage_keys(model: Model) -> list[tuple]:
+    """Return a key for each stage, equal for those that do alike: as many layers, of the same
+    shapes, of which the same is trained, though of other numbers.
+
+    What is in no layer belongs to the first stage or the last. A stage behind the first that is
+    trained passes gradients on.
+    """
+    layers: dict[int | None, list] = {}
+    for name, parameter in model.named_parameters():
+        number, rest = layer_of(name)
+        known = (rest, tuple(parameter.shape), parameter.requires_grad)
+        layers.setdefault(number, []).append(known)
+    keys = []
+    for stage in model.stages:
+        outside = tuple(layers.get(None, ())) if stage.first or stage.last else ()
+        inside = tuple(tuple(layers[number]) for number in stage.layers)
+        passes = stage.index > model.first_trained_stage
+        keys.append((stage.first, stage.last, passes, outside, inside))
+    return keys
+
+
+def counted_parameters(model: Model) -> tuple[int, int]:
+    """Count the parameters of a rank, and those that are trained, without those that are counted on
+    another."""
+    counted = trained = 0
+    for entry in model.entries():
+        pieces = entry.counted_pieces(model.ctx)
+        count = sum(math.prod(stop - start for start, stop in piece.box) for piece in pieces)
+        counted += count
+        trained += count if entry.parameter.requires_grad else 0
+    return counted, trained
