@@ -336,6 +336,7 @@ FORGERIES = {
     "dropout": (adapters(dropout=1.0), r"adapters\.dropout is 1"),
     "no targets": (adapters(targets=[]), r"adapters\.targets is a list"),
     "unknown target": (adapters(targets=["qq"]), "the target 'qq' is no linear layer"),
+    "unknown setting": (adapters(zzz=1), "adapters has the unknown zzz: upgrade megazoo"),
     "other targets": (adapters(targets=["q"]), r"its config knows no layers\.0.*lora\.v"),
     "more targets": (adapters(targets=["q", "v", "up"]), "has no tensor layers.0.mlp"),
     "target with a line": (adapters(targets=["q\n"]), "can't be the name of a target"),

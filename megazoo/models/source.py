@@ -1,5 +1,6 @@
 """A model on disk: named global tensors, and the config that says what they are."""
 
+import dataclasses
 import math
 from functools import cached_property
 from pathlib import Path
@@ -189,5 +190,8 @@ class SavedAdapters(_Saved, AdapterSource):
 
     def _check_config(self) -> None:
         stored = self.manifest["adapters"]
+        unknown = stored.keys() - {field.name for field in dataclasses.fields(LoRASettings)}
+        if unknown:
+            raise UserError(f"adapters has the unknown {min(unknown)}: upgrade megazoo")
         self.settings = LoRASettings(**{**stored, "targets": tuple(stored["targets"])})
         self.settings.check_for(self.model.on_meta(self.config, ParallelContext()))
