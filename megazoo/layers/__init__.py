@@ -9,6 +9,8 @@ What the rest of megazoo asks of a layer, it says by an attribute, and so can on
     score_features  features over which queries and keys are multiplied, of all tp ranks together;
                     `flops_per_token` counts them, and asks no module inside one that says so. 0
                     if the cost of an attention doesn't grow with the sequence.
+    window          how many tokens a query looks at, itself included; None, the default: all before
+                    it. `flops_per_token` counts them, and a KVCache keeps so many.
     recompute       False, and set to True by `model.recompute("selective")`: the module then keeps
                     less for backward, and computes the rest again there.
     context_parallel

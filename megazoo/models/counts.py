@@ -75,10 +75,10 @@ def _flops(module: nn.Module, passes: bool, seq_length: int) -> tuple[int, bool]
         weight = getattr(module, name)
         flops += _of_product(weight, inner)
         inner = inner or weight.requires_grad
+    seq_length = min(seq_length, getattr(module, "window", None) or seq_length)
     features = getattr(module, "score_features", None)
     if features is not None:
-        seen = min(seq_length, getattr(module, "window", None) or seq_length)
-        flops += 4 * features * seen * (3 if returns else 1)
+        flops += 4 * features * seq_length * (3 if returns else 1)
         seq_length = 0
     inner = passes
     for child in module.children():
