@@ -54,7 +54,7 @@ class Rotary:
         self.kind = self.scaling.get("rope_type", "default")
         # frequencies and factor on each device, unless they change with the length
         self._kept: dict[torch.device, tuple[torch.Tensor, float]] = {}
-        if head_size % 2:
+        if head_size % 2 or not head_size:
             raise UserError(f"rotary positions need heads of an even size, not {head_size}")
         if not 1 < theta < math.inf:
             raise UserError(f"the base of rotary positions must be above 1, not {theta}")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.errors import UserError
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, LayerNorm, Rotary, activation_named
 from megazoo.layers.fused import CosAndSin
 from megazoo.models.base import Model
@@ -43,6 +44,12 @@ class PythiaConfig(ModelConfig):
     attention_dropout: float = 0.0  # of the attention probabilities
     residual_dropout: float = 0.0  # of the embedding, and of what attention and MLP add
     tie_embeddings: bool = False
+
+    def __post_init__(self):
+        if not 0 < self.rotary_fraction <= 1:
+            raise UserError(
+                f"rotary_fraction {self.rotary_fraction} must be above 0, and at most 1"
+            )
 
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> "PythiaConfig":

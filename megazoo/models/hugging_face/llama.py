@@ -57,7 +57,8 @@ def read_config(
     values = fields.renamed(names, defaults)
     if "num_key_value_heads" in fields.nulls:
         values["kv_heads"] = 0
-    if values["head_size"] * values["heads"] == values["hidden_size"]:
+    whole = values["head_size"] * values["heads"] == values["hidden_size"]
+    if whole and not defaults.head_size:
         values["head_size"] = 0
     return {**values, **fields.head(), "rope_theta": theta, "rope_scaling": scaling}
 
