@@ -133,7 +133,8 @@ def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
     if len(ids) < 2:
         raise UserError("the text has less than two tokens: nothing is predicted")
     length = min(length, len(ids))
-    check_range("token", ids, source.config.vocab_size, f"the model's {source.config.vocab_size}")
+    vocabulary = source.config.vocab_size
+    check_range("token", ids, vocabulary, f"the vocabulary of {vocabulary}")
     rows = min(options.batch_size, len(ids) // length)
     return ids[: rows * length].view(rows, length)
 

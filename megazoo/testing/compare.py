@@ -130,7 +130,7 @@ def _agreement(ranks: list[Findings], reference: Reference, tolerance: float) ->
     """Put together what all ranks found."""
     found = _Whole(ranks, reference)
     logits = relative(found.logits.distance, largest(reference.seen(reference.logits)))
-    loss = max(relative(abs(rank.loss - reference.loss), abs(reference.loss)) for rank in ranks)
+    loss = relative(abs(found.loss - reference.loss), abs(reference.loss))
     passed = logits <= tolerance and loss <= tolerance
     return Agreement(logits, loss, None if passed else found.cause(), set(found.activations))
 
@@ -140,6 +140,7 @@ class _Whole:
 
     def __init__(self, ranks: list[Findings], reference: Reference):
         self.reference = reference
+        self.loss = max((rank.loss for rank in ranks), key=lambda x: abs(x - reference.loss))
         self.logits = _joined([rank.logits for rank in ranks if rank.logits])
         self.activations, self.weights = {}, {}
         for key in reference.activations:
@@ -158,6 +159,8 @@ class _Whole:
             whole = reference.seen(reference.activations[key])
             how = _how(key[0], self.activations[key], whole, reference.twins[key[1]])
             return f"{self._place(*key)}: its {how}{self._weights_at(*key)}"
+        if not self.logits.rows:
+            return f"loss: {self.loss:.7g} instead of {reference.loss:.7g}, though no logit differs"
         how = _how("output", self.logits, reference.seen(reference.logits), None)
         if not self.activations:
             return f"logits: the {how}"
@@ -175,8 +178,10 @@ class _Whole:
             there = {twin.label(row) for row in rows}
             labels = [label for label, _ in twin.labels if label in there]
         whole = len(labels) == len(twin.labels)
-        layer = re.match(r"layers\.(\d+)\.", name)
-        ours = f"layer {layer[1]}, {name[layer.end() :]}" if layer else name
+        layer = re.match(r"layers\.(\d+)\.?", name)
+        ours = (
+            ", ".join(filter(None, [f"layer {layer[1]}", name[layer.end() :]])) if layer else name
+        )
         part = "" if whole or not labels else f", {listed(labels)}"
         return f"{ours}{part} ({listed(theirs)})"
 
@@ -185,7 +190,8 @@ class _Whole:
         if not self.reference.weights:
             return ""
         if not self.weights:
-            return "; all weights are equal: the computation differs"
+            which = "all" if self.reference.has_all_weights else "the compared"
+            return f"; {which} weights are equal{': the computation differs' * (which == 'all')}"
         own = [weight for weight in self.weights if weight.rpartition(".")[0] == name]
         others = [weight for weight in self.weights if weight not in own]
         if kind == "output" and own:

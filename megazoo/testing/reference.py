@@ -64,8 +64,9 @@ class Reference:
     """What a reference made of a batch.
 
     input_ids, attention_mask: the batch, int64 [rows, sequence]. logits: [rows, sequence,
-    vocabulary]. activations: ("input" or "output", global name of our module) -> what its twin was
-    given or returned, in the order of the forward. weights: by our global names.
+    vocabulary]. twins: by our modules' global names. activations: ("input" or "output", global name of our module) -> what its twin was
+    given or returned, in the order of the forward. weights: by our global names. has_all_weights:
+    whether each parameter of ours is among them.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Reference:
     twins: dict[str, Twin] = field(default_factory=dict)
     activations: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    has_all_weights: bool = False
 
     @property
     def labels(self) -> torch.Tensor:
@@ -112,31 +114,30 @@ def run_reference(
 
     family, config: of our model. names, and the rest: see `megazoo.testing.compare`.
     """
-    twins, weights, activations = {}, {}, {}
     more = {} if attention_mask is None else {"attention_mask": attention_mask}
+    name = getattr(reference, "__name__", type(reference).__name__)
+    mask = None if attention_mask is None else attention_mask.cpu()
+    made = Reference(name, input_ids.cpu(), mask, torch.empty(0))
     if isinstance(reference, nn.Module):
-        if reference.training:
+        if any(module.training for module in reference.modules()):
             raise UserError("the reference is in training mode: call its eval() first")
         ours = family.on_meta(config, ParallelContext())
-        twins = _twins(ours, reference, family.HUGGING_FACE_NAMES if names is None else names)
-        weights = _weights(ours, reference, twins)
-        with _watching(reference, twins) as kept:
-            logits = _logits(reference(input_ids, **more))
-        activations = _activations(kept, twins, len(input_ids))
-    else:
-        logits = _logits(reference(input_ids, **more))
+        table = family.HUGGING_FACE_NAMES if names is None else names
+        made.twins = _twins(ours, reference, table)
+        made.weights = _weights(ours, reference, made.twins)
+        made.has_all_weights = len(made.weights) == len(list(ours.entries()))
+    with _watching(reference, made.twins) as kept:
+        logits = reference(input_ids, **more)
+    logits = getattr(logits, "logits", logits)
     shape = (*input_ids.shape, config.vocab_size)
     if not isinstance(logits, torch.Tensor) or logits.shape != shape:
         found = list(getattr(logits, "shape", ())) or type(logits).__name__
         raise UserError(f"the reference returned {found} instead of logits {list(shape)}")
-    name = getattr(reference, "__name__", type(reference).__name__)
-    mask = None if attention_mask is None else attention_mask.cpu()
-    return Reference(name, input_ids.cpu(), mask, logits.cpu(), twins, activations, weights)
-
-
-def _logits(returned):
-    """Return the logits of what a model returned: a tensor, or an output that has them."""
-    return getattr(returned, "logits", returned)
+    made.logits = logits.detach().cpu()
+    if not made.seen(made.logits).isfinite().all():
+        raise UserError("the reference returned logits that are not finite")
+    made.activations = _activations(kept, made.twins, len(input_ids))
+    return made
 
 
 def _twins(ours: nn.Module, reference: nn.Module, names: dict) -> dict[str, Twin]:
@@ -182,10 +183,10 @@ def _weights(ours: nn.Module, reference: nn.Module, twins: dict) -> dict[str, to
 
 
 @contextmanager
-def _watching(reference: nn.Module, twins: dict) -> Iterator[dict]:
+def _watching(reference: Callable, twins: dict) -> Iterator[dict]:
     """Within this block keep what the twins' modules are given and return: ("input" or "output",
     their name) -> tensor, in the order of the forward."""
-    kept, handles, modules = {}, [], dict(reference.named_modules(remove_duplicate=False))
+    kept, handles = {}, []
 
     def keep(kind: str, name: str, value) -> None:
         value = value[0] if isinstance(value, tuple) and value else value
@@ -203,7 +204,7 @@ def _watching(reference: nn.Module, twins: dict) -> Iterator[dict]:
         handles.append(module.register_forward_hook(after))
 
     for name in {name for twin in twins.values() for name, _ in twin.parts}:
-        watch(name, modules[name])
+        watch(name, reference.get_submodule(name))
     try:
         yield kept
     finally:
