@@ -56,15 +56,26 @@ def runs_of_groups(shard: Shard) -> list[Run]:
     return runs
 
 
+def names_in(table: dict[str, HFNames], module: str) -> HFNames | None:
+    """Return Hugging Face's names of a module of ours, by the table in its model's file; None if it
+    has none.
+
+    module: its global name, such as "layers.17.attention.qkv".
+    """
+    layer = re.search(r"(?<=layers\.)\d+", module)
+    theirs = table.get(re.sub(r"(?<=layers\.)\d+", "{}", module, count=1))
+    return theirs and theirs.renamed(*(name.format(layer and layer[0]) for name in theirs.names))
+
+
 def hf_names(model: type, name: str) -> HFNames:
     """Return Hugging Face's names of a global tensor of ours, by the table in the model's file.
 
     model: the family's class. name: such as "layers.17.attention.qkv.weight".
     """
-    layer = re.search(r"(?<=layers\.)\d+", name)
     module, _, kind = name.rpartition(".")
-    pattern = module.replace(f"layers.{layer[0]}.", "layers.{}.") if layer else module
-    theirs = model.HUGGING_FACE_NAMES[pattern]
-    names = tuple(f"{part.format(layer and layer[0])}.{kind}" for part in theirs.names)
+    theirs = names_in(model.HUGGING_FACE_NAMES, module)
+    if theirs is None:
+        raise KeyError(name)
+    names = tuple(f"{part}.{kind}" for part in theirs.names)
     transposed = theirs.transposed and kind == "weight"
     return HFNames(*names, transposed=transposed, grouped=theirs.grouped)
