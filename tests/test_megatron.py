@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import context
 from helpers_megatron import (
     TWINS,
     arguments_of,
@@ -17,13 +16,11 @@ from helpers_megatron import (
     write_distributed,
     write_legacy,
 )
-from transformers import AutoModelForCausalLM
 
 import megazoo
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
-import convert_megatron
 
 IDS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(2))
 

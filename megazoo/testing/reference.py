@@ -64,9 +64,9 @@ class Reference:
     """What a reference made of a batch.
 
     input_ids, attention_mask: the batch, int64 [rows, sequence]. logits: [rows, sequence,
-    vocabulary]. twins: by our modules' global names. activations: ("input" or "output", global name of our module) -> what its twin was
-    given or returned, in the order of the forward. weights: by our global names. has_all_weights:
-    whether each parameter of ours is among them.
+    vocabulary]. twins: by our modules' global names. activations: ("input" or "output", global name
+    of our module) -> what its twin was given or returned, in the order of the forward. weights: by
+    our global names. has_all_weights: whether each parameter of ours is among them.
     """
 
     name: str
@@ -147,8 +147,12 @@ def _twins(ours: nn.Module, reference: nn.Module, names: dict) -> dict[str, Twin
         theirs = (theirs,) if isinstance(theirs, str) else theirs
         table[name] = theirs if isinstance(theirs, HFNames) else HFNames(*theirs)
     there, twins = dict(reference.named_modules(remove_duplicate=False)), {}
+    # GPT-NeoX' head has another name in files than in the model
+    head = getattr(reference, "get_output_embeddings", lambda: None)()
     for name, module in ours.named_modules():
         theirs = names_in(table, name)
+        if name == "head" and head is not None:
+            theirs = HFNames(next(known for known, each in there.items() if each is head))
         if theirs is None or not there.keys() >= set(theirs.names):
             continue
         spec, parts = getattr(module, "specs", {}).get("weight"), getattr(module, "part_names", ())

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import isfinite
 from pathlib import Path
-from re import fullmatch
+from re import error as PatternError
+from re import fullmatch, search
 from typing import Any
 
 import torch
@@ -59,8 +60,8 @@ class _Config:
     rank_pattern: dict[str, int] | None = field(default_factory=dict)
     alpha_pattern: dict[str, float] | None = field(default_factory=dict)
     init_lora_weights: Any = True
-    exclude_modules: Any = None
-    layers_to_transform: Any = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
 
 
 class PEFTDirectory(AdapterSource):
@@ -172,8 +173,12 @@ class PEFTDirectory(AdapterSource):
         one that the model has no place for."""
         wanted = set(self._theirs.values())
         for matrix in matrices:
-            if self._is_target(matrix.target.theirs):
-                wanted |= {tensor_name(matrix.target, factor) for factor in ("A", "B")}
+            names = {tensor_name(matrix.target, factor) for factor in ("A", "B")}
+            match self._is_target(matrix.target.theirs):
+                case True:
+                    wanted |= names
+                case False:
+                    wanted -= names
         problems = []
         if missing := wanted - self._names:
             problems.append(f"lacks {some_of(missing)}")
@@ -185,13 +190,30 @@ class PEFTDirectory(AdapterSource):
                 f"it is not of this {model} with its {ADAPTER_CONFIG}"
             )
 
-    def _is_target(self, name: str) -> bool:
-        """Say whether target_modules, where it is a list of names alone, has this module."""
-        config = self._config
-        if config.exclude_modules or config.layers_to_transform is not None:
+    def _is_target(self, name: str) -> bool | None:
+        """Say whether PEFT adapts this module, by target_modules and what narrows it; None where
+        target_modules leaves it to PEFT."""
+        config, number = self._config, search(r"\.(\d+)\.", name)
+        layers = config.layers_to_transform
+        if config.exclude_modules and _matches(name, config.exclude_modules):
             return False
-        names = config.target_modules if isinstance(config.target_modules, list) else ()
-        return any(f".{name}".endswith(f".{each}") for each in names)
+        if layers is not None and number:
+            layers = [layers] if isinstance(layers, int) else layers
+            if int(number[1]) not in layers:
+                return False
+        if config.target_modules in (None, "all-linear"):
+            return None
+        return _matches(name, config.target_modules)
+
+
+def _matches(name: str, modules: list[str] | str) -> bool:
+    """Say whether a module is one of PEFT's: by a regular expression, or by the ends of names."""
+    if isinstance(modules, str):
+        try:
+            return fullmatch(modules, name) is not None
+        except PatternError as error:
+            raise UserError(f"{brief(modules)} is no regular expression: {error}") from error
+    return any(f".{name}".endswith(f".{each}") for each in modules)
 
 
 def weights_file(path: Path) -> str:
