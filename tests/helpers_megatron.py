@@ -1,4 +1,5 @@
-"""Writes checkpoints as Megatron-LM does, by its rules, from the weights of a model of transformers."""
+"""Writes checkpoints as Megatron-LM does, by its rules, from the weights of models of
+transformers."""
 
 import re
 import sys
@@ -261,7 +262,8 @@ class InChunks(DefaultSavePlanner):
 def write_distributed(
     root: Path, tensors: dict, arguments: dict, stacked: bool = True, prefix: str = ""
 ) -> Path:
-    """Write the format torch_dist. stacked: homogeneous layers. Returns the iteration's directory."""
+    """Write the format torch_dist; return the iteration's directory. stacked: of homogeneous
+    layers."""
     directory, names = root / "iter_0000100", set()
     if stacked:
         of_layers = {}

@@ -48,8 +48,8 @@ SUPPORTED: dict[str, tuple] = {
 
 
 def values_of(arguments: Any) -> dict:
-    """Return the arguments by their names, of what stands for the object that has them; UserError if
-    there are none."""
+    """Return the arguments by their names, of what stands for the object that has them. UserError
+    if there are none."""
     values = getattr(arguments, "state", arguments)
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UserError("it has no arguments (args), which would say what the model is")

@@ -18,7 +18,7 @@ from megazoo.models.megatron.names import bare_name, is_state
 from megazoo.models.megatron.tensors import Chunk, Whole, whole_of
 from megazoo.models.megatron.torch_files import load_pickle, load_torch
 from megazoo.models.megatron.unpickling import StandIn, StoredTensor
-from megazoo.parallel.shard import Box, Piece
+from megazoo.parallel.shard import Piece
 
 METADATA, COMMON, ABOUT = ".metadata", "common.pt", "metadata.json"
 # Names of homogeneous layers: one tensor has those of all layers, one after the other.

@@ -13,7 +13,6 @@ from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.errors import UserError, advise
 from megazoo.files import read_bytes
 from megazoo.models.hugging_face.directory import some_of
-from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.megatron.arguments import adds_one_to_norms, config_of, values_of
 from megazoo.models.megatron.distributed import METADATA, read_distributed
 from megazoo.models.megatron.legacy import is_legacy, read_legacy
@@ -187,9 +186,8 @@ class MegatronCheckpoint(ModelSource):
             size = open_tokenizer(self.tokenizer).vocab_size
         if size is None:
             advise(
-                f"{self.path}: the vocabulary is taken to have {padded} tokens, those included that "
-                "Megatron-LM may have added: convert_megatron.py --vocab-size N says how many "
-                "there are"
+                f"{self.path}: the vocabulary is taken to have {padded} tokens, though Megatron-LM "
+                "may have padded it: convert_megatron.py --vocab-size N says its true size"
             )
             return padded
         if type(size) is not int or not 0 < size <= padded:
