@@ -3,8 +3,8 @@
     python tests/megatron_oracle.py DIRECTORY RANK RANKS      in a Python that has megatron-core
 
 DIRECTORY/NAME/dist and DIRECTORY/NAME/legacy are then checkpoints of RANKS tensor-parallel ranks,
-as Megatron-LM's training program names what is in them, and DIRECTORY/NAME/logits.pt has the ids and
-the logits of the model itself. Nothing here is of megazoo.
+as Megatron-LM's training program names what is in them, and DIRECTORY/NAME/logits.pt has the ids
+and the logits of the model itself. Nothing here is of megazoo.
 """
 
 import contextlib

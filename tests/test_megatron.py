@@ -23,6 +23,7 @@ from helpers_megatron import (
 from transformers import AutoModelForCausalLM
 
 import megazoo
+import pretrain_gpt
 from megazoo.errors import Advice
 from megazoo.models.megatron.source import MegatronCheckpoint
 from megazoo.models.pretrained import open_source
@@ -39,6 +40,7 @@ ORACLE = Path(__file__).with_name("megatron_oracle.py")
 MEGATRON_PYTHON = os.environ.get("MEGATRON_PYTHON")
 WRITERS = {
     "stacked": write_distributed,
+    "stacked, one chunk": lambda *about: write_distributed(*about, in_chunks=False),
     "by layer": lambda *about: write_distributed(*about, stacked=False, prefix="model."),
     "legacy": write_legacy,
     "legacy, tp 2 pp 2": lambda *about: write_legacy(*about, tp=2, pp=2),
@@ -117,6 +119,16 @@ def test_ranks_read_their_parts(ranks, tmp_path):
     for logits in results:
         assert_close(logits, twin_and_logits("qwen3")[1])
     assert results
+
+
+def test_training_goes_on_from_it(tmp_path):
+    write("llama", "stacked", tmp_path / "megatron")
+    sizes = "--seq-length 16 --global-batch-size 2 --micro-batch-size 2 --eval-steps 0 --steps 1"
+    words = [*sizes.split(), "--mock-data", "--device", "cpu", "--dtype", "float32"]
+    pretrain_gpt.main(
+        [*words, "--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "run")]
+    )
+    assert open_source(tmp_path / "run").config == open_source(tmp_path / "megatron").config
 
 
 def test_inspecting_tells_what_it_is(tmp_path, capsys):
