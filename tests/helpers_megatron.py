@@ -1,4 +1,5 @@
-"""Writes checkpoints as Megatron-LM does, by its rules, from weights of transformers."""
+"""Writes checkpoints as Megatron-LM does, by its rules, from the weights of models of
+transformers."""
 
 import re
 import sys
@@ -259,9 +260,10 @@ class InChunks(DefaultSavePlanner):
 
 
 def write_distributed(
-    root: Path, tensors: dict, arguments: dict, stacked: bool = True, prefix: str = ""
+    root: Path, tensors: dict, arguments: dict, stacked=True, prefix="", in_chunks=True
 ) -> Path:
-    """Write the format torch_dist; return the iteration's directory. stacked: equal layers."""
+    """Write the format torch_dist; return the iteration's directory. stacked: of homogeneous
+    layers. in_chunks: as several ranks do; else a tensor is one chunk."""
     directory, names = root / "iter_0000100", set()
     if stacked:
         of_layers = {}
@@ -276,7 +278,7 @@ def write_distributed(
     state = {prefix + name: value for name, value in tensors.items()}
     state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(32)
     state[f"{prefix}decoder.layers.mlp.linear_fc1._extra_state"] = torch.zeros(8)
-    planner = InChunks()
+    planner = InChunks() if in_chunks else DefaultSavePlanner()
     planner.stacked = names
     dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), planner=planner, no_dist=True)
     with of_megatron() as objects:

@@ -186,9 +186,8 @@ class MegatronCheckpoint(ModelSource):
             size = open_tokenizer(self.tokenizer).vocab_size
         if size is None:
             advise(
-                f"{self.path}: the vocabulary is taken to have {padded} tokens, with those that "
-                "Megatron-LM may have added: convert_megatron.py --vocab-size N says how many "
-                "there are"
+                f"{self.path}: the vocabulary is taken to have {padded} tokens, though Megatron-LM "
+                "may have padded it: convert_megatron.py --vocab-size N says its true size"
             )
             return padded
         if type(size) is not int or not 0 < size <= padded:

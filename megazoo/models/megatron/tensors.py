@@ -12,7 +12,7 @@ from megazoo.models.megatron.torch_files import read_box
 from megazoo.models.megatron.unpickling import StoredTensor
 from megazoo.parallel.shard import Box, Piece, in_parts, overlap
 
-AT_ONCE = 1 << 20  # elements that are copied, where a file has them at an odd place
+AT_ONCE = 1 << 18  # elements that are copied, where a file has them at an odd place
 
 
 @dataclass
