@@ -19,13 +19,13 @@ def mask_of(
     A layer with a forward or an attention of its own gets what `segment_mask` returns. dtype: of
     the activations.
     """
-    layers = list(layers.values())
-    plain = all(
-        type(layer).forward is block.forward and type(layer.attention) is CausalSelfAttention
-        for layer in layers
-    )
+    layers, forward = list(layers.values()), getattr(block, "forward", None)
     if not layers:
         return None
+    plain = all(
+        type(layer).forward is forward and type(layer.attention) is CausalSelfAttention
+        for layer in layers
+    )
     windows = {layer.attention.window for layer in layers} if plain else {None}
     packed = plain and all(layer.attention.takes_packed(dtype) for layer in layers)
     device = next(layers[0].parameters()).device
