@@ -3,7 +3,7 @@ from setuptools import find_packages, setup
 setup(
     name="megazoo",
     version="0.1.0",
-    description="GPT-2, LLaMA and MPT from tensor-parallel layers, the same in every layout",
+    description="GPT-2, LLaMA, MPT, Mistral, Qwen and Pythia from tensor-parallel layers",
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megazoo", "megazoo.*"]),

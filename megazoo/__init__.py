@@ -1,5 +1,5 @@
-"""megazoo: GPT-2, LLaMA and MPT from tensor-parallel layers, built stage by stage, the same in
-every layout."""
+"""megazoo: GPT-2, LLaMA, MPT, Mistral, Qwen and Pythia from tensor-parallel layers, built stage by
+stage, the same in every layout."""
 
 from megazoo.errors import UserError
 from megazoo.lazy import lazily

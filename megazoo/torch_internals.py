@@ -268,18 +268,22 @@ def varlen_attention(
     scale: float | None,
     key_boundaries: torch.Tensor | None = None,
     longest_of_keys: int | None = None,
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Return the causal attention of sequences of several lengths, one after the other: [tokens,
     heads, head_size] of each.
 
     boundaries and the rest: as in megazoo.layers.Packed; where a sequence has fewer queries than
-    keys, they are its last tokens. It is public, but since torch 2.12 it must be told that there
+    keys, they are its last tokens. window: how many tokens a query looks at, itself included; all
+    by default. It is public, but since torch 2.12 it must be told that there
     are fewer heads of keys than of queries, which the kernel has always taken. Imports
     torch._dynamo (0.7 s, 70 MB).
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {"scale": scale, "window_size": (-1, 0)}  # all that is before, nothing after: causal
+    before = -1 if window is None else window - 1  # tokens; -1 stands for all
+    options = {"scale": scale, "window_size": (before, 0)}  # nothing after: causal
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = k.shape[1] < q.shape[1]
     if key_boundaries is None:

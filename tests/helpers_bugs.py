@@ -169,8 +169,8 @@ BUGS = {
         """
         from megazoo.layers import masks
         mask_of_chunk = masks._mask_of_chunk
-        def lacking(segments, chunk, device):
-            return None if chunk.start in (4, 8) else mask_of_chunk(segments, chunk, device)
+        def lacking(segments, chunk, *others):
+            return None if chunk.start in (4, 8) else mask_of_chunk(segments, chunk, *others)
         masks._mask_of_chunk = lacking
         """,
     ),

@@ -1,5 +1,5 @@
-"""Write into the pages what they take from the code: the table of flags in docs/training.md, and
-the line counts in README.md.
+"""Write into the pages what they take from the code: the table of flags in docs/training.md, the
+file of Qwen3 in docs/new_model.md, and the line counts in README.md.
 
 $ python tests/refresh_docs.py
 
@@ -20,6 +20,9 @@ from megazoo.cli import options as settings  # noqa: E402
 
 TRAINING = ROOT / "docs" / "training.md"
 README = ROOT / "README.md"
+NEW_MODEL = ROOT / "docs" / "new_model.md"
+QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
+FIRST_BLOCK = re.compile(r"(?<=^```python\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 BEGIN, END = "<!-- flags: from megazoo/cli/options.py -->\n", "<!-- end of flags -->\n"
 COUNTED = re.compile(r"^(\S+\.py)( +)(\d+)(?=  )", re.MULTILINE)  # "path   lines  what it is"
 
@@ -83,6 +86,9 @@ def line_count(path: str) -> int:
 def main() -> None:
     before, _, rest = TRAINING.read_text().partition(BEGIN)
     TRAINING.write_text(before + BEGIN + "\n" + flag_table() + "\n" + END + rest.partition(END)[2])
+
+    page = NEW_MODEL.read_text()
+    NEW_MODEL.write_text(FIRST_BLOCK.sub(lambda _: QWEN3.read_text(), page, count=1))
 
     def counted(match) -> str:
         path, gap, old = match.groups()

@@ -109,7 +109,7 @@ def test_normalised_heads_cut_over_ranks_equal_one_process(ranks, name, recomput
 
 def cached_and_whole(name, x, layout):
     layer = built(name, context(**layout)).eval()
-    cache, outputs = KVCache(1, 8), []
+    cache, outputs = KVCache(8), []
     with torch.no_grad():
         for part in (x[:, :4], *x[:, 4:].split(1, dim=1)):
             outputs.append(turned(layer, part, first=cache.used, cache=cache))

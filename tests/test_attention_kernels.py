@@ -145,7 +145,7 @@ def test_groups_that_no_kernel_takes_give_the_same(monkeypatch, kind, kv_heads):
 
     @torch.no_grad()
     def outputs():
-        cache, parts = KVCache(1, 6), [layer(x, mask=mask)]
+        cache, parts = KVCache(6), [layer(x, mask=mask)]
         for first, last in ((0, 4), (4, 5), (5, 6)):
             part = None if mask is None else mask[..., first:last, :last]
             parts.append(layer(x[:, first:last], mask=part, cache=cache))

@@ -29,7 +29,18 @@ def test_a_planted_bug_is_named(bug, tmp_path):
     assert re.match(told, verdict.cause or "it passed"), verdict
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+def with_some_fast() -> list:
+    """All presets, of which each family's tiny one and one more are in the fast suite."""
+    fast = [
+        preset
+        for name, family in FAMILIES.items()
+        for preset in (f"{name}-tiny", random.Random(name).choice(list(family.presets)))
+    ]
+    slow = pytest.mark.slow
+    return [preset if preset in fast else pytest.param(preset, marks=slow) for preset in PRESETS]
+
+
+@pytest.mark.parametrize("preset", with_some_fast())
 def test_presets_pass(preset):
     """Shrunk; of the layouts of four ranks some."""
     config = shrink(find_config(preset))

@@ -136,8 +136,8 @@ def padding_that_sees_nothing():
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         return torch.softmax(scores + mask, dim=-1) @ v
 
-    def without(segments, queries=None):
-        mask = segment_mask(segments, queries)
+    def without(segments, queries=None, window=None):
+        mask = segment_mask(segments, queries, window)
         return mask & (segments[:, None, -mask.shape[2] :, None] >= 0)
 
     with ExitStack() as stack:
@@ -194,8 +194,9 @@ def masks_kept_without_the_chunk():
     """The mask of the first chunk that had so many queries and keys, in whatever segments."""
     made, of_chunk = {}, masks._mask_of_chunk
 
-    def kept(segments, chunk, device):
-        return made.setdefault((len(chunk), chunk.stop), of_chunk(segments, chunk, device))
+    def kept(segments, chunk, device, window):
+        mask = of_chunk(segments, chunk, device, window)
+        return made.setdefault((len(chunk), chunk.stop), mask)
 
     return patch.object(masks, "_mask_of_chunk", kept)
 

@@ -165,6 +165,11 @@ def test_the_readme_counts_the_lines_of_the_code_to_read():
     assert wrong == {}, "python tests/refresh_docs.py writes the right counts"
 
 
+def test_the_page_of_new_models_shows_all_of_qwen3():
+    shown = refresh_docs.FIRST_BLOCK.search(refresh_docs.NEW_MODEL.read_text())[0]
+    assert shown == refresh_docs.QWEN3.read_text(), "python tests/refresh_docs.py"
+
+
 def test_the_readme_shows_the_block_of_llama():
     """Types are left out, and arguments where ... stands."""
     shown = re.search(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[1]

@@ -227,7 +227,8 @@ def cache_sizes(layout):
                 model.forward_stage(x, batch, model.stages[0])
                 group.cache.advance(batch.shape[1])
                 group.input_ids = group.input_ids[:, -1:]
-    return [tuple(group.cache._kept.shape) for group in groups]
+    kept = [list(group.cache._kept.values()) for group in groups]
+    return [(len(layers), *layers[0].shape) for layers in kept]
 
 
 def test_the_cache_holds_the_ranks_heads_and_layers_for_all_tokens(ranks):

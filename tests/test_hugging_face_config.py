@@ -29,7 +29,10 @@ LONG = {"rope_type": "longrope", "factor": 2.0}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert' is not supported: there are gpt2, llama, mpt"),
+        (
+            {"model_type": "bert"},
+            "model_type 'bert' is not supported: there are gpt2, gpt_neox, llama",
+        ),
         (
             {**GPT2, "activation_function": "mish"},
             "activation 'mish' is not supported: there are gelu_new",

@@ -16,7 +16,9 @@ LENGTHS = [(15,), (1, 14), (4, 5, 6), (7, 1, 1, 1, 5), (8, 7), (15,), (2, 13), (
 calls = []
 
 
-def each_alone(q, k, v, boundaries, longest, scale, key_boundaries=None, longest_of_keys=None):
+def each_alone(
+    q, k, v, boundaries, longest, scale, key_boundaries=None, longest_of_keys=None, *, window=None
+):
     """Stands in for varlen_attention: each document's softmax by hand. Its queries are the last of
     its tokens, as flash-attention says of a causal mask: it ends in the lower right corner."""
     if key_boundaries is None:
@@ -35,6 +37,7 @@ def each_alone(q, k, v, boundaries, longest, scale, key_boundaries=None, longest
         assert keys <= longest_of_keys
         scores = torch.einsum("qhd,khd->hqk", q[start:end], k[first:last]) * scale
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        seen = seen if window is None else seen.triu(keys - queries + 1 - window)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         parts.append(torch.einsum("hqk,khd->qhd", weights, v[first:last]))
     return torch.cat(parts)

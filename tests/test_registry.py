@@ -86,7 +86,7 @@ def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path, capsys, monkeypa
     FAMILIES.pop("louder")
     capsys.readouterr()
     for arguments, message in {
-        f"--load {tmp_path}/run": "unknown model family 'louder'; there are gpt2, llama, mpt",
+        f"--load {tmp_path}/run": f"unknown model family 'louder'; there are {', '.join(FAMILIES)}",
         "--import nothing.py": "--import nothing.py: no such file",
     }.items():
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])

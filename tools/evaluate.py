@@ -72,6 +72,9 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"--output: {options.output.parent} is not a directory")
     if options.output and options.output.is_dir():
         raise UserError(f"--output: {options.output} is a directory: name a file")
+    inputs = (options.text, options.choices, options.labels)
+    if options.output and options.output.resolve() in [file.resolve() for file in inputs if file]:
+        raise UserError(f"--output: {options.output} is what is read: name another file")
     alone = options.one_rank
     requests = read_choices(options.choices, alone) if options.choices else None
     documents = read_texts(options.text, options.json_key, alone) if options.text else None

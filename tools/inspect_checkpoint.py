@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     if options.verify:
         with byte_bar(sum(sizes.values())) as bar:
             source.verify(bar.update)
-        no_sums = "every file can be read; a Hugging Face directory has no checksums to compare"
+        no_sums = "every file can be read; there are no checksums to compare"
         print("every byte is as it was written" if isinstance(source, Checkpoint) else no_sums)
 
 

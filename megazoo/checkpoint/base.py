@@ -105,6 +105,10 @@ def check_base_on_disk(checkpoint: Checkpoint, weights: TensorSource) -> None:
     total = 0
     model = checkpoint.on_meta(ParallelContext())
     for entry in model.entries():
+        if entry.name not in {*weights.specs, *checkpoint.tensors}:
+            raise UserError(
+                f"{weights.path} has no {entry.name}: it is not the base of {checkpoint.path}"
+            )
         whole = tuple((0, size) for size in entry.spec.shape)
         for box in in_parts(whole, READ_AT_ONCE) if entry.name not in checkpoint.tensors else ():
             values = torch.empty([stop - start for start, stop in box], dtype=dtype)

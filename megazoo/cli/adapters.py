@@ -1,7 +1,6 @@
 """Low-rank adapters of a run: what the flags and a checkpoint say of them, and the base that they
 are trained on."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,15 +10,13 @@ from megazoo.checkpoint.places import MANIFEST, find_checkpoint, present
 from megazoo.cli.flags import flag_of
 from megazoo.cli.options import LoRAOptions, Options
 from megazoo.errors import UserError
-from megazoo.models.adapters import LoRASettings, is_adapter
+from megazoo.files import brief
+from megazoo.models.adapter_source import check_configs
+from megazoo.models.adapters import CLASSIFIER_HEAD, LoRASettings, is_adapter
 from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.pretrained import open_source
 from megazoo.models.source import ModelSource, SavedAdapters, SavedModel
-
-# Fields of a config in which a model and its base may differ: a classifier is made of a language
-# model.
-OF_A_CLASSIFIER = ("num_labels", "pad_token_id", "problem_type")
 
 
 class Weights(NamedTuple):
@@ -77,7 +74,7 @@ def open_weights(options: Options) -> Weights:
         base = _open_named_base(adapters, verify)
         note = f"base: {adapters.base_path}, as the checkpoint says"
     if base is not None:
-        _check_configs(base, adapters)
+        check_configs(base, adapters)
     return Weights(base, adapters, adapters.settings, note)
 
 
@@ -100,29 +97,18 @@ def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
 def _open_named_base(adapters: SavedAdapters, verify: bool) -> ModelSource:
     """Open the base that a checkpoint names."""
     path = adapters.base_path
-    if not present(path).is_dir():
+    try:
+        is_there = present(path).is_dir()
+    except OSError as error:  # of a name that is too long, say
+        raise UserError(
+            f"the base of {adapters.path}, {brief(str(path))}: {error.strerror}"
+        ) from error
+    if not is_there:
         raise UserError(
             f"the base of {adapters.path} is no longer at {path}: give --load BASE "
             f"--lora-load {adapters.path}"
         )
     return open_source(path, verify=verify)
-
-
-def _check_configs(base: ModelSource, adapters: SavedAdapters) -> None:
-    """Refuse a base that is another model: the weights alone don't tell what is computed of
-    them."""
-    if base.model is not adapters.model:
-        raise UserError(
-            f"{base.path} is a {base.model.__name__}, but {adapters.path} has adapters of a "
-            f"{adapters.model.__name__}"
-        )
-    for f in fields(adapters.config):
-        ours, theirs = getattr(base.config, f.name), getattr(adapters.config, f.name)
-        if ours != theirs and not f.name.endswith("dropout") and f.name not in OF_A_CLASSIFIER:
-            raise UserError(
-                f"{f.name} is {ours} in {base.path}, but {theirs} in {adapters.path}, "
-                "whose base it is to be"
-            )
 
 
 def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:
@@ -163,6 +149,13 @@ def check_trained(options: Options, config, weights: Weights) -> None:
         raise UserError(
             f"train-only {options.training.train_only} trains no adapter: leave --lora-rank out, "
             "or let the pattern match lora, too"
+        )
+    has_new_head = config.num_labels and not (weights.base and weights.base.config.num_labels)
+    head_is_trained = any(entry.name == CLASSIFIER_HEAD for entry in model.trained_entries())
+    if weights.settings and not weights.adapters and has_new_head and not head_is_trained:
+        raise UserError(
+            f"train-only {options.training.train_only} leaves the new head untrained: let the "
+            "pattern match score, too"
         )
 
 

@@ -45,7 +45,11 @@ class ModelOptions:
     preset: Name = None
     """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl),
     gpt3-175b; llama-tiny, llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b,
-    llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b, mpt-30b."""
+    llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b, mpt-30b; mistral-tiny,
+    mistral-7b-v0.1, mistral-7b-v0.3, mistral-nemo-12b, mistral-small-24b; qwen2-tiny, qwen2-0.5b,
+    qwen2-1.5b, qwen2-7b, qwen2-72b, qwen2.5-3b, qwen2.5-32b; qwen3-tiny, qwen3-0.6b, qwen3-1.7b,
+    qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b; pythia-tiny, pythia-70m, pythia-160m, pythia-410m,
+    pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b."""
     hidden_size: Size = None
     """Features of a token."""
     layers: Size = None

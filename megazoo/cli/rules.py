@@ -125,6 +125,20 @@ def check_run(
             f"of the tokenizer {tokenizer.source}"
         )
     _check_outputs(options)
+    _check_weights_stay(options, weights)
+
+
+def _check_weights_stay(options: Options, weights: Weights) -> None:
+    """Refuse to write adapters, or a classifier, over the weights that they begin with."""
+    save = options.checkpoint.save
+    if not save or weights.resumed(options) or not (weights.settings or options.model.num_labels):
+        return
+    for source in (weights.base, weights.adapters):
+        if source and save.resolve() in (source.path.resolve(), source.path.resolve().parent):
+            raise UserError(
+                f"--save {save} holds the weights that this run begins with: choose another "
+                "directory"
+            )
 
 
 def _check_layout(options: Options, model, config) -> None:

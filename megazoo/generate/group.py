@@ -65,9 +65,9 @@ class Group:
         self.static = use_cache and takes_static_steps(model)
         if use_cache:
             length = input_ids.shape[1] + settings.max_new_tokens - 1
-            sizes = (len(model.layers), length, self.copies)
-            device = input_ids.device
-            self.cache = StaticKVCache(*sizes, device) if self.static else KVCache(*sizes)
+            self.cache = KVCache(length, self.copies)
+            if self.static:
+                self.cache = StaticKVCache(length, self.copies, input_ids.device)
         if self.static and takes_graphs(model.ctx):
             self.graph = StepGraph(input_ids.device)
         if model.stages[-1].last and self.beams:

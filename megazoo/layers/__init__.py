@@ -9,6 +9,8 @@ What the rest of megazoo asks of a layer, it says by an attribute, and so can on
     score_features  features over which queries and keys are multiplied, of all tp ranks together;
                     `flops_per_token` counts them, and asks no module inside one that says so. 0
                     if the cost of an attention doesn't grow with the sequence.
+    window          how many tokens a query looks at, itself included; None, the default: all before
+                    it. `flops_per_token` counts them, and a KVCache keeps so many.
     recompute       False, and set to True by `model.recompute("selective")`: the module then keeps
                     less for backward, and computes the rest again there.
     context_parallel
@@ -31,7 +33,7 @@ from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.masks import OfChunks, Packed, segment_mask
+from megazoo.layers.masks import OfChunks, OfWindows, Packed, segment_mask, window_mask
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary, rotate
@@ -48,6 +50,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "OfChunks",
+    "OfWindows",
     "Packed",
     "PositionEmbedding",
     "QKVParallelLinear",
@@ -64,4 +67,5 @@ __all__ = [
     "segment_mask",
     "units_of_heads",
     "vocab_parallel_cross_entropy",
+    "window_mask",
 ]

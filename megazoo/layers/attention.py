@@ -16,7 +16,15 @@ from megazoo.layers.context_parallel import attend_across_ranks, check_heads
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.fused import CosAndSin, replaced_by
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.masks import OfChunks, Packed, Shifted, masks_of_chunks
+from megazoo.layers.masks import (
+    HIDDEN,
+    OfChunks,
+    OfWindows,
+    Packed,
+    Shifted,
+    masks_of_chunks,
+    window_mask,
+)
 from megazoo.layers.rotary import rotate
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
@@ -131,10 +139,11 @@ class CausalSelfAttention(nn.Module):
         dropout: probability on the attention weights.
         scale: what the scores are multiplied by; head_size ** -0.5 by default.
         clip_qkv: bound on the absolute values of queries, keys and values, if any.
+        window: how many tokens a query looks at, itself included; all before it by default.
         q_norm, k_norm: modules that normalise queries and keys before they are turned: [batch,
             sequence, this rank's heads, head_size] -> the same. Heads differ between tp ranks:
             RMSNorm(head_size, parallel=True) normalises each alone, HeadwiseLayerNorm all together.
-        bias: biases on both projections.
+        bias: biases on both projections. output_bias: on the second one; as the first by default.
         std, output_std: standard deviations of the initial weights of the two projections.
         ctx: parallel context; the ambient one by default.
 
@@ -142,11 +151,13 @@ class CausalSelfAttention(nn.Module):
     Dropout. rotary: cos and sin of Rotary, which turn the queries and keys. mask: of a shape that
     expands to [batch, this rank's heads, sequence, sequence]; boolean, where a query may look (see
     segment_mask), or added to the scores, -inf where it may not (see alibi_bias); or Packed, if
-    takes_packed. Without, a query looks at itself and backwards. Under context parallelism x is
-    this rank's part of the sequence (see SequenceCut), and the mask, if any, is OfChunks. cache: of
-    the tokens before x, which x's are appended to; x is then the whole prompt or, later, one token.
+    takes_packed; or OfWindows, of which it takes its own. Without, a query looks at itself and
+    backwards. What is beyond the window is hidden, whatever the mask. Under context parallelism x
+    is this rank's part of the sequence (see SequenceCut), and the mask, if any, is OfChunks. cache:
+    of the tokens before x, which x's are appended to; x is then the whole prompt or, later, one
+    token.
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et
-    al. 2019; normalised queries and keys: Henry et al. 2020.
+    al. 2019; normalised queries and keys: Henry et al. 2020; windows: Beltagy et al. 2020.
     """
 
     context_parallel = True
@@ -161,9 +172,11 @@ class CausalSelfAttention(nn.Module):
         dropout: float = 0.0,
         scale: float | None = None,
         clip_qkv: float | None = None,
+        window: int | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         bias: bool = True,
+        output_bias: bool | None = None,
         std: float = 0.02,
         output_std: float = 0.02,
         ctx: ParallelContext | None = None,
@@ -173,15 +186,18 @@ class CausalSelfAttention(nn.Module):
             hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx
         )
         check_heads(self._fewest_heads(), self.qkv.ctx)
-        self.scale, self.clip_qkv = scale, clip_qkv
+        if window is not None and window < 1:
+            raise UserError(f"a window of {window} tokens has no place for the token itself")
+        self.scale, self.clip_qkv, self.window = scale, clip_qkv, window
         self.q_norm, self.k_norm = q_norm, k_norm
         self._check_norms()
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
         # if True: keep queries, keys and values, and nothing else until the output projection
         self.recompute = False
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
+        output_bias = bias if output_bias is None else output_bias
         self.output = RowParallelLinear(
-            inputs, hidden_size, bias, unit=unit, std=output_std, ctx=ctx
+            inputs, hidden_size, output_bias, unit=unit, std=output_std, ctx=ctx
         )
 
     def forward(
@@ -189,7 +205,7 @@ class CausalSelfAttention(nn.Module):
         x: torch.Tensor,
         seed: int | None = None,
         rotary: CosAndSin | None = None,
-        mask: torch.Tensor | Packed | OfChunks | None = None,
+        mask: torch.Tensor | Packed | OfChunks | OfWindows | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         qkv = self.qkv.project(x)
@@ -230,7 +246,7 @@ class CausalSelfAttention(nn.Module):
         self,
         qkv: torch.Tensor,
         rotary: CosAndSin | None,
-        mask: torch.Tensor | Packed | OfChunks | None,
+        mask: torch.Tensor | Packed | OfChunks | OfWindows | None,
         seed: int | None,
         cache: KVCache | None,
     ) -> torch.Tensor:
@@ -239,6 +255,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)
+        mask = self._within_window(mask, q, k)
+        if cache is not None:
             mask = cache.hide(self, mask, q)
         if self.dropout.active:
             y = self._attend_with_dropout(q, k, v, mask, seed)
@@ -259,7 +277,9 @@ class CausalSelfAttention(nn.Module):
         if mask is None:
             cut, packed = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx), self.takes_packed(q.dtype)
             packed = packed and q.device.type != "cpu"
-            mask = masks_of_chunks(cut, len(q), q.dtype, q.device, packed=packed)
+            mask = masks_of_chunks(
+                cut, len(q), q.dtype, q.device, packed=packed, window=self.window
+            )
         elif not isinstance(mask, OfChunks):
             raise UserError(
                 "under context parallelism a rank has a part of the sequence, and an attention "
@@ -267,6 +287,31 @@ class CausalSelfAttention(nn.Module):
             )
         kernel = partial(self._attend_here, dropout=dropout)
         return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=self.recompute)
+
+    def _within_window(self, mask, q, k) -> torch.Tensor | Packed | OfChunks | None:
+        """Return the mask with all that is beyond the window hidden, too.
+
+        OfWindows has hidden it; the kernel of a Packed mask will. A cache gives no keys to a single
+        query that are beyond.
+        """
+        if isinstance(mask, OfWindows):
+            return mask.masks[self.window]
+        if self.window is None or isinstance(mask, Packed):
+            return mask
+        if isinstance(mask, OfChunks):
+            raise UserError(
+                f"a mask of chunks does not hide what is beyond a window of {self.window}: make it "
+                "by megazoo.models.masks.mask_of"
+            )
+        queries, keys = q.shape[2], k.shape[2]
+        if keys <= self.window or self.qkv.ctx.cp_size > 1:  # which makes masks of the chunks
+            return mask
+        seen = window_mask(queries, keys, self.window, q.device)
+        if mask is None:
+            return seen
+        if mask.dtype == torch.bool:
+            return mask & seen
+        return mask.masked_fill(~seen, HIDDEN)
 
     def _attend_here(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v, of keys that are all on this rank."""
@@ -292,7 +337,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, heads, size]
         boundaries, longest, *keys = packed
         keys = [] if packed.key_boundaries is None else keys
-        y = varlen_attention(q, k, v, boundaries, longest, self.scale, *keys)
+        y = varlen_attention(q, k, v, boundaries, longest, self.scale, *keys, window=self.window)
         return y.unflatten(0, (rows, -1)).transpose(1, 2)
 
     def _scaled_dot_product(

@@ -113,13 +113,15 @@ def _over_heads(cos: torch.Tensor, sin: torch.Tensor) -> CosAndSin:
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x, turned by cos and sin, to `out`. Both expand to its shape, and each has two equal
-    halves."""
-    half = x.shape[-1] // 2
-    first, second = x.split(half, dim=-1)
-    torch.mul(x, cos, out=out)
+    """Write x, its first features turned by cos and sin, to `out`. Both expand to the shape of what
+    is turned, and each has two equal halves."""
+    size = cos.shape[-1]
+    half = size // 2
+    first, second, rest = x.tensor_split([half, size], dim=-1)
+    torch.mul(x[..., :size], cos, out=out[..., :size])
     out[..., :half].addcmul_(second, sin[..., :half], value=-1)
-    out[..., half:].addcmul_(first, sin[..., :half])
+    out[..., half:size].addcmul_(first, sin[..., :half])
+    out[..., size:] = rest
     return out
 
 

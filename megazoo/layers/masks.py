@@ -46,6 +46,13 @@ class Shifted(NamedTuple):
         return self.row.as_strided((1, 1, self.queries, keys), (0, 0, 1, 1))
 
 
+class OfWindows(NamedTuple):
+    """The masks for layers that see different stretches of the tokens before them: one for each
+    attention's `window`, which hides what is farther back, too."""
+
+    masks: dict[int | None, "torch.Tensor | Packed | OfChunks | None"]
+
+
 class OfChunks(NamedTuple):
     """The masks for a sequence that is cut over context-parallel ranks: one for each run of queries
     in `SequenceCut.queries`, over all keys up to its end. None stands for a causal mask where each
@@ -54,18 +61,29 @@ class OfChunks(NamedTuple):
     masks: tuple[torch.Tensor | Packed | Shifted | None, ...]
 
 
-def segment_mask(segments: torch.Tensor | None, queries: int | None = None) -> torch.Tensor | None:
+def segment_mask(
+    segments: torch.Tensor | None, queries: int | None = None, window: int | None = None
+) -> torch.Tensor | None:
     """Return where a query may look: at itself and backwards, within its segment. bool [batch, 1,
     queries, sequence].
 
     segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives
     None. queries: how many of the last tokens look, the others being in a KVCache; all by default.
+    window: how many tokens a query looks at, itself included; all by default.
     """
     if segments is None:
         return None
     earlier = segments.shape[1] - (queries or segments.shape[1])
     same = segments[:, earlier:, None] == segments[:, None, :]
-    return same.tril(earlier)[:, None]
+    seen = same.tril(earlier)
+    return (seen if window is None else seen.triu(earlier + 1 - window))[:, None]
+
+
+def window_mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return where a query may look that sees itself and the window - 1 tokens before it, queries
+    being the last of the keys: bool [1, 1, queries, keys]."""
+    one_segment = torch.zeros(1, keys, dtype=torch.int64, device=device)
+    return segment_mask(one_segment, queries, window)
 
 
 def in_aligned_rows(
@@ -99,12 +117,14 @@ def masks_of_chunks(
     segments: torch.Tensor | None = None,
     boundaries: torch.Tensor | None = None,
     packed: bool = False,
+    window: int | None = None,
 ) -> OfChunks:
     """Return the masks of a causal attention over a sequence that is cut, of so many rows.
 
     segments: of the whole sequences, int64 [rows, sequence]; None where there is one. boundaries:
     of the documents that they are, as in Packed, if they are known. packed: the attention takes
-    masks that are Packed. dtype: of what is added to the scores; None for boolean masks.
+    masks that are Packed. dtype: of what is added to the scores; None for boolean masks. window: as
+    in segment_mask; what is Packed says nothing of it.
     """
     if packed and (device.type == "meta" or not rows):  # no kernel looks at them, or takes no rows
         return OfChunks((None,) * len(cut.queries))
@@ -112,7 +132,7 @@ def masks_of_chunks(
         if boundaries is None:
             boundaries = torch.arange(rows + 1, device=device) * cut.length
         return OfChunks(tuple(_packed_of(boundaries, cut.length, chunk) for chunk in cut.queries))
-    masks = [_mask_of_chunk(segments, chunk, device) for chunk in cut.queries]
+    masks = [_mask_of_chunk(segments, chunk, device, window) for chunk in cut.queries]
     return OfChunks(tuple(_ready(mask, dtype) for mask in masks))
 
 
@@ -127,16 +147,17 @@ def _ready(mask: torch.Tensor | Shifted | None, dtype: torch.dtype | None):
 
 
 def _mask_of_chunk(
-    segments: torch.Tensor | None, chunk: range, device: torch.device
+    segments: torch.Tensor | None, chunk: range, device: torch.device, window: int | None
 ) -> torch.Tensor | Shifted | None:
     """Return where the tokens of a chunk may look, among the keys up to its end: bool [rows or 1,
     1, chunk, keys]. None where that is all before them."""
     if segments is not None:
-        return segment_mask(segments[:, : chunk.stop], len(chunk))
-    if chunk.start == 0:
+        return segment_mask(segments[:, : chunk.stop], len(chunk), window)
+    if chunk.start == 0 and (window is None or chunk.stop <= window):
         return None
     row = torch.arange(len(chunk) + chunk.stop - 1, device=device)
-    return Shifted(row < chunk.stop, len(chunk))
+    seen = row < chunk.stop
+    return Shifted(seen if window is None else seen & (row >= chunk.stop - window), len(chunk))
 
 
 def _packed_of(boundaries: torch.Tensor, length: int, chunk: range) -> Packed:

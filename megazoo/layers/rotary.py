@@ -33,7 +33,7 @@ class Rotary:
     """Computes the cos and sin by which queries and keys are turned.
 
     Args:
-        head_size: features of a head, even.
+        head_size: features of a head that are turned, even: its first ones, or all.
         theta: base of the wavelengths.
         max_positions: the model's context, from which scalings start that are not given an original
             one.
@@ -54,7 +54,7 @@ class Rotary:
         self.kind = self.scaling.get("rope_type", "default")
         # frequencies and factor on each device, unless they change with the length
         self._kept: dict[torch.device, tuple[torch.Tensor, float]] = {}
-        if head_size % 2:
+        if head_size % 2 or not head_size:
             raise UserError(f"rotary positions need heads of an even size, not {head_size}")
         if not 1 < theta < math.inf:
             raise UserError(f"the base of rotary positions must be above 1, not {theta}")
@@ -179,11 +179,13 @@ class Rotary:
 
 @replaced_by(fused.rotate)
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, head_size].
+    """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, turned].
 
-    (a, b) -> (a cos - b sin, b cos + a sin), a being the first half of a head, b the second.
+    (a, b) -> (a cos - b sin, b cos + a sin), a being the first half of the features that are
+    turned, b the second. Those after them, if any, stay as they are.
     """
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
+    x, rest = x.tensor_split([cos.shape[-1]], dim=-1)
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-b, a], dim=-1) * sin
+    return torch.cat([x * cos + torch.cat([-b, a], dim=-1) * sin, rest], dim=-1)

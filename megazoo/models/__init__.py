@@ -6,8 +6,12 @@ from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.llama import Llama
+from megazoo.models.mistral import Mistral
 from megazoo.models.mpt import MPT
 from megazoo.models.pretrained import from_parallelized, from_pretrained
+from megazoo.models.pythia import Pythia
+from megazoo.models.qwen2 import Qwen2
+from megazoo.models.qwen3 import Qwen3
 from megazoo.models.registry import (
     FAMILIES,
     config_from_dict,
@@ -25,8 +29,12 @@ __all__ = [
     "MPT",
     "HFNames",
     "Llama",
+    "Mistral",
     "Model",
     "ModelConfig",
+    "Pythia",
+    "Qwen2",
+    "Qwen3",
     "Theirs",
     "config_from_dict",
     "config_from_file",

@@ -8,18 +8,20 @@ from torch import nn
 
 from megazoo.checkpoint.source import TensorSource
 from megazoo.models.adapters import LoRASettings, Target, linear_layers, targets_of
+from megazoo.models.hugging_face.names import Run, runs_of_groups
 from megazoo.parallel.shard import ParameterSpec
 
 
 @dataclass(frozen=True)
 class Matrix:
     """A target with its size, [outputs, inputs], and its place: it is the rows from `first` on of
-    its layer's weight."""
+    its layer's weight. runs: which of its rows stand where in Hugging Face's."""
 
     target: Target
     first: int
     outputs: int
     inputs: int
+    runs: tuple[Run, ...]
 
     @property
     def weight(self) -> str:
@@ -39,7 +41,8 @@ def matrices_of(model: nn.Module) -> list[Matrix]:
         counts = spec.shard.parts if len(targets) > 1 else spec.shape[:1]
         first = 0
         for target, outputs in zip(targets, counts, strict=True):
-            matrices.append(Matrix(target, first, outputs, spec.shape[1]))
+            runs = runs_of_groups(spec.shard) if target.grouped else [Run(0, 0, outputs)]
+            matrices.append(Matrix(target, first, outputs, spec.shape[1], tuple(runs)))
             first += outputs
     return matrices
 

@@ -1,6 +1,6 @@
 """Opens adapters on disk, whatever wrote them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from torch import nn
@@ -13,6 +13,10 @@ from megazoo.models.pretrained import with_labels
 from megazoo.models.source import ModelSource, SavedAdapters
 from megazoo.parallel.context import ParallelContext
 
+# Fields of a config in which a model and its base may differ: a classifier is made of a language
+# model.
+OF_A_CLASSIFIER = ("num_labels", "pad_token_id", "problem_type")
+
 
 def open_beside(
     path: str | Path, base: ModelSource, *, verify: bool = True
@@ -21,7 +25,9 @@ def open_beside(
     its head is among them. Arguments and errors as in `open_adapter`."""
     path = present(Path(path))
     if _is_checkpoint(path):
-        theirs = SavedAdapters(path, verify=verify).config
+        adapters = SavedAdapters(path, verify=verify)
+        check_configs(base, adapters)
+        theirs = adapters.config
         config = with_labels(base, theirs.num_labels or None, theirs.pad_token_id)
         if theirs.num_labels:
             config = replace(config, problem_type=theirs.problem_type)
@@ -48,6 +54,23 @@ def open_adapter(path: str | Path, whole: nn.Module, *, verify: bool = True) -> 
             f"{path} has adapters of a {source.model.__name__}, not of a {type(whole).__name__}"
         )
     return source
+
+
+def check_configs(base: ModelSource, adapters: SavedAdapters) -> None:
+    """Refuse a base that is another model: the weights alone don't tell what is computed of
+    them."""
+    if base.model is not adapters.model:
+        raise UserError(
+            f"{base.path} is a {base.model.__name__}, but {adapters.path} has adapters of a "
+            f"{adapters.model.__name__}"
+        )
+    for f in fields(adapters.config):
+        ours, theirs = getattr(base.config, f.name), getattr(adapters.config, f.name)
+        if ours != theirs and not f.name.endswith("dropout") and f.name not in OF_A_CLASSIFIER:
+            raise UserError(
+                f"{f.name} is {ours} in {base.path}, but {theirs} in {adapters.path}, "
+                "whose base it is to be"
+            )
 
 
 def _is_checkpoint(path: Path) -> bool:

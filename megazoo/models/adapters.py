@@ -14,7 +14,7 @@ from torch import nn
 from megazoo.errors import UserError, check_number, nearest
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.lora import Adapter, Adapters
-from megazoo.models.hugging_face.names import hf_names
+from megazoo.models.hugging_face.names import HFNames, hf_names
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
@@ -83,12 +83,14 @@ class Target:
     module: the global name of its layer. part: what of the layer it is: one of its parts, or the
     layer's own last name for all of it. theirs: Hugging Face's name of it; our own, where there is
     none. names: all by which it can be called, by their ends: "q" calls what "attention.q" does.
+    grouped: Hugging Face's has its rows in another order (see HFNames).
     """
 
     module: str
     part: str
     theirs: str
     names: tuple[str, ...]
+    grouped: bool = False
 
     def is_called(self, name: str) -> bool:
         """Say whether a user's name calls this target."""
@@ -123,10 +125,10 @@ def targets_of(model: nn.Module, name: str, layer: nn.Module) -> list[Target]:
     above = f"{parent}." if parent else ""
     parts = getattr(layer, "part_names", ())
     try:
-        theirs = hf_names(type(model), f"{name}.weight").names
+        table = hf_names(type(model), f"{name}.weight")
     except (AttributeError, KeyError):  # a model of one's own has no table, or not this layer
-        theirs = (f"{name}.weight",)
-    theirs = [each.removesuffix(".weight") for each in theirs]
+        table = HFNames(f"{name}.weight")
+    theirs = [each.removesuffix(".weight") for each in table.names]
     if len(theirs) > 1 and len(theirs) == len(parts):
         return [
             Target(name, part, each, (name, f"{above}{part}", each))
@@ -134,7 +136,7 @@ def targets_of(model: nn.Module, name: str, layer: nn.Module) -> list[Target]:
         ]
     names = [name, *(f"{above}{part}" for part in parts), theirs[0]]
     names += [f"{above}o"] if last == "output" else []
-    return [Target(name, last, theirs[0], tuple(names))]
+    return [Target(name, last, theirs[0], tuple(names), table.grouped)]
 
 
 def all_targets(model: nn.Module) -> list[Target]:

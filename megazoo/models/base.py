@@ -49,6 +49,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     presets: dict
     # For Hugging Face directories: our modules to theirs, what a backbone's files leave out of the
     # names, and a regular expression of tensors that may be there besides.
+    HUGGING_FACE_TYPE: str | None = None  # its model_type there, if it is not the family's name
     HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}
     HUGGING_FACE_PREFIX = ""
     HUGGING_FACE_LEGACY = "$^"

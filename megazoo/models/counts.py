@@ -39,7 +39,7 @@ def flops_per_token(
 ) -> int:
     """Return the FLOPs a token of a training step that MFU counts (Chowdhery et al. 2022, appendix
     B): those of all matrix products, forward and backward, nothing twice, and attention's not
-    halved for its mask.
+    halved for its mask; of an attention with a window, those within it.
 
     Matrices are those that a ShardedModule names in `multiplied`, and the output head. Each takes 2
     FLOPs a weight forward, 2 for its own gradient, if it is trained, and 2 for its input's, if
@@ -75,6 +75,7 @@ def _flops(module: nn.Module, passes: bool, seq_length: int) -> tuple[int, bool]
         weight = getattr(module, name)
         flops += _of_product(weight, inner)
         inner = inner or weight.requires_grad
+    seq_length = min(seq_length, getattr(module, "window", None) or seq_length)
     features = getattr(module, "score_features", None)
     if features is not None:
         flops += 4 * features * seq_length * (3 if returns else 1)

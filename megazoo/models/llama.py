@@ -185,7 +185,7 @@ class Llama(Model):
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
         rotary = self.rotary(batch.positions(x.device), x.dtype, batch.longest)
-        mask = mask_of(batch, self.layers, Block, x.dtype)
+        mask = mask_of(batch, self.layers, self.Block, x.dtype)
         x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
         return self.norm(x) if stage.last else x
 

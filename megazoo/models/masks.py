@@ -4,30 +4,47 @@ import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.layers import ALiBi, CausalSelfAttention, OfChunks, Packed, segment_mask
-from megazoo.layers.masks import additive, masks_of_chunks
+from megazoo.layers import ALiBi, CausalSelfAttention, OfChunks, OfWindows, Packed, segment_mask
+from megazoo.layers.masks import additive, masks_of_chunks, window_mask
 
 
 def mask_of(
     batch: MicroBatch, layers: nn.ModuleDict, block: type[nn.Module], dtype: torch.dtype
-) -> torch.Tensor | Packed | OfChunks | None:
-    """Return what hides a micro-batch's segments from each other, as CausalSelfAttention takes it;
-    None where there is one segment, of which this rank has all tokens.
+) -> torch.Tensor | Packed | OfChunks | OfWindows | None:
+    """Return what hides a micro-batch's segments from each other, and what is beyond the layers'
+    windows, as CausalSelfAttention takes it; None where there is one segment, of which this rank
+    has all tokens, and no window.
 
     block: the family's class of layers, which gives the mask to its attention and to nothing else.
     A layer with a forward or an attention of its own gets what `segment_mask` returns. dtype: of
     the activations.
     """
-    layers = list(layers.values())
-    if not layers or (batch.segments is None and batch.cut is None):
+    layers, forward = list(layers.values()), getattr(block, "forward", None)
+    if not layers:
         return None
     plain = all(
-        type(layer).forward is block.forward and type(layer.attention) is CausalSelfAttention
+        type(layer).forward is forward and type(layer.attention) is CausalSelfAttention
         for layer in layers
     )
+    windows = {layer.attention.window for layer in layers} if plain else {None}
     packed = plain and all(layer.attention.takes_packed(dtype) for layer in layers)
+    device = next(layers[0].parameters()).device
+    masks = {
+        window: _mask_of_window(batch, window, plain, packed, dtype, device) for window in windows
+    }
+    return masks[None] if windows == {None} else OfWindows(masks)
+
+
+def _mask_of_window(
+    batch: MicroBatch,
+    window: int | None,
+    plain: bool,
+    packed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor | Packed | OfChunks | None:
+    """Return the mask for layers of a window, None standing for all tokens."""
     if batch.cut is not None:
-        device = next(layers[0].parameters()).device
         return masks_of_chunks(
             batch.cut,
             batch.shape[0],
@@ -36,11 +53,19 @@ def mask_of(
             segments=batch.segments,
             boundaries=batch.boundaries,
             packed=packed and device.type != "cpu",
+            window=window,
         )
+    rows, queries = batch.shape
     if packed and batch.boundaries is not None:
-        return Packed(batch.boundaries, batch.shape[1])
-    mask = segment_mask(batch.segments, batch.shape[1])
-    return additive(mask, dtype) if plain else mask
+        return Packed(batch.boundaries, queries)
+    if batch.cache is not None and batch.cache.used:
+        window = None  # the cache has nothing that is beyond
+    if window is not None and batch.keys > window and batch.segments is None:
+        if packed and device.type == "cuda":  # whose kernel skips what is beyond
+            return Packed(torch.arange(rows + 1, device=device).int() * queries, queries)
+        return additive(window_mask(queries, batch.keys, window, device), dtype)
+    mask = segment_mask(batch.segments, queries, window)
+    return additive(mask, dtype) if plain and mask is not None else mask
 
 
 def alibi_mask_of(

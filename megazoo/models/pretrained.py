@@ -24,6 +24,7 @@ from megazoo.errors import UserError
 from megazoo.models.adapters import CLASSIFIER_HEAD, is_adapter
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
+from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
 from megazoo.models.source import HoldsAdapters, ModelSource, SavedAdapters, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
@@ -33,15 +34,18 @@ from megazoo.parallel.random import derive_seed
 
 
 def open_source(path: str | Path, *, verify: bool = True, adapters: bool = False) -> ModelSource:
-    """Open a checkpoint of ours, or a Hugging Face directory (one with a config.json). UserError
-    if it is neither.
+    """Open a checkpoint of ours, a Hugging Face directory (one with a config.json), or a checkpoint
+    of Megatron-LM. UserError if it is none of them.
 
-    verify: compare what is read with the checkpoint's checksums; a Hugging Face directory has none.
+    verify: compare what is read with the checkpoint's checksums; the others have none.
     adapters: take a checkpoint that holds adapters alone, too; else UserError says what to do.
     """
     path = present(Path(path))
-    if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
-        return HuggingFaceDirectory(path)
+    if not (path / MANIFEST).is_file():
+        if is_megatron(path):
+            return MegatronCheckpoint(path)
+        if (path / CONFIG).is_file():
+            return HuggingFaceDirectory(path)
     try:
         step = find_checkpoint(path)
     except NoCheckpoint as error:

@@ -189,17 +189,21 @@ def config_from_hugging_face(values: dict):
     family = values["model_type"]
     if not isinstance(family, str):
         raise UserError(f"model_type is {brief(family)}: it must be a string")
-    known = {name for name, model in FAMILIES.items() if hasattr(model.Config, "from_hugging_face")}
+    known = {
+        getattr(model, "HUGGING_FACE_TYPE", None) or name: model
+        for name, model in FAMILIES.items()
+        if hasattr(model.Config, "from_hugging_face")
+    }
     if family not in known:
         raise UserError(
             f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}"
         )
-    fields = ConfigReader(values)
-    config = FAMILIES[family].Config.from_hugging_face(fields)
+    model, fields = known[family], ConfigReader(values)
+    config = model.Config.from_hugging_face(fields)
     fields.finish()
     _typed_values(type(config), vars(config))
     one_layer = dataclasses.replace(config, layers=min(config.layers, 1))
-    FAMILIES[family].on_meta(one_layer, ParallelContext())  # refuses what the layers don't know
+    model.on_meta(one_layer, ParallelContext())  # refuses what the layers don't know
     return config
 
 

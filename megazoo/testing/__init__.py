@@ -1,18 +1,21 @@
-"""For tests: ranks on this machine, and a check that a model trains in every layout as in one
-process."""
+"""For tests: ranks on this machine, a check that a model trains in every layout as in one process,
+and a comparison with another library's model."""
 
 from megazoo.testing.check import Verdict, check_parallel
+from megazoo.testing.compare import Agreement, compare
 from megazoo.testing.layouts import Layout, all_layouts
 from megazoo.testing.ranks import GROUP_TIMEOUT, RankError, RankPool
 from megazoo.testing.shrink import shrink
 
 __all__ = [
     "GROUP_TIMEOUT",
+    "Agreement",
     "Layout",
     "RankError",
     "RankPool",
     "Verdict",
     "all_layouts",
     "check_parallel",
+    "compare",
     "shrink",
 ]

@@ -159,7 +159,7 @@ class Comparison:
             named.append(f"{number} ({', '.join(place)})")
         more = f" and {len(numbers) - 2} more" if len(numbers) > 2 else ""
         with_it = sorted({self.ranks[number].coordinates["cp"] for number in numbers})
-        only = f", only where cp is {_listed(with_it)}" if len(with_it) < self.layout.cp else ""
+        only = f", only where cp is {listed(with_it)}" if len(with_it) < self.layout.cp else ""
         return f"on rank{'s' * (len(numbers) > 1)} {', '.join(named)}{more}{only}"
 
     def _axes_of_size(self, factor: float) -> str:
@@ -184,7 +184,7 @@ def _later(step: int) -> str:
     return f" at {_named(step)}" if step else ""
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: list[int]) -> str:
     """Write numbers: 0, 1 and 3."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} and {last}" if most else last

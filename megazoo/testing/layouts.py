@@ -9,6 +9,7 @@ from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.context import CP_METHODS, ParallelContext
 from megazoo.parallel.schedule import SCHEDULES, check_schedule
+from megazoo.testing.ranks import GROUP_TIMEOUT
 
 # How a name writes each size, and the attribute of it.
 SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "v": "virtual"}
@@ -94,6 +95,20 @@ class Layout:
     def ranks(self) -> int:
         """How many ranks it takes."""
         return self.tp * self.cp * self.pp * self.dp
+
+    def context(self) -> ParallelContext:
+        """Join the ranks of the layout, in a process group of as many, on the CPU."""
+        return ParallelContext.from_torch(
+            self.tp,
+            self.pp,
+            self.dp,
+            sequence_parallel=self.sequence_parallel,
+            context_parallel_size=self.cp,
+            context_parallel_method=self.cp_method,
+            virtual_pipeline_size=self.virtual,
+            device="cpu",
+            timeout=GROUP_TIMEOUT,
+        )
 
     def _virtual_context(self) -> ParallelContext:
         return ParallelContext.virtual(

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 
-LARGEST = {"layers": 5, "vocab_size": 61, "max_positions": 32}
+LARGEST = {"layers": 5, "vocab_size": 61, "max_positions": 32, "window": 6}
 
 
 def shrink(config):
@@ -18,7 +18,8 @@ def shrink(config):
         if name in names
     }
     if {"heads", "hidden_size"} <= names:
-        head = 8 if config.heads <= 16 else 4
+        turned = getattr(config, "rotary_fraction", 1.0)  # of which a pair must be left
+        head = 8 if config.heads <= 16 or turned < 1 else 4
         small["hidden_size"] = head * config.heads
         small |= {"head_size": head} if getattr(config, "head_size", None) else {}
         if "ffn_size" in names:

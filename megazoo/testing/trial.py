@@ -23,7 +23,6 @@ from megazoo.parallel.random import derive_seed
 from megazoo.testing.batches import KINDS, MICRO_BATCHES, ROWS, make_batch, micro_batches_of
 from megazoo.testing.layouts import Layout
 from megazoo.testing.parts import part_of
-from megazoo.testing.ranks import GROUP_TIMEOUT
 from megazoo.testing.shrink import shrink
 
 # Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as
@@ -32,6 +31,13 @@ EPSILON = 1e-3
 CLIP = 0.1  # small enough to be active
 
 _imported: set[Path] = set()
+
+
+def import_once(file: Path | None) -> None:
+    """Run the Python file that registers a model, if there is one, unless this process has."""
+    if file and file not in _imported:
+        _imported.add(file)
+        run_file(file)
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,7 @@ class Subject:
     @property
     def config(self):
         """The model's config, its file imported once."""
-        if self.import_ and self.import_ not in _imported:
-            _imported.add(self.import_)
-            run_file(self.import_)
+        import_once(self.import_)
         return config_from_dict(self.family, self.values)
 
 
@@ -116,17 +120,7 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
 def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) -> Findings:
     """Train this rank's part of a layout, and return how far it is from the Record at `path`."""
     expected: Record = torch.load(path, weights_only=False, mmap=True)
-    ctx = ParallelContext.from_torch(
-        layout.tp,
-        layout.pp,
-        layout.dp,
-        sequence_parallel=layout.sequence_parallel,
-        context_parallel_size=layout.cp,
-        context_parallel_method=layout.cp_method,
-        virtual_pipeline_size=layout.virtual,
-        device="cpu",
-        timeout=GROUP_TIMEOUT,
-    )
+    ctx = layout.context()
     seeds = _dropout_seeds(subject, layout, ctx)
     model, record = _build(subject, ctx), Record()
     weights = _copies(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megazoo.errors import UserError
 
-# Fields that say nothing of the mathematics: of all models, then of GPT-2, LLaMA and MPT.
+# Fields that say nothing of the mathematics: of all models, then of GPT-2, LLaMA, MPT and GPT-NeoX.
 HARMLESS = set(
     """
     model_type architectures auto_map transformers_version dtype torch_dtype use_cache return_dict
@@ -24,6 +24,8 @@ HARMLESS = set(
 
     init_device init_config verbose attn_impl fc_type fused_qkv use_pad_tok_in_ffn
     flash_attn_padded name
+
+    classifier_dropout is_decoder
     """.split()
 )
 CLASSIFIER = "ForSequenceClassification"
@@ -48,14 +50,15 @@ def head_to_hugging_face(config, language_model: str) -> dict[str, Any]:
 class ConfigReader:
     """Hands out the fields of a config.json one by one, and refuses those that nobody took.
 
-    values: what JSON gave; a field that is null is absent. inside: how messages call a nested
-    config ("attn_config.").
+    values: what JSON gave; a field that is null is absent, and named in `nulls`. inside: how
+    messages call a nested config ("attn_config.").
     """
 
     def __init__(self, values: dict, inside: str = ""):
         self.values = {
             name: value for name, value in values.items() if value is not None and name[:1] != "_"
         }
+        self.nulls = {name for name, value in values.items() if value is None}
         self.inside = inside
 
     def take(self, name: str, default: Any = None) -> Any:

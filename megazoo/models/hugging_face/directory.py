@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -16,13 +17,12 @@ from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError
 from megazoo.files import json_object, read_bytes
-from megazoo.models.hugging_face.names import HFNames, hf_names
+from megazoo.models.hugging_face.names import HFNames, Run, hf_names
 from megazoo.models.registry import config_from_file
 from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-LM_HEAD = "lm_head.weight"
 
 
 class HuggingFaceDirectory(ModelSource):
@@ -93,30 +93,27 @@ class HuggingFaceDirectory(ModelSource):
     def read_pieces(
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
-        transposed, first = self._names[name].transposed, 0
-        for part, rows in self._parts(name, spec):
-            there: Box = ((first, first + rows), *((0, size) for size in spec.shape[1:]))
-            shape = (rows, *spec.shape[1:])
-            for piece in pieces:
+        theirs = self._names[name]
+        for part, runs in theirs.parts(self.specs[name]):
+            shape = _shape_of(runs, spec)
+            for run, piece in product(runs, pieces):
+                there: Box = (
+                    (run.ours, run.ours + run.count),
+                    *((0, size) for size in spec.shape[1:]),
+                )
                 if shared := overlap(piece.box, there):
-                    box = ((shared[0][0] - first, shared[0][1] - first), *shared[1:])
-                    turned = (shape[::-1], box[::-1]) if transposed else (shape, box)
+                    moved = run.theirs - run.ours
+                    box = ((shared[0][0] + moved, shared[0][1] + moved), *shared[1:])
+                    turned = (shape[::-1], box[::-1]) if theirs.transposed else (shape, box)
                     values = self.files.box(self._file_of[part], part, *turned)
                     place = destination[piece.index(shared)]
-                    self.put(place, values.T if transposed else values)
-            first += rows
-
-    def _parts(self, name: str, spec: ParameterSpec) -> list[tuple[str, int]]:
-        """Return the names of their tensors that are one of ours, and how many rows each has."""
-        names = self._names[name].names
-        counts = spec.shard.parts if len(names) > 1 else (spec.shape[0],)
-        return list(zip(names, counts, strict=True))
+                    self.put(place, values.T if theirs.transposed else values)
 
     def _check_shapes(self) -> None:
         for name, spec in self.specs.items():
             transposed = self._names[name].transposed
-            for part, rows in self._parts(name, spec):
-                shape = (rows, *spec.shape[1:])
+            for part, runs in self._names[name].parts(spec):
+                shape = _shape_of(runs, spec)
                 self.files.check_shape(
                     self._file_of[part], part, shape[::-1] if transposed else shape
                 )
@@ -164,19 +161,21 @@ class HuggingFaceDirectory(ModelSource):
         def names_of(name: str) -> HFNames:
             theirs = hf_names(self.model, name)
             parts = (part.removeprefix(prefix) if bare else part for part in theirs.names)
-            return HFNames(*parts, transposed=theirs.transposed)
+            return theirs.renamed(*parts)
 
-        has_tied_head = getattr(self.config, "tie_embeddings", False) and LM_HEAD in names
+        table = self.model.HUGGING_FACE_NAMES
+        head = f"{table['head'].names[0]}.weight" if "head" in table else ""
+        has_tied_head = getattr(self.config, "tie_embeddings", False) and head in names
         if has_tied_head:
             (embedding,) = names_of("embedding.weight").names
-            if embedding in names and not self._equal(embedding, LM_HEAD):
+            if embedding in names and not self._equal(embedding, head):
                 self.config = dataclasses.replace(self.config, tie_embeddings=False)
                 has_tied_head = False
         matched = {name: names_of(name) for name in self.specs}
         if has_tied_head and embedding not in names:
-            matched["embedding.weight"] = HFNames(LM_HEAD)
+            matched["embedding.weight"] = HFNames(head)
         wanted = {part for theirs in matched.values() for part in theirs.names}
-        self._check_complete(wanted, optional={LM_HEAD} if has_tied_head else set())
+        self._check_complete(wanted, optional={head} if has_tied_head else set())
         return matched
 
     def _check_complete(self, wanted: set[str], optional: set[str]) -> None:
@@ -203,6 +202,11 @@ class HuggingFaceDirectory(ModelSource):
             shape = self.files.shape(*place)
             whole.append(self.files.box(*place, shape, tuple((0, size) for size in shape)))
         return torch.equal(*whole)
+
+
+def _shape_of(runs: list[Run], spec: ParameterSpec) -> tuple[int, ...]:
+    """Return the shape of the tensor that has just these rows of ours."""
+    return (sum(run.count for run in runs), *spec.shape[1:])
 
 
 def some_of(names: set[str], shown: int = 5) -> str:

@@ -1,12 +1,14 @@
 """From any source of named tensors to a Hugging Face directory, one tensor at a time."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from megazoo.checkpoint.directories import new_directory
 from megazoo.checkpoint.places import CONFIG, INDEX
+from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import (
     BytesWritten,
@@ -18,7 +20,7 @@ from megazoo.checkpoint.writing import (
 from megazoo.errors import UserError
 from megazoo.files import in_threads
 from megazoo.models.hugging_face.directory import TOKEN_IDS
-from megazoo.models.hugging_face.names import hf_names
+from megazoo.models.hugging_face.names import Run, hf_names
 from megazoo.models.source import ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Piece
@@ -98,39 +100,58 @@ def _hf_tensors(
     """Return Hugging Face's tensors by their names, to be read while they are written."""
     tensors = {}
     for name, spec in source.specs.items():
-        theirs, first = hf_names(source.model, name), 0
-        counts = spec.shard.parts if len(theirs.names) > 1 else spec.shape[:1]
-        kind = dtype or source.dtype_of(name)
-        for hf_name, count in zip(theirs.names, counts, strict=True):
-            rows = (first, count)
-            tensors[hf_name] = lazy_rows(
-                source, name, spec, rows, kind, theirs.transposed, progress
-            )
-            first += count
+        theirs, kind = hf_names(source.model, name), dtype or source.dtype_of(name)
+        for part, runs in theirs.parts(spec):
+            if theirs.transposed:
+                tensors[part] = _lazy_columns(source, name, spec, runs[0], kind, progress)
+            else:
+                tensors[part] = lazy_rows(source, name, spec, runs, kind, progress)
     return tensors
 
 
 def lazy_rows(
-    source: ModelSource,
+    source: TensorSource,
     name: str,
     spec: ParameterSpec,
-    wanted: tuple[int, int],
+    runs: Sequence[Run],
     dtype: torch.dtype,
-    transposed: bool,
-    progress: BytesWritten,
+    progress: BytesWritten = lambda _: None,
 ) -> LazyTensor:
-    """Return rows of one of our tensors, (first, count), as one of Hugging Face's."""
-    first, count = wanted
-    shape = (count, *spec.shape[1:])[:: -1 if transposed else 1]
+    """Return rows of one of our tensors as one of Hugging Face's."""
+    shape = (sum(run.count for run in runs), *spec.shape[1:])
+    others = [(0, size) for size in spec.shape[1:]]
 
     def fill(rows: torch.Tensor, start: int) -> None:
-        ours = rows.T if transposed else rows
-        begin = (first, start) if transposed else (first + start, *(0 for _ in shape[1:]))
-        box = tuple((low, low + size) for low, size in zip(begin, ours.shape, strict=True))
-        source.read_pieces(name, ours, spec, [Piece(box, (0,) * len(box))])
+        pieces = []
+        for run in runs:
+            low = max(run.theirs, start)
+            high = min(run.theirs + run.count, start + len(rows))
+            if low < high:
+                moved = run.ours - run.theirs
+                box = ((low + moved, high + moved), *others)
+                pieces.append(Piece(box, (low - start, *(0 for _ in others))))
+        source.read_pieces(name, rows, spec, pieces)
         progress(rows.nbytes)
 
     return LazyTensor(shape, dtype, fill)
+
+
+def _lazy_columns(
+    source: TensorSource,
+    name: str,
+    spec: ParameterSpec,
+    run: Run,
+    dtype: torch.dtype,
+    progress: BytesWritten,
+) -> LazyTensor:
+    """Return rows of one of our tensors as one of Hugging Face's that has them as columns."""
+
+    def fill(columns: torch.Tensor, start: int) -> None:
+        box = ((run.ours, run.ours + run.count), (start, start + len(columns)))
+        source.read_pieces(name, columns.T, spec, [Piece(box, (0, 0))])
+        progress(columns.nbytes)
+
+    return LazyTensor((spec.shape[1], run.count), dtype, fill)
 
 
 def _cut_into_files(tensors: dict[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:

@@ -1,4 +1,5 @@
-"""LLaMA in Hugging Face's files: the names of its tensors, and the fields of its config.json."""
+"""LLaMA in Hugging Face's files: the names of its tensors, and the fields of its config.json; and
+what the families have of it that are built on it."""
 
 from typing import Any
 
@@ -41,15 +42,23 @@ FIELDS = {
     "attention_dropout": "attention_dropout",
     "tie_word_embeddings": "tie_embeddings",
 }
+BIASES = ("attention_bias", "mlp_bias")
+FIELDS_WITHOUT_BIASES = {theirs: ours for theirs, ours in FIELDS.items() if theirs not in BIASES}
 
 
-def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
-    """Return the values of a LlamaConfig. defaults: its class. UserError for what is not
+def read_config(
+    fields: ConfigReader, defaults: type, names: dict[str, str] = FIELDS
+) -> dict[str, Any]:
+    """Return the values of a LlamaConfig, or of one that has as much. defaults: its class, whose
+    defaults are transformers'. names: Hugging Face's fields and its own. UserError for what is not
     supported."""
     fields.only("partial_rotary_factor", 1.0)
     theta, scaling = _read_rotary(fields, defaults.rope_theta)
-    values = fields.renamed(FIELDS, defaults)
-    if values["head_size"] * values["heads"] == values["hidden_size"]:
+    values = fields.renamed(names, defaults)
+    if "num_key_value_heads" in fields.nulls:
+        values["kv_heads"] = 0
+    whole = values["head_size"] * values["heads"] == values["hidden_size"]
+    if whole and not defaults.head_size:
         values["head_size"] = 0
     return {**values, **fields.head(), "rope_theta": theta, "rope_scaling": scaling}
 
@@ -65,12 +74,15 @@ def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | No
     return theta, {"rope_type": kind, **rope.values} if kind != "default" else None
 
 
-def write_config(config) -> dict[str, Any]:
-    """Return what config.json says of a LlamaConfig."""
-    values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+def write_config(
+    config, model_type: str = "llama", name: str = "Llama", names: dict[str, str] = FIELDS
+) -> dict[str, Any]:
+    """Return what config.json says of a LlamaConfig, or of one that has as much. model_type, name:
+    of transformers' model. names: as in `read_config`."""
+    values = {theirs: getattr(config, ours) for theirs, ours in names.items()}
     values["head_dim"] = config.head_size or config.hidden_size // config.heads
     values["rms_norm_eps"] = float(config.norm_epsilon)
     scaling = config.rope_scaling or {}
     rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
-    head = head_to_hugging_face(config, "LlamaForCausalLM")
-    return {**head, "model_type": "llama", **values, "rope_parameters": rope}
+    head = head_to_hugging_face(config, f"{name}ForCausalLM")
+    return {**head, "model_type": model_type, **values, "rope_parameters": rope}

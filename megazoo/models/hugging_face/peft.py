@@ -6,10 +6,13 @@
 Nothing is transposed, of GPT-2's Conv1D neither: there a merge alone turns the change.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import isfinite
 from pathlib import Path
-from re import fullmatch
+from re import error as PatternError
+from re import fullmatch, search
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from megazoo.models.adapted import AdapterSource, Matrix, adapted, matrices_of, 
 from megazoo.models.adapters import CLASSIFIER_HEAD, LoRASettings, Target, labels_of
 from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.hugging_face.export import lazy_rows
-from megazoo.models.hugging_face.names import hf_names
+from megazoo.models.hugging_face.names import Run, hf_names
 from megazoo.parallel.shard import ParameterSpec, Piece
 
 PICKLED = "adapter_model.bin"  # of older versions
@@ -57,8 +60,8 @@ class _Config:
     rank_pattern: dict[str, int] | None = field(default_factory=dict)
     alpha_pattern: dict[str, float] | None = field(default_factory=dict)
     init_lora_weights: Any = True
-    exclude_modules: Any = None
-    layers_to_transform: Any = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
 
 
 class PEFTDirectory(AdapterSource):
@@ -85,11 +88,12 @@ class PEFTDirectory(AdapterSource):
         here = {by_name[name].target for name in self._names if name in by_name}
         self.matrices = [matrix for matrix in all_matrices if matrix.target in here]
         self.settings = self._read_settings([matrix.target for matrix in all_matrices])
-        self._theirs, self.specs = {}, {}
+        self._theirs, self._runs, self.specs = {}, {}, {}
         for matrix in self.matrices:
             factors = zip(("A", "B"), self.factors(matrix).items(), strict=True)
             for factor, (name, spec) in factors:
                 self._theirs[name] = tensor_name(matrix.target, factor)
+                self._runs[name] = runs_of(matrix, factor, spec)
                 self.specs[name] = spec
         self._add_head(whole)
         self._check_complete(all_matrices, type(whole).__name__)
@@ -107,10 +111,15 @@ class PEFTDirectory(AdapterSource):
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
         theirs, shape = self._theirs[name], self.specs[name].shape
-        for piece in pieces:
-            self.put(
-                destination[piece.index()], self.files.box(self._file, theirs, shape, piece.box)
-            )
+        for run, piece in product(self._runs[name], pieces):
+            (start, stop), columns = piece.box
+            low, high = max(start, run.ours), min(stop, run.ours + run.count)
+            if low < high:
+                moved = run.theirs - run.ours
+                values = self.files.box(
+                    self._file, theirs, shape, ((low + moved, high + moved), columns)
+                )
+                self.put(destination[piece.index(((low, high), columns))], values)
 
     def _read_settings(self, targets: list[Target]) -> LoRASettings:
         """Return the settings; their names call exactly the layers that are here."""
@@ -157,14 +166,19 @@ class PEFTDirectory(AdapterSource):
             )
         self.specs[CLASSIFIER_HEAD] = ParameterSpec((labels, whole.config.hidden_size))
         self._theirs[CLASSIFIER_HEAD] = f"{PREFIX}{CLASSIFIER_HEAD}"
+        self._runs[CLASSIFIER_HEAD] = [Run(0, 0, labels)]
 
     def _check_complete(self, matrices: list[Matrix], model: str) -> None:
         """Raise UserError if a tensor is missing, by the others or by target_modules, or there is
         one that the model has no place for."""
         wanted = set(self._theirs.values())
         for matrix in matrices:
-            if self._is_target(matrix.target.theirs):
-                wanted |= {tensor_name(matrix.target, factor) for factor in ("A", "B")}
+            names = {tensor_name(matrix.target, factor) for factor in ("A", "B")}
+            match self._is_target(matrix.target.theirs):
+                case True:
+                    wanted |= names
+                case False:
+                    wanted -= names
         problems = []
         if missing := wanted - self._names:
             problems.append(f"lacks {some_of(missing)}")
@@ -176,13 +190,30 @@ class PEFTDirectory(AdapterSource):
                 f"it is not of this {model} with its {ADAPTER_CONFIG}"
             )
 
-    def _is_target(self, name: str) -> bool:
-        """Say whether target_modules, where it is a list of names alone, has this module."""
-        config = self._config
-        if config.exclude_modules or config.layers_to_transform is not None:
+    def _is_target(self, name: str) -> bool | None:
+        """Say whether PEFT adapts this module, by target_modules and what narrows it; None where
+        target_modules leaves it to PEFT."""
+        config, number = self._config, search(r"\.(\d+)\.", name)
+        layers = config.layers_to_transform
+        if config.exclude_modules and _matches(name, config.exclude_modules):
             return False
-        names = config.target_modules if isinstance(config.target_modules, list) else ()
-        return any(f".{name}".endswith(f".{each}") for each in names)
+        if layers is not None and number:
+            layers = [layers] if isinstance(layers, int) else layers
+            if int(number[1]) not in layers:
+                return False
+        if config.target_modules in (None, "all-linear"):
+            return None
+        return _matches(name, config.target_modules)
+
+
+def _matches(name: str, modules: list[str] | str) -> bool:
+    """Say whether a module is one of PEFT's: by a regular expression, or by the ends of names."""
+    if isinstance(modules, str):
+        try:
+            return fullmatch(modules, name) is not None
+        except PatternError as error:
+            raise UserError(f"{brief(modules)} is no regular expression: {error}") from error
+    return any(f".{name}".endswith(f".{each}") for each in modules)
 
 
 def weights_file(path: Path) -> str:
@@ -208,6 +239,11 @@ def labels_in(path: Path) -> int:
 def tensor_name(target: Target, factor: str) -> str:
     """Return PEFT's name of a factor of a target's adapter, "A" or "B"."""
     return f"{PREFIX}{target.theirs}.lora_{factor}.weight"
+
+
+def runs_of(matrix: Matrix, factor: str, spec: ParameterSpec) -> Sequence[Run]:
+    """Return which rows of a factor, "A" or "B", stand where in PEFT's file: B's as its matrix'."""
+    return matrix.runs if factor == "B" else [Run(0, 0, spec.shape[0])]
 
 
 def _read_config(file: Path) -> _Config:
@@ -282,16 +318,17 @@ def write_adapters(
     """
     matrices, tensors = adapted(matrices_of(whole), settings), {}
 
-    def add(theirs: str, name: str, spec: ParameterSpec) -> None:
-        rows, dtype = (0, spec.shape[0]), source.dtype_of(name)
-        tensors[theirs] = lazy_rows(source, name, spec, rows, dtype, False, lambda _: None)
-
     for matrix in matrices:
         for factor, spec in matrix.specs(settings.rank_of(matrix.target)).items():
-            add(tensor_name(matrix.target, factor), matrix.target.parameter(factor), spec)
+            name, runs = matrix.target.parameter(factor), runs_of(matrix, factor, spec)
+            tensors[tensor_name(matrix.target, factor)] = lazy_rows(
+                source, name, spec, runs, source.dtype_of(name)
+            )
     if labels := labels_of(whole):
         head = ParameterSpec((labels, whole.config.hidden_size))
-        add(f"{PREFIX}{CLASSIFIER_HEAD}", CLASSIFIER_HEAD, head)
+        tensors[f"{PREFIX}{CLASSIFIER_HEAD}"] = lazy_rows(
+            source, CLASSIFIER_HEAD, head, [Run(0, 0, labels)], source.dtype_of(CLASSIFIER_HEAD)
+        )
     in_order: dict[str, LazyTensor] = dict(sorted(tensors.items()))
     write_safetensors(directory / ADAPTER_WEIGHTS, in_order)
     config = peft_config(whole, settings, base_model_name_or_path)

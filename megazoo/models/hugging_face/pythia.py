@@ -1,0 +1,70 @@
+"""GPT-NeoX in Hugging Face's files: the names of its tensors, and the fields of its config.json."""
+
+from typing import Any
+
+from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
+from megazoo.models.hugging_face.names import HFNames
+
+PREFIX = "gpt_neox."
+LEGACY = (  # buffers in older files
+    r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+)
+NAMES = {
+    "embedding": HFNames("gpt_neox.embed_in"),
+    "layers.{}.attention_norm": HFNames("gpt_neox.layers.{}.input_layernorm"),
+    "layers.{}.attention.qkv": HFNames(
+        "gpt_neox.layers.{}.attention.query_key_value", grouped=True
+    ),
+    "layers.{}.attention.output": HFNames("gpt_neox.layers.{}.attention.dense"),
+    "layers.{}.mlp_norm": HFNames("gpt_neox.layers.{}.post_attention_layernorm"),
+    "layers.{}.mlp.up": HFNames("gpt_neox.layers.{}.mlp.dense_h_to_4h"),
+    "layers.{}.mlp.down": HFNames("gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+    "norm": HFNames("gpt_neox.final_layer_norm"),
+    "head": HFNames("embed_out"),
+    "score": HFNames("score"),
+}
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_positions",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ffn_size",
+    "hidden_act": "activation",
+    "layer_norm_eps": "norm_epsilon",
+    "use_parallel_residual": "parallel",
+    "attention_bias": "attention_bias",
+    "attention_dropout": "attention_dropout",
+    "hidden_dropout": "residual_dropout",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
+    """Return the values of a PythiaConfig. defaults: its class. UserError for what is not
+    supported."""
+    values = fields.renamed(FIELDS, defaults)
+    theta = fields.take("rotary_emb_base", defaults.rope_theta)
+    fraction = fields.take("rotary_pct", defaults.rotary_fraction)  # as older files call them
+    fields.only("rope_scaling", None)
+    rope = fields.nested("rope_parameters")
+    rope.only("rope_type", "default")
+    values["rope_theta"] = float(rope.take("rope_theta", float(theta)))
+    values["rotary_fraction"] = rope.take("partial_rotary_factor", float(fraction))
+    rope.finish()
+    return {**values, **fields.head()}
+
+
+def write_config(config) -> dict[str, Any]:
+    """Return what config.json says of a PythiaConfig."""
+    values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    return {
+        **head_to_hugging_face(config, "GPTNeoXForCausalLM"),
+        "model_type": "gpt_neox",
+        **values,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": config.rotary_fraction,
+        },
+    }

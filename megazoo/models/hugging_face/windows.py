@@ -1,0 +1,47 @@
+"""Windows of attention in config.json: which layers look at the last tokens alone, and how many."""
+
+from typing import Any
+
+from megazoo.errors import UserError
+from megazoo.files import brief
+from megazoo.models.hugging_face.config import ConfigReader
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, int]:
+    """Return `window` and `full_layers` of a config whose first layers see all and whose later ones
+    have a window, as Qwen's have. UserError for layers in another order.
+
+    Where layer_types does not say which, those from max_window_layers on have it.
+    """
+    used = fields.take("use_sliding_window", False) and "sliding_window" not in fields.nulls
+    window, full = fields.take("sliding_window", 4096), fields.take("max_window_layers", 28)
+    window = window if used else 0
+    full = min(full, layers) if window else layers
+    types = fields.take("layer_types", layer_types(full, layers))
+    if WINDOW in types:
+        full = types.index(WINDOW)
+    if types != layer_types(full, layers) or (WINDOW in types and not window):
+        raise UserError(
+            f"layer_types {brief(types)} is not supported: it must be, for {layers} layers, {FULL} "
+            f"of the first ones and then {WINDOW}, with use_sliding_window"
+        )
+    has_window = full < layers
+    return {"window": window if has_window else 0, "full_layers": full if has_window else 0}
+
+
+def write_layer_types(config) -> dict[str, Any]:
+    """Return the fields of which `read_layer_types` makes a config's window."""
+    full = config.full_layers if config.window else config.layers
+    return {
+        "use_sliding_window": bool(config.window),
+        "sliding_window": config.window or None,
+        "max_window_layers": full,
+        "layer_types": layer_types(full, config.layers),
+    }
+
+
+def layer_types(full: int, layers: int) -> list[str]:
+    """Return the types of all layers, of which the first `full` ones see all tokens."""
+    return [FULL] * full + [WINDOW] * (layers - full)

@@ -1,0 +1,1 @@
+"""Megatron-LM's checkpoints, read without Megatron-LM: of the formats torch_dist and torch."""

@@ -1,0 +1,214 @@
+"""Megatron-LM's arguments, and the config of ours that they mean.
+
+An argument is used, or refused by name where it changes the mathematics; the others say how a model
+was trained.
+"""
+
+from typing import Any
+
+from megazoo.errors import UserError
+from megazoo.models.config import ModelConfig
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.registry import config_from_dict
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Arguments of which only these values are supported; what is left out, or None, is the first.
+SUPPORTED: dict[str, tuple] = {
+    "num_experts": (None, 0),
+    "num_moe_experts": (None, 0),
+    "multi_latent_attention": (False,),
+    "mtp_num_layers": (None, 0),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "is_hybrid_model": (False,),
+    "hybrid_override_pattern": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_block_specs": (False,),
+    "retro_add_retriever": (False,),
+    "use_legacy_models": (False,),
+    "rotary_interleaved": (False,),
+    "no_rope_freq": (None, 0),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,),
+    "qk_l2_norm": (False,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (None,),
+    "window_attn_skip_freq": (None,),
+    "squared_relu": (False,),
+    "quick_geglu": (False,),
+    "use_te_activation_func": (False,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,),
+}
+
+
+def values_of(arguments: Any) -> dict:
+    """Return the arguments by their names, of what stands for the object that has them. UserError
+    if there are none."""
+    values = getattr(arguments, "state", arguments)
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise UserError("it has no arguments (args), which would say what the model is")
+    return values
+
+
+def adds_one_to_norms(values: dict) -> bool:
+    """Whether norms multiply by 1 more than their weights."""
+    return any(values.get(name) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
+
+
+def config_of(values: dict, vocab_size: int) -> ModelConfig:
+    """Return the config of ours that Megatron's arguments mean. values: the arguments by their
+    names. UserError names an argument that is not supported, with its value."""
+    args = ConfigReader(values)
+    for name, supported in SUPPORTED.items():
+        args.only(name, *supported)
+    sizes = {
+        "vocab_size": vocab_size,
+        "max_positions": args.take("max_position_embeddings", args.take("seq_length", 0)),
+        "hidden_size": args.take("hidden_size", 0),
+        "layers": args.take("num_layers", 0),
+        "heads": args.take("num_attention_heads", 0),
+        "tie_embeddings": not args.take("untie_embeddings_and_output_weights", False),
+        "attention_dropout": args.take("attention_dropout", 0.1),
+    }
+    sizes["ffn_size"] = args.take("ffn_hidden_size", 4 * sizes["hidden_size"])
+    kind = (_normalization(args), _positions(args), args.take("swiglu", False))
+    builders = {
+        ("LayerNorm", "learned_absolute", False): _gpt2,
+        ("LayerNorm", "rope", False): _pythia,
+        ("RMSNorm", "rope", True): _llama,
+    }
+    if kind not in builders:
+        raise UserError(
+            f"normalization {kind[0]}, position_embedding_type {kind[1]} and swiglu {kind[2]} "
+            "together are none of our models"
+        )
+    family, own = builders[kind](args, sizes)
+    return config_from_dict(family, {**sizes, **own})
+
+
+def _normalization(args: ConfigReader) -> str:
+    return args.take("normalization", "LayerNorm")
+
+
+def _positions(args: ConfigReader) -> str:
+    """Return the kind of positions, which older versions said by a flag."""
+    older = "rope" if args.take("use_rotary_position_embeddings", False) else "learned_absolute"
+    return args.take("position_embedding_type", older)
+
+
+def _gpt2(args: ConfigReader, sizes: dict) -> tuple[str, dict]:
+    _check_plain_attention(args, sizes)
+    dropout = args.take("hidden_dropout", 0.1)
+    return "gpt2", {
+        "activation": _gelu(args),
+        "layer_norm_epsilon": _epsilon(args),
+        "embedding_dropout": dropout,
+        "residual_dropout": dropout,
+    }
+
+
+def _pythia(args: ConfigReader, sizes: dict) -> tuple[str, dict]:
+    _check_plain_attention(args, sizes)
+    for name in ("rotary_seq_len_interpolation_factor", "use_rope_scaling"):
+        args.only(name, None, False)
+    return "pythia", {
+        "activation": _gelu(args),
+        "norm_epsilon": _epsilon(args),
+        "rope_theta": float(args.take("rotary_base", 10000.0)),
+        "rotary_fraction": float(args.take("rotary_percent", 1.0)),
+        "parallel": False,
+        "residual_dropout": args.take("hidden_dropout", 0.1),
+    }
+
+
+def _llama(args: ConfigReader, sizes: dict) -> tuple[str, dict]:
+    """Return LLaMA, or the family that has what it lacks, and the fields of its config."""
+    args.only("rotary_percent", 1.0)
+    values = {
+        "kv_heads": _groups(args, sizes["heads"]),
+        "head_size": _head_size(args, sizes),
+        "norm_epsilon": _epsilon(args),
+        "rope_theta": float(args.take("rotary_base", 10000.0)),
+        "rope_scaling": _rope_scaling(args),
+    }
+    biases, qkv_bias = args.take("add_bias_linear", True), args.take("add_qkv_bias", False)
+    window = _window(args)
+    if args.take("qk_layernorm", False):
+        if biases or qkv_bias:
+            name = "add_bias_linear" if biases else "add_qkv_bias"
+            raise UserError(f"{name} True is not supported beside qk_layernorm")
+        return "qwen3", {**values, "window": window}
+    if biases:
+        if window:
+            raise UserError("add_bias_linear True is not supported beside window_size")
+        return "llama", {**values, "attention_bias": True, "mlp_bias": True}
+    if qkv_bias:
+        return "qwen2", {**values, "window": window}
+    return ("mistral", {**values, "window": window}) if window else ("llama", values)
+
+
+def _check_plain_attention(args: ConfigReader, sizes: dict) -> None:
+    """Refuse what the models with LayerNorm don't have here."""
+    for name, only in (("add_bias_linear", True), ("qk_layernorm", False), ("window_size", None)):
+        args.only(name, only)
+    if (groups := _groups(args, sizes["heads"])) != sizes["heads"]:
+        raise UserError(f"num_query_groups {groups} is not supported beside LayerNorm")
+    if head_size := _head_size(args, sizes):
+        raise UserError(f"kv_channels {head_size} is not supported beside LayerNorm")
+
+
+def _gelu(args: ConfigReader) -> str:
+    """Return which GELU it is: the fused one, Megatron's default, is the approximation by tanh."""
+    fused = args.take("bias_gelu_fusion", True)
+    return "gelu_new" if args.take("openai_gelu", False) or fused else "gelu"
+
+
+def _epsilon(args: ConfigReader) -> float:
+    older = args.take("layernorm_epsilon", 1e-5)
+    return args.take("norm_epsilon", older)
+
+
+def _groups(args: ConfigReader, heads: int) -> int:
+    """Return the number of KV heads. Without the flag, what the arguments say of it doesn't
+    count."""
+    groups = args.take("num_query_groups", heads)
+    return groups if args.take("group_query_attention", True) else heads
+
+
+def _head_size(args: ConfigReader, sizes: dict) -> int:
+    """Return the features of a head; 0 for what follows from the sizes."""
+    size = args.take("kv_channels", 0)
+    return 0 if size * sizes["heads"] == sizes["hidden_size"] else size
+
+
+def _window(args: ConfigReader) -> int:
+    """Return how many tokens a query looks at, itself included; 0: all before it. Megatron counts
+    those before it, and -1 is all of them."""
+    window = args.take("window_size")
+    if window is None:
+        return 0
+    if not isinstance(window, list | tuple) or not all(type(size) is int for size in window):
+        raise UserError(f"window_size {window!r} is not supported: it must be two numbers")
+    before, after = window
+    if after > 0:
+        raise UserError(f"window_size {window!r} is not supported: it has later tokens in it")
+    return before + 1 if before >= 0 else 0
+
+
+def _rope_scaling(args: ConfigReader) -> dict | None:
+    """Return how rotary positions are scaled, in Hugging Face's words."""
+    interpolation = args.take("rotary_seq_len_interpolation_factor")
+    factor = args.take("rope_scaling_factor", 8.0)
+    if not args.take("use_rope_scaling", False):
+        return interpolation and {"rope_type": "linear", "factor": float(interpolation)}
+    if interpolation:
+        raise UserError(
+            "use_rope_scaling is not supported beside rotary_seq_len_interpolation_factor"
+        )
+    return {**LLAMA3_SCALING, "factor": float(factor)}

@@ -1,0 +1,238 @@
+"""A Megatron-LM checkpoint, seen as the named global tensors of one of our models."""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property, reduce
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from megazoo.checkpoint.format import DTYPES, GENERATION, SIDECAR_FILES
+from megazoo.checkpoint.generation import generation_config
+from megazoo.checkpoint.tensor_files import pieces_of_file
+from megazoo.errors import UserError, advise
+from megazoo.files import read_bytes
+from megazoo.models.hugging_face.directory import some_of
+from megazoo.models.megatron.arguments import adds_one_to_norms, config_of, values_of
+from megazoo.models.megatron.distributed import METADATA, read_distributed
+from megazoo.models.megatron.legacy import is_legacy, read_legacy
+from megazoo.models.megatron.names import EMBEDDING, HEAD, kind_of, their_names
+from megazoo.models.megatron.tensors import place_in
+from megazoo.models.source import ModelSource
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
+from megazoo.tokenizer import has_tokenizer, open_tokenizer
+
+TRACKER = "latest_checkpointed_iteration.txt"
+ROWS = 1 << 10  # of the vocabulary, which are compared at once
+
+
+def is_megatron(directory: Path) -> bool:
+    """Whether a directory is a checkpoint of Megatron-LM: of one iteration, or of several."""
+    return (directory / TRACKER).is_file() or is_iteration(directory)
+
+
+def is_iteration(directory: Path) -> bool:
+    """Whether a directory has one iteration's files."""
+    return (directory / METADATA).is_file() or is_legacy(directory)
+
+
+def find_iteration(path: Path, iteration: int | None = None) -> Path:
+    """Return the directory of an iteration, by default of the one that Megatron-LM wrote last.
+    UserError if there is none.
+
+    path: what `--save` of Megatron-LM named, or the directory of one iteration.
+    """
+    if is_iteration(path):
+        if iteration is not None:
+            raise UserError(f"{path} is one iteration: give the directory above it")
+        return path
+    tracker = path / TRACKER
+    if iteration is None:
+        if not tracker.is_file():
+            raise UserError(f"{path} is not a checkpoint of Megatron-LM: it has no {TRACKER}")
+        word = read_bytes(tracker).decode(errors="replace").strip()
+        if word != "release" and not (word.isascii() and word.isdigit()):
+            raise UserError(f"{tracker} names no iteration")
+    else:
+        word = str(iteration)
+    found = path / (word if word == "release" else f"iter_{int(word):07d}")
+    if not is_iteration(found):
+        there = sorted(entry.name for entry in path.glob("iter_*") if is_iteration(entry))
+        raise UserError(
+            f"{found} is no checkpoint of Megatron-LM in a format that is read, torch_dist or "
+            f"torch; there are {', '.join(there) or 'none'} beside it"
+        )
+    return found
+
+
+class MegatronCheckpoint(ModelSource):
+    """Reads boxes of global tensors from a checkpoint of Megatron-LM, whatever layout wrote it.
+
+    path: the directory of one iteration, or the one above. iteration: which one; by default the
+    last. vocab_size: the true size of the vocabulary, which Megatron-LM pads; by default what the
+    arguments say, or the tokenizer beside the checkpoint, or the padded size, which is then told.
+    config: our family's config. Nothing is imported or called for a pickle. Raises UserError for a
+    model that is not supported, by the argument or the tensor, and for tensors that are missing.
+    """
+
+    def __init__(
+        self, path: str | Path, *, iteration: int | None = None, vocab_size: int | None = None
+    ):
+        super().__init__(find_iteration(Path(path), iteration))
+        self.trainer = {}
+        read = read_distributed if (self.path / METADATA).is_file() else read_legacy
+        arguments, self._wholes = read(self.path)
+        for name in sorted(self._wholes):
+            if kind := kind_of(name):
+                raise UserError(f"{self.path} has {name}: it is {kind}, which is not supported")
+        if EMBEDDING not in self._wholes:
+            raise UserError(f"{self.path} lacks {EMBEDDING}")
+        try:
+            values = values_of(arguments)
+            self._adds_one = adds_one_to_norms(values)
+            self.config = config_of(values, self._vocab_size(vocab_size, values))
+            if self.config.layers > len(self._wholes):
+                raise UserError(
+                    f"it has {len(self._wholes)} tensors for {self.config.layers} layers"
+                )
+            self._names = {name: their_names(name, self._wholes) for name in self.specs}
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
+        self._check_complete()
+        self._check_shapes()
+        if self.config.tie_embeddings and HEAD in self._wholes:
+            self._check_tied()
+
+    @cached_property
+    def sidecar_files(self) -> dict[str, bytes]:
+        where = self._beside
+        return {
+            name: read_bytes(where / name) for name in SIDECAR_FILES if (where / name).is_file()
+        }
+
+    @cached_property
+    def generation(self) -> dict:
+        data = self.sidecar_files.get(GENERATION)
+        return generation_config(self._beside / GENERATION, data) if data else {}
+
+    @property
+    def tokenizer(self) -> str | None:
+        return str(self._beside) if has_tokenizer(self._beside) else None
+
+    @property
+    def _beside(self) -> Path:
+        """Where the tokenizer lies, if it is there: with the iteration, or above."""
+        above = self.path.parent
+        is_there = (above / TRACKER).is_file() and not has_tokenizer(self.path)
+        return above if is_there else self.path
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        parts = self._names[name].names
+        dtype = reduce(torch.promote_types, (self._wholes[part].dtype for part in parts))
+        if dtype not in DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise UserError(f"{self.path}: {parts[0]} is of {dtype}: there are {known}")
+        return dtype
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file of weights."""
+        parts = {part for name in self._names.values() for part in name.names}
+        files = {chunk.path for part in parts for chunk in self._wholes[part].chunks}
+        return {str(file.relative_to(self.path)): file.stat().st_size for file in sorted(files)}
+
+    def verify(self, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Read every file; UserError names the first that can't be read. There are no checksums to
+        compare.
+
+        progress: is called with the number of bytes that were just read.
+        """
+        for name in self.file_sizes():
+            for piece in pieces_of_file(self.path / name):
+                progress(len(piece))
+
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
+        is_norm = self._adds_one and name.endswith("norm.weight")
+        for part, runs in self._names[name].parts(self.specs[name]):
+            for run, piece in product(runs, pieces):
+                there = place_in(spec.shape, 0, run.ours, run.ours + run.count)
+                if shared := overlap(piece.box, there):
+                    (first, last), *others = shared
+                    moved = run.theirs - run.ours
+                    box = ((first + moved, last + moved), *others)
+                    place = destination[piece.index(shared)]
+                    for index, values in self._read(part, box):
+                        self.put(place[index], values.float() + 1 if is_norm else values)
+
+    def _read(self, part: str, box: Box) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """Yield the numbers of a box of one of their tensors, piece by piece: the place of each in
+        the box, and its values. UserError if the files don't have all of it."""
+        missing, place = volume(box), Piece(box, (0,) * len(box))
+        for found, values in self._wholes[part].read(box):
+            self.files.bytes_read += values.nbytes
+            yield place.index(found), values
+            missing -= volume(found)
+        if missing:
+            raise UserError(
+                f"{self.path}: the files do not hold each element of {part} once", exit_code=1
+            )
+
+    def _vocab_size(self, given: int | None, values: dict) -> int:
+        """Return the true size of the vocabulary."""
+        padded = self._wholes[EMBEDDING].shape[0]
+        size = given or values.get("vocab_size")
+        if size is None and self.tokenizer:
+            size = open_tokenizer(self.tokenizer).vocab_size
+        if size is None:
+            advise(
+                f"{self.path}: the vocabulary is taken to have {padded} tokens, though Megatron-LM "
+                "may have padded it: convert_megatron.py --vocab-size N says its true size"
+            )
+            return padded
+        if type(size) is not int or not 0 < size <= padded:
+            raise UserError(f"vocab-size {size!r} is not from 1 to the padded {padded}")
+        return size
+
+    def _check_complete(self) -> None:
+        """Raise UserError if a tensor is missing, or one is there that the model doesn't have."""
+        wanted = {part for theirs in self._names.values() for part in theirs.names}
+        tied = {HEAD} if self.config.tie_embeddings else set()
+        problems = []
+        if missing := wanted - self._wholes.keys():
+            problems.append(f"lacks {some_of(missing)}")
+        if extra := self._wholes.keys() - wanted - tied:
+            problems.append(f"has the unexpected {some_of(extra)}")
+        if problems:
+            raise UserError(
+                f"{self.path} {' and '.join(problems)}: "
+                f"it is not the {self.model.__name__} of its arguments"
+            )
+
+    def _check_shapes(self) -> None:
+        for name, spec in self.specs.items():
+            padded = name in ("embedding.weight", "head.weight")
+            for part, runs in self._names[name].parts(spec):
+                stored = self._wholes[part].shape
+                rows = sum(run.count for run in runs)
+                fits = stored[:1] >= (rows,) if padded else stored[:1] == (rows,)
+                if not fits or stored[1:] != spec.shape[1:]:
+                    raise UserError(
+                        f"{self.path}: {part} has shape {list(stored)}, the model's is "
+                        f"{[rows, *spec.shape[1:]]}"
+                    )
+
+    def _check_tied(self) -> None:
+        """Raise UserError if the head, which is to be the embedding, is another matrix."""
+        shape, columns = self.specs["embedding.weight"].shape, self.config.hidden_size
+        for start in range(0, shape[0], ROWS):
+            box = ((start, min(start + ROWS, shape[0])), (0, columns))
+            rows = [torch.empty(box[0][1] - start, columns) for _ in (EMBEDDING, HEAD)]
+            for part, whole in zip((EMBEDDING, HEAD), rows, strict=True):
+                for index, values in self._read(part, box):
+                    whole[index] = values
+            if not torch.equal(*rows):
+                raise UserError(
+                    f"{self.path}: {HEAD} is not {EMBEDDING}, though the arguments say that they "
+                    "are tied"
+                )

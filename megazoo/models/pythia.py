@@ -1,0 +1,134 @@
+"""Pythia (Biderman et al. 2023), a GPT-NeoX: attention and MLP read the same x, side by side.
+
+    x = x + dropout(attention(attention_norm(x))) + dropout(mlp(mlp_norm(x)))       each layer
+
+Rotary positions turn the first quarter of a head. Tensor parallelism cuts as in gpt2.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.errors import UserError
+from megazoo.layers import MLP, CausalSelfAttention, Dropout, LayerNorm, Rotary, activation_named
+from megazoo.layers.fused import CosAndSin
+from megazoo.models.base import Model
+from megazoo.models.config import ModelConfig
+from megazoo.models.hugging_face import pythia as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.masks import mask_of
+from megazoo.models.registry import register
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
+
+
+@dataclass(frozen=True)
+class PythiaConfig(ModelConfig):
+    """The defaults are transformers'."""
+
+    vocab_size: int = 50432
+    max_positions: int = 2048
+    hidden_size: int = 6144
+    layers: int = 44
+    heads: int = 64
+    ffn_size: int = 24576
+    activation: str = "gelu"  # or another of Hugging Face's names: see megazoo.layers.mlp
+    norm_epsilon: float = 1e-5
+    rope_theta: float = 10000.0
+    rotary_fraction: float = 0.25  # of a head's features, the first ones
+    parallel: bool = True  # attention and MLP side by side; False: one after the other
+    attention_bias: bool = True  # on qkv and output
+    attention_dropout: float = 0.0  # of the attention probabilities
+    residual_dropout: float = 0.0  # of the embedding, and of what attention and MLP add
+    tie_embeddings: bool = False
+
+    def __post_init__(self):
+        if not 0 < self.rotary_fraction <= 1:
+            raise UserError(
+                f"rotary_fraction {self.rotary_fraction} must be above 0, and at most 1"
+            )
+
+    @classmethod
+    def from_hugging_face(cls, fields: ConfigReader) -> "PythiaConfig":
+        return cls(**hugging_face.read_config(fields, cls))
+
+    def to_hugging_face(self) -> dict:
+        return hugging_face.write_config(self)
+
+
+class Block(nn.Module):
+    """A layer: [batch, sequence, hidden] -> the same. index: of it in the whole model."""
+
+    def __init__(self, config: PythiaConfig, index: int):
+        super().__init__()
+        c, std = config, 0.02 / math.sqrt(2 * config.layers)
+        self.parallel = c.parallel
+        self.attention_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        bias, dropout = c.attention_bias, c.attention_dropout
+        self.attention = CausalSelfAttention(
+            c.hidden_size, c.heads, dropout=dropout, bias=bias, output_std=std
+        )
+        self.attention_dropout = Dropout(c.residual_dropout)
+        self.mlp_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        self.mlp = MLP(c.hidden_size, c.ffn_size, activation_named(c.activation), output_std=std)
+        self.mlp_dropout = Dropout(c.residual_dropout)
+
+    def forward(
+        self, x: torch.Tensor, batch: MicroBatch, rotary: CosAndSin, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        seed = batch.dropout_seed
+        attended = self.attention(self.attention_norm(x), seed, rotary, mask, batch.cache)
+        after = x + self.attention_dropout(attended, seed)
+        read = x if self.parallel else after
+        return after + self.mlp_dropout(self.mlp(self.mlp_norm(read)), seed)
+
+
+@register("pythia")
+class Pythia(Model):
+    Config, Block = PythiaConfig, Block
+    HUGGING_FACE_TYPE = "gpt_neox"
+    HUGGING_FACE_NAMES = hugging_face.NAMES
+    HUGGING_FACE_PREFIX, HUGGING_FACE_LEGACY = hugging_face.PREFIX, hugging_face.LEGACY
+    presets = {
+        # vocab_size, max_positions, hidden_size, layers, heads, ffn_size
+        "pythia-tiny": PythiaConfig(257, 256, 128, 4, 4, 512),
+        "pythia-70m": PythiaConfig(50304, 2048, 512, 6, 8, 2048),
+        "pythia-160m": PythiaConfig(50304, 2048, 768, 12, 12, 3072),
+        "pythia-410m": PythiaConfig(50304, 2048, 1024, 24, 16, 4096),
+        "pythia-1b": PythiaConfig(50304, 2048, 2048, 16, 8, 8192),
+        "pythia-1.4b": PythiaConfig(50304, 2048, 2048, 24, 16, 8192),
+        "pythia-2.8b": PythiaConfig(50304, 2048, 2560, 32, 32, 10240),
+        "pythia-6.9b": PythiaConfig(50432, 2048, 4096, 32, 32, 16384),
+        "pythia-12b": PythiaConfig(50688, 2048, 5120, 36, 40, 20480),
+    }
+
+    def __init__(self, config: PythiaConfig, ctx: ParallelContext, seed: int = 0):
+        super().__init__(config, ctx, seed)
+        c = config
+        turned = int(c.hidden_size // c.heads * c.rotary_fraction)
+        self.rotary = Rotary(turned, c.rope_theta, c.max_positions)
+        self.add_embedding()
+        if self.has_first:
+            self.embedding_dropout = Dropout(c.residual_dropout)
+        self.add_layers()
+        if self.has_last:
+            self.norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        self.add_head()
+
+    @static_steps
+    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
+        if stage.first:  # x: token ids [batch, sequence]
+            x = self.embedding_dropout(self.embedding(x), batch.dropout_seed)
+        rotary = self.rotary(batch.positions(x.device), x.dtype)
+        mask = mask_of(batch, self.layers, Block, x.dtype)
+        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
+        return self.norm(x) if stage.last else x
+
+    @classmethod
+    def stage_costs(cls, config: PythiaConfig) -> tuple[float, float, float]:
+        c = config
+        layer = c.hidden_size * (4 * c.hidden_size + 2 * c.ffn_size + c.max_positions)
+        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

@@ -1,0 +1,92 @@
+"""What adapters must not do: write over their base, or be computed otherwise than PEFT would."""
+
+import pytest
+import torch
+from helpers_peft import base_model, edit_config, settings_for, with_adapters
+from safetensors.torch import load_file
+
+import megazoo
+import pretrain_gpt
+from megazoo.errors import UserError
+
+TRAIN = (
+    "--vocab-size 257 --tokenizer byte --seq-length 16 --global-batch-size 2 --micro-batch-size 2 "
+    "--eval-steps 0 --steps"
+)
+
+
+def train(steps, *arguments):
+    pretrain_gpt.main(["--model", "gpt2", *TRAIN.split(), str(steps), *map(str, arguments)])
+
+
+def test_a_run_does_not_write_over_its_base(tmp_path):
+    run = tmp_path / "run"
+    train(2, "--save", run)
+    before = {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 8)
+    more = ["--num-labels", "2", "--data", rows, "--split", "100,0"]
+    for flags in (["--lora-rank", "2"], more, ["--lora-rank", "2", "--load-weights-only"]):
+        with pytest.raises(UserError, match="holds the weights that this run begins with"):
+            train(3, "--load", run, "--save", run, *flags)
+    with pytest.raises(UserError, match="holds the weights that this run begins with"):
+        train(3, "--load", run / "step_00000002", "--save", run, "--lora-rank", "2")
+    assert before == {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
+    adapters = tmp_path / "adapters"
+    train(2, "--load", run, "--save", adapters, "--lora-rank", "2")
+    train(3, "--load", adapters, "--save", adapters)  # the same run goes on
+    assert (adapters / "step_00000003").is_dir()
+
+
+def test_a_new_head_is_trained_or_refused(tmp_path):
+    train(1, "--save", tmp_path / "run")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 8)
+    with pytest.raises(UserError, match="leaves the new head untrained: let the pattern match sco"):
+        train(
+            1, "--load", tmp_path / "run", "--num-labels", "2", "--lora-rank", "2",
+            "--train-only", "lora", "--data", rows, "--split", "100,0",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["foo", "bar"]},
+        {"target_modules": r".*\.q_proj"},
+        {"layers_to_transform": [0]},
+        {"layers_to_transform": 0},
+        {"exclude_modules": ["v_proj"]},
+        {"exclude_modules": r".*1\.self_attn\.v_proj"},
+    ],
+    ids=str,
+)
+def test_tensors_that_peft_would_not_use_are_refused(changes, tmp_path):
+    """As PEFT itself says: it adapts fewer modules than there are tensors for, or none."""
+    from peft import PeftModel
+
+    hf, path = base_model("llama"), tmp_path / "adapter"
+    hf.save_pretrained(tmp_path / "base")
+    with_adapters(hf, **settings_for("llama", "q and v")).save_pretrained(path)
+    model = megazoo.from_pretrained(tmp_path / "base")
+    megazoo.lora.load(model, path)
+    edit_config(path, **changes)
+    try:
+        theirs = PeftModel.from_pretrained(base_model("llama"), path).state_dict()
+        used = sum("lora_" in name for name in theirs)
+    except ValueError:
+        used = 0
+    assert used < len(load_file(path / "adapter_model.safetensors"))
+    with pytest.raises(UserError, match="has the unexpected"):
+        megazoo.lora.load(megazoo.from_pretrained(tmp_path / "base"), path)
+
+
+def test_what_peft_would_use_all_the_same_is_loaded(tmp_path):
+    hf, path = base_model("llama"), tmp_path / "adapter"
+    hf.save_pretrained(tmp_path / "base")
+    with_adapters(hf, **settings_for("llama", "q and v")).save_pretrained(path)
+    for changes in ({"target_modules": r".*\.[qv]_proj"}, {"layers_to_transform": list(range(9))}):
+        edit_config(path, **changes)
+        model = megazoo.lora.load(megazoo.from_pretrained(tmp_path / "base"), path)
+        assert torch.isfinite(model(torch.ones(1, 4, dtype=torch.long)).logits).all()
