@@ -90,10 +90,14 @@ def compared_in(ranks, directory: Path, reference, layout: str):
 
 def assert_agrees(ranks, directory: Path, reference, layout: str):
     """The logits agree, and every module that has a twin was compared on the way: the head is not
-    called as a module, and token ids are no activation."""
+    called as a module, and token ids are no activation. A norm of keys is passed over where several
+    ranks hold a head."""
     agreement = compared_in(ranks, directory, reference, layout)
     assert agreement.passed, agreement
-    assert {key for key in reference.activations if key[1] != "head"} == agreement.compared
+    expected = {key for key in reference.activations if key[1] != "head"}
+    assert agreement.compared <= expected
+    left = {name for _, name in expected - agreement.compared}
+    assert not left or (layout.startswith("tp4") and all(name.endswith("k_norm") for name in left))
 
 
 @pytest.mark.parametrize("name", MODELS)

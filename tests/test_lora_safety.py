@@ -1,5 +1,7 @@
 """What adapters must not do: write over their base, or be computed otherwise than PEFT would."""
 
+import shutil
+
 import pytest
 import torch
 from helpers_peft import base_model, edit_config, settings_for, with_adapters
@@ -36,6 +38,10 @@ def test_a_run_does_not_write_over_its_base(tmp_path):
     train(2, "--load", run, "--save", adapters, "--lora-rank", "2")
     train(3, "--load", adapters, "--save", adapters)  # the same run goes on
     assert (adapters / "step_00000003").is_dir()
+    above = tmp_path / "above"  # a directory in which a base lies, but not as one of its steps
+    shutil.copytree(run / "step_00000002", above / "base")
+    train(1, "--load", above / "base", "--save", above, "--lora-rank", "2")
+    assert (above / "step_00000001").is_dir()
 
 
 def test_a_new_head_is_trained_or_refused(tmp_path):

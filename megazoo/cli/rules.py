@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megazoo.checkpoint.locks import run_lock
+from megazoo.checkpoint.places import is_step_name
 from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
 from megazoo.cli.options import ModelOptions, Options, TrainingOptions
 from megazoo.errors import UserError
@@ -134,7 +135,9 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
     if not save or weights.resumed(options) or not (weights.settings or options.model.num_labels):
         return
     for source in (weights.base, weights.adapters):
-        if source and save.resolve() in (source.path.resolve(), source.path.resolve().parent):
+        path = source and source.path.resolve()
+        run = path.parent if path and is_step_name(path.name) else path
+        if run == save.resolve():
             raise UserError(
                 f"--save {save} holds the weights that this run begins with: choose another "
                 "directory"
