@@ -9,6 +9,7 @@ import torch
 from helpers import context, inputs_for, layout_name, run_in_layout
 from helpers_families import ONE_OF_EACH, TWINS, saved, twin
 from helpers_generation import of_transformers, prompts
+from helpers_peft import in_peft, with_adapters
 
 import megazoo
 
@@ -21,6 +22,7 @@ IN_EVERY_LAYOUT = [
     for layout in LAYOUTS
 ]
 STEPS, RATE = 10, 1e-3
+PROMPT = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +151,28 @@ def test_generation_is_that_of_transformers(ranks, directory, name, layout):
     for outputs in run_in_layout(ranks, generated, layout, saved(name, directory)):
         for ours, (theirs, least) in zip(outputs, expected_tokens(name), strict=True):
             assert least < 1e-4 or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2)], ids=layout_name)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_adapters_are_pefts_both_ways(ranks, directory, tmp_path, name, layout):
+    """All linear layers: Pythia's projection of queries, keys and values goes head by head."""
+    base, given = saved(name, directory), tmp_path / "given"
+    theirs = with_adapters(twin(name), r=3, lora_alpha=6, target_modules="all-linear")
+    theirs.save_pretrained(given)
+    with torch.no_grad():
+        expected = theirs(PROMPT).logits
+    for logits in run_in_layout(ranks, adapted, layout, base, given, tmp_path / "made"):
+        assert (logits - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+    with torch.no_grad():
+        again = in_peft(twin(name), tmp_path / "made")(PROMPT).logits
+    assert torch.equal(again, expected)
+
+
+def adapted(base, given, made, layout):
+    """The logits with PEFT's adapters, which are saved anew."""
+    model = megazoo.from_pretrained(base, context(**layout)).eval()
+    megazoo.lora.load(model, given)
+    megazoo.lora.save(model, made)
+    with torch.no_grad():
+        return model(PROMPT).logits
