@@ -44,6 +44,43 @@ def test_a_run_does_not_write_over_its_base(tmp_path):
     assert (above / "step_00000001").is_dir()
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A base, a run with adapters on it, and PEFT's files of these."""
+    root = tmp_path_factory.mktemp("runs")
+    train(1, "--save", root / "base")
+    train(1, "--load", root / "base", "--lora-rank", "2", "--save", root / "lora")
+    model = megazoo.from_pretrained(root / "base")
+    megazoo.lora.save(megazoo.lora.load(model, root / "lora"), root / "peft")
+    megazoo.from_pretrained(root / "base").save_parallelized(root / "hf", merge_checkpoints=True)
+    megazoo.from_pretrained(root / "base").save_parallelized(root / "shards")
+    return root
+
+
+OVER_THE_BASE = [
+    "--load {base} --lora-load {peft} --save {base}",
+    "--load {base} --lora-load {lora} --save {base}",
+    "--load {lora} --save {base}",
+    "--load {lora} --load-weights-only --save {lora}",
+    "--load {shards} --lora-rank 2 --save {shards}",
+]
+
+
+@pytest.mark.parametrize("words", OVER_THE_BASE)
+def test_neither_adapters_of_peft_nor_a_run_that_goes_on_replace_a_base(runs, words):
+    names = {name: runs / name for name in ("base", "lora", "peft", "shards")}
+    arguments = ["--model", "gpt2", *TRAIN.split(), "3", *words.format(**names).split()]
+    with pytest.raises(UserError, match="holds the weights that this run begins with"):
+        pretrain_gpt.prepare(arguments)
+
+
+@pytest.mark.parametrize("base", ["hf", "shards"])
+def test_the_directory_above_a_base_may_take_the_run(runs, base):
+    """Only the directories of steps are replaced in it."""
+    arguments = ["--model", "gpt2", *TRAIN.split(), "1", "--lora-rank", "2"]
+    pretrain_gpt.prepare([*arguments, "--load", str(runs / base), "--save", str(runs)])
+
+
 def test_a_new_head_is_trained_or_refused(tmp_path):
     train(1, "--save", tmp_path / "run")
     rows = tmp_path / "rows.jsonl"

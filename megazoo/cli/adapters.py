@@ -37,14 +37,17 @@ class Weights(NamedTuple):
         """What says what the model is."""
         return self.adapters or self.base
 
+    def has_new_head(self, num_labels: int | None) -> bool:
+        """Say whether a model of so many labels gets a head that is drawn from the seed."""
+        return bool(num_labels and not (self.base and self.base.config.num_labels))
+
     def resumed(self, options: Options) -> ModelSource | None:
         """Return the checkpoint from which the run goes on, if it goes on from one."""
         if options.checkpoint.load_weights_only:
             return None
         if self.adapters or self.settings or options.lora.lora_load:
             return self.adapters
-        has_new_head = options.model.num_labels and self.base and not self.base.config.num_labels
-        if has_new_head:  # a classifier of a language model's weights is another run
+        if self.has_new_head(options.model.num_labels):  # that is another run
             return None
         return self.base if isinstance(self.base, SavedModel) else None
 
@@ -150,7 +153,7 @@ def check_trained(options: Options, config, weights: Weights) -> None:
             f"train-only {options.training.train_only} trains no adapter: leave --lora-rank out, "
             "or let the pattern match lora, too"
         )
-    has_new_head = config.num_labels and not (weights.base and weights.base.config.num_labels)
+    has_new_head = weights.has_new_head(config.num_labels)
     head_is_trained = any(entry.name == CLASSIFIER_HEAD for entry in model.trained_entries())
     if weights.settings and not weights.adapters and has_new_head and not head_is_trained:
         raise UserError(

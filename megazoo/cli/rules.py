@@ -130,18 +130,22 @@ def check_run(
 
 
 def _check_weights_stay(options: Options, weights: Weights) -> None:
-    """Refuse to write adapters, or a classifier, over the weights that they begin with."""
-    save = options.checkpoint.save
-    if not save or weights.resumed(options) or not (weights.settings or options.model.num_labels):
+    """Refuse to write adapters, or a classifier, over the checkpoints that they begin with.
+
+    A run may go on in its own directory, but adapters need their base for good.
+    """
+    save, resumed = options.checkpoint.save, weights.resumed(options)
+    has_adapters = weights.settings or options.lora.lora_load
+    if not save or not (has_adapters or weights.has_new_head(options.model.num_labels)):
         return
     for source in (weights.base, weights.adapters):
-        path = source and source.path.resolve()
-        run = path.parent if path and is_step_name(path.name) else path
-        if run == save.resolve():
-            raise UserError(
-                f"--save {save} holds the weights that this run begins with: choose another "
-                "directory"
-            )
+        if source and source is not resumed:
+            path = source.path.resolve()
+            if save.resolve() in (path, path.parent if is_step_name(path.name) else path):
+                raise UserError(
+                    f"--save {save} holds the weights that this run begins with: choose another "
+                    "directory"
+                )
 
 
 def _check_layout(options: Options, model, config) -> None:
