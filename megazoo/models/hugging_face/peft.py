@@ -7,12 +7,10 @@ Nothing is transposed, of GPT-2's Conv1D neither: there a merge alone turns the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from math import isfinite
 from pathlib import Path
-from re import error as PatternError
-from re import fullmatch, search
+from re import fullmatch
 from typing import Any
 
 import torch
@@ -23,9 +21,10 @@ from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import TensorFiles
 from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
 from megazoo.errors import UserError
-from megazoo.files import brief, convert, json_object, read_bytes
+from megazoo.files import brief
 from megazoo.models.adapted import AdapterSource, Matrix, adapted, matrices_of, short_names
 from megazoo.models.adapters import CLASSIFIER_HEAD, LoRASettings, Target, labels_of
+from megazoo.models.hugging_face.adapter_config import read_config
 from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.hugging_face.export import lazy_rows
 from megazoo.models.hugging_face.names import Run, hf_names
@@ -34,34 +33,6 @@ from megazoo.parallel.shard import ParameterSpec, Piece
 PICKLED = "adapter_model.bin"  # of older versions
 PREFIX = "base_model.model."
 CLASSIFIERS = {"classifier", "score"}  # modules that PEFT trains with any classifier
-# Keys of adapter_config.json that don't change what a trained adapter computes.
-WITHOUT_EFFECT = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
-    "fan_in_fan_out", "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config",
-    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
-}  # fmt: skip
-# Initial values of which the weights beside the adapter stay as they were.
-INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
-
-
-@dataclass
-class _Config:
-    """The keys of adapter_config.json that are read. Others are refused, unless they are without
-    effect."""
-
-    peft_type: str
-    r: int = 8
-    lora_alpha: float = 8
-    lora_dropout: float = 0.0
-    use_rslora: bool = False
-    bias: str = "none"
-    target_modules: list[str] | str | None = None
-    modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, int] | None = field(default_factory=dict)
-    alpha_pattern: dict[str, float] | None = field(default_factory=dict)
-    init_lora_weights: Any = True
-    exclude_modules: list[str] | str | None = None
-    layers_to_transform: list[int] | int | None = None
 
 
 class PEFTDirectory(AdapterSource):
@@ -77,7 +48,7 @@ class PEFTDirectory(AdapterSource):
         super().__init__(path)
         self.trainer, self.sidecar_files, self.generation = {}, {}, {}
         self._file = weights_file(path)
-        self._config = _read_config(path / ADAPTER_CONFIG)
+        self._config = read_config(path / ADAPTER_CONFIG)
         self._names = self.files.names(self._file)
         all_matrices = matrices_of(whole)
         by_name = {
@@ -174,11 +145,8 @@ class PEFTDirectory(AdapterSource):
         wanted = set(self._theirs.values())
         for matrix in matrices:
             names = {tensor_name(matrix.target, factor) for factor in ("A", "B")}
-            match self._is_target(matrix.target.theirs):
-                case True:
-                    wanted |= names
-                case False:
-                    wanted -= names
+            is_target = self._config.is_target(matrix.target.theirs)
+            wanted = wanted | names if is_target else wanted - names
         problems = []
         if missing := wanted - self._names:
             problems.append(f"lacks {some_of(missing)}")
@@ -189,31 +157,6 @@ class PEFTDirectory(AdapterSource):
                 f"{self.path / self._file} {' and '.join(problems)}: "
                 f"it is not of this {model} with its {ADAPTER_CONFIG}"
             )
-
-    def _is_target(self, name: str) -> bool | None:
-        """Say whether PEFT adapts this module, by target_modules and what narrows it; None where
-        target_modules leaves it to PEFT."""
-        config, number = self._config, search(r"\.(\d+)\.", name)
-        layers = config.layers_to_transform
-        if config.exclude_modules and _matches(name, config.exclude_modules):
-            return False
-        if layers is not None and number:
-            layers = [layers] if isinstance(layers, int) else layers
-            if int(number[1]) not in layers:
-                return False
-        if config.target_modules in (None, "all-linear"):
-            return None
-        return _matches(name, config.target_modules)
-
-
-def _matches(name: str, modules: list[str] | str) -> bool:
-    """Say whether a module is one of PEFT's: by a regular expression, or by the ends of names."""
-    if isinstance(modules, str):
-        try:
-            return fullmatch(modules, name) is not None
-        except PatternError as error:
-            raise UserError(f"{brief(modules)} is no regular expression: {error}") from error
-    return any(f".{name}".endswith(f".{each}") for each in modules)
 
 
 def weights_file(path: Path) -> str:
@@ -244,31 +187,6 @@ def tensor_name(target: Target, factor: str) -> str:
 def runs_of(matrix: Matrix, factor: str, spec: ParameterSpec) -> Sequence[Run]:
     """Return which rows of a factor, "A" or "B", stand where in PEFT's file: B's as its matrix'."""
     return matrix.runs if factor == "B" else [Run(0, 0, spec.shape[0])]
-
-
-def _read_config(file: Path) -> _Config:
-    """Read adapter_config.json; UserError names a key that is not supported."""
-    values = json_object(file, read_bytes(file))
-    if values.get("peft_type") != "LORA":
-        raise UserError(
-            f"{file}: peft_type is {brief(values.get('peft_type'))}: LORA alone is supported"
-        )
-    known = _Config.__dataclass_fields__.keys()
-    for key in sorted(values.keys() - known - WITHOUT_EFFECT):
-        if values[key]:
-            raise UserError(f"{file}: {key} {brief(values[key])} is not supported")
-    try:
-        config = convert({key: values[key] for key in known & values.keys()}, _Config, "")
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
-    if config.bias != "none":
-        raise UserError(f"{file}: bias {brief(config.bias)} is not supported: it must be 'none'")
-    if config.init_lora_weights not in INITIAL_VALUES:
-        raise UserError(
-            f"{file}: init_lora_weights {brief(config.init_lora_weights)} is not supported: it has "
-            "changed the weights beside the adapter; save it converted, as PEFT can"
-        )
-    return config
 
 
 def _pattern(
