@@ -7,6 +7,8 @@ from pathlib import Path
 
 from programs import python
 
+from megazoo.checkpoint.format import manifest_checksum
+
 ROOT = Path(__file__).parent.parent
 # Small enough for seconds; five layers for uneven stages.
 SMALL = (
@@ -40,3 +42,13 @@ def losses(path):
 def close(a, b):
     """Return whether two runs have the same steps, and nearly the same losses."""
     return a.keys() == b.keys() and all(abs(a[step] / b[step] - 1) < 1e-5 for step in a)
+
+
+def name_base(run, path):
+    """Have the checkpoint of a run name another base."""
+    (step,) = run.glob("step_*")
+    manifest = json.loads((step / "megazoo.json").read_text())
+    manifest["base"]["path"] = str(path)
+    del manifest["crc32"]
+    manifest["crc32"] = manifest_checksum(manifest)
+    (step / "megazoo.json").write_text(json.dumps(manifest))

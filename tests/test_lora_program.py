@@ -1,7 +1,6 @@
 """Adapters from the command line: new ones, those of a checkpoint, the base that they are of, and
 what is refused before any work."""
 
-import json
 import re
 import shlex
 import shutil
@@ -10,7 +9,7 @@ import sys
 import pytest
 import torch
 from helpers_inference import run_main
-from helpers_pretrain import ROOT, SMALL, close, losses, records
+from helpers_pretrain import ROOT, SMALL, close, losses, name_base, records
 
 import megazoo
 import pretrain_gpt
@@ -42,20 +41,8 @@ def files(tmp_path_factory):
     (root / "peft").mkdir()
     (root / "peft" / "adapter_config.json").write_text("{}")
     shutil.copytree(root / "lora", root / "moved")
-    _name_base(root / "moved", root / "gone")
+    name_base(root / "moved", root / "gone")
     return root
-
-
-def _name_base(run, path):
-    """Have the checkpoint of a run name another base."""
-    from megazoo.checkpoint.format import manifest_checksum
-
-    (step,) = run.glob("step_*")
-    manifest = json.loads((step / "megazoo.json").read_text())
-    manifest["base"]["path"] = str(path)
-    del manifest["crc32"]
-    manifest["crc32"] = manifest_checksum(manifest)
-    (step / "megazoo.json").write_text(json.dumps(manifest))
 
 
 def test_a_run_says_what_it_trains_and_goes_on_in_another_layout(ranks, files, tmp_path, capsys):

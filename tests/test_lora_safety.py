@@ -1,16 +1,29 @@
 """What adapters must not do: write over their base, or be computed otherwise than PEFT would."""
 
+import json
 import re
 import shutil
+import sys
 
 import pytest
+from helpers_inference import run_main
 from helpers_peft import base_model, edit_config, settings_for, with_adapters
+from helpers_pretrain import ROOT, name_base
 from peft import PeftModel
 from safetensors.torch import load_file
 
 import megazoo
 import pretrain_gpt
+from megazoo.checkpoint.base import check_base_on_disk
 from megazoo.errors import UserError
+from megazoo.models.pretrained import open_source
+from megazoo.models.source import SavedAdapters
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import evaluate
+import generate
+import merge_shards
 
 TRAIN = (
     "--vocab-size 257 --tokenizer byte --seq-length 16 --global-batch-size 2 --micro-batch-size 2 "
@@ -22,12 +35,10 @@ def train(steps, *arguments):
     pretrain_gpt.main(["--model", "gpt2", *TRAIN.split(), str(steps), *map(str, arguments)])
 
 
-def test_a_run_does_not_write_over_its_base(tmp_path):
+def test_a_run_does_not_write_over_its_base(tmp_path, rows):
     run = tmp_path / "run"
     train(2, "--save", run)
     before = {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 8)
     more = ["--num-labels", "2", "--data", rows, "--split", "100,0"]
     for flags in (["--lora-rank", "2"], more, ["--lora-rank", "2", "--load-weights-only"]):
         with pytest.raises(UserError, match="holds the weights that this run begins with"):
@@ -82,15 +93,89 @@ def test_the_directory_above_a_base_may_take_the_run(runs, base):
     pretrain_gpt.prepare([*arguments, "--load", str(runs / base), "--save", str(runs)])
 
 
-def test_a_new_head_is_trained_or_refused(tmp_path):
-    train(1, "--save", tmp_path / "run")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 8)
+@pytest.fixture
+def rows(tmp_path):
+    """A file of rows with two labels."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 8)
+    return file
+
+
+@pytest.mark.parametrize("adapters", ["--lora-rank 2", "--lora-load {peft}"])
+def test_a_new_head_is_trained_or_refused(runs, rows, adapters):
+    words = ["--model", "gpt2", *TRAIN.split(), "1", "--load", str(runs / "base")]
+    words += ["--num-labels", "2", "--data", str(rows), "--split", "100,0"]
+    words += adapters.format(peft=runs / "peft").split()
     with pytest.raises(UserError, match="leaves the new head untrained: let the pattern match sco"):
-        train(
-            1, "--load", tmp_path / "run", "--num-labels", "2", "--lora-rank", "2",
-            "--train-only", "lora", "--data", rows, "--split", "100,0",
-        )  # fmt: skip
+        pretrain_gpt.prepare([*words, "--train-only", "lora"])
+    pretrain_gpt.prepare([*words, "--train-only", "lora|score"])
+
+
+@pytest.fixture(scope="module")
+def other_norms(runs):
+    """The base with another config: the same weights, which compute something else."""
+    path = shutil.copytree(runs / "hf", runs / "other_norms")
+    config = json.loads((path / "config.json").read_text())
+    assert config["layer_norm_epsilon"] == 1e-5
+    (path / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 0.5}))
+    return path
+
+
+@pytest.mark.parametrize("tool", [evaluate, generate, merge_shards], ids=lambda t: t.__name__)
+def test_tools_refuse_a_base_of_another_config(
+    runs, other_norms, tool, tmp_path, monkeypatch, capsys
+):
+    output = tmp_path / "out"
+    (tmp_path / "a.txt").write_text("abc")
+    more = {
+        evaluate: ["--text", tmp_path / "a.txt", "--output", output, "--tokenizer", "byte"],
+        generate: ["--prompt", "a", "--tokenizer", "byte"],
+        merge_shards: [output],
+    }
+    words = [other_norms, *more[tool], "--adapter", runs / "lora"]
+    code, _, error = run_main(tool, monkeypatch, capsys, *words)
+    assert (code, error.count("\n")) == (2, 1), error
+    step = runs / "lora" / "step_00000001"
+    assert f"norm_epsilon is 0.5 in {other_norms}, but 1e-05 in {step}, whose base" in error
+    assert not output.exists()
+
+
+def test_python_refuses_a_base_of_another_config(runs, other_norms):
+    megazoo.lora.load(megazoo.from_pretrained(runs / "hf"), runs / "lora")
+    model = megazoo.from_pretrained(other_norms)
+    with pytest.raises(UserError, match=r"norm_epsilon is 0.5 in the model, but 1e-05 in "):
+        megazoo.lora.load(model, runs / "lora")
+
+
+def test_a_base_without_a_weight_that_the_adapters_leave_out_is_refused(runs):
+    """As a classifier's frozen head would be."""
+    adapters = SavedAdapters(runs / "lora")
+    check_base_on_disk(adapters, open_source(runs / "hf"))
+    weights = open_source(runs / "hf")
+    del weights.specs["norm.weight"]
+    with pytest.raises(UserError, match=r"has no norm.weight: it is not the base of"):
+        check_base_on_disk(adapters, weights)
+
+
+def test_a_base_of_too_long_a_name_is_told(runs, tmp_path):
+    run = shutil.copytree(runs / "lora", tmp_path / "lora")
+    name_base(run, "/" + "a" * 4000)
+    with pytest.raises(UserError, match=r"^the base of .*, '/aaa.*: File name too long") as error:
+        pretrain_gpt.prepare(["--load", str(run), "--steps", "2"])
+    assert len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--text", "--choices", "--labels"])
+@pytest.mark.parametrize("through", ["itself", "a link"])
+def test_what_is_evaluated_is_not_written_over(rows, flag, through, monkeypatch, capsys):
+    output, before = rows, rows.read_bytes()
+    if through == "a link":
+        output = rows.with_name("link")
+        output.symlink_to(rows)
+    code, _, error = run_main(evaluate, monkeypatch, capsys, "x", flag, rows, "--output", output)
+    assert (code, rows.read_bytes()) == (2, before)
+    assert error.endswith(f"--output: {output} is what is read: name another file\n")
 
 
 @pytest.fixture(scope="module")

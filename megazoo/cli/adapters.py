@@ -140,25 +140,25 @@ def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:
 
 
 def check_trained(options: Options, config, weights: Weights) -> None:
-    """Raise UserError if the model has not what is to be adapted or trained, or if no adapter is.
+    """Raise UserError if the model has not what is to be adapted or trained, if no adapter is, or
+    if a new head is left out of the checkpoints, of which no base has it.
 
-    Of a directory of PEFT's this is seen when it is read.
+    Which matrices a directory of PEFT's adapts is seen when it is read.
     """
-    if options.lora.lora_load and not weights.adapters:
+    pattern = options.training.train_only
+    from_peft = options.lora.lora_load and not weights.adapters
+    settings = LoRASettings(targets=("all-linear",)) if from_peft else weights.settings
+    names = [entry.name for entry in whole_model(config, pattern, settings).trained_entries()]
+    if weights.adapters or not settings:
         return
-    model = whole_model(config, options.training.train_only, weights.settings)
-    trained = any(is_adapter(entry.name) for entry in model.trained_entries())
-    if weights.settings and not weights.adapters and not trained:
+    if not from_peft and not any(map(is_adapter, names)):
         raise UserError(
-            f"train-only {options.training.train_only} trains no adapter: leave --lora-rank out, "
+            f"train-only {pattern} trains no adapter: leave --lora-rank out, "
             "or let the pattern match lora, too"
         )
-    has_new_head = weights.has_new_head(config.num_labels)
-    head_is_trained = any(entry.name == CLASSIFIER_HEAD for entry in model.trained_entries())
-    if weights.settings and not weights.adapters and has_new_head and not head_is_trained:
+    if weights.has_new_head(config.num_labels) and CLASSIFIER_HEAD not in names:
         raise UserError(
-            f"train-only {options.training.train_only} leaves the new head untrained: let the "
-            "pattern match score, too"
+            f"train-only {pattern} leaves the new head untrained: let the pattern match score, too"
         )
 
 

@@ -53,6 +53,7 @@ def open_adapter(path: str | Path, whole: nn.Module, *, verify: bool = True) -> 
         raise UserError(
             f"{path} has adapters of a {source.model.__name__}, not of a {type(whole).__name__}"
         )
+    _check_config(whole.config, "the model", source)
     return source
 
 
@@ -64,11 +65,16 @@ def check_configs(base: ModelSource, adapters: SavedAdapters) -> None:
             f"{base.path} is a {base.model.__name__}, but {adapters.path} has adapters of a "
             f"{adapters.model.__name__}"
         )
+    _check_config(base.config, str(base.path), adapters)
+
+
+def _check_config(config, origin: str, adapters: SavedAdapters) -> None:
+    """Refuse a config of the same family with another value. origin: where it is from."""
     for f in fields(adapters.config):
-        ours, theirs = getattr(base.config, f.name), getattr(adapters.config, f.name)
+        ours, theirs = getattr(config, f.name), getattr(adapters.config, f.name)
         if ours != theirs and not f.name.endswith("dropout") and f.name not in OF_A_CLASSIFIER:
             raise UserError(
-                f"{f.name} is {ours} in {base.path}, but {theirs} in {adapters.path}, "
+                f"{f.name} is {ours} in {origin}, but {theirs} in {adapters.path}, "
                 "whose base it is to be"
             )
 
