@@ -63,6 +63,8 @@ def test_texts_are_encoded_as_text_with_the_end_of_a_document_between_two():
     pair = {"text": "a", "text_pair": "b"}
     assert encode_texts(WithBos(), pair) == ([301, 97], [EOD, 98])
     assert encode_texts(WithBos(), {"text": ""}) == ([301], [])
+    alone = {"text": "ab", "text_pair": None}  # as data frames write it
+    assert encode_texts(ByteTokenizer(), alone) == ([97, 98], [])
     assert encode_texts(ByteTokenizer(), {"text": "", "text_pair": ""}) == ([], [EOD])
 
 
@@ -148,13 +150,19 @@ BAD = {
     "no label": (TWO, '{"text": "a"}', "it has no label"),
     "no text": (TWO, '{"label": 1}', "no text under 'text'"),
     "a text that is a number": (TWO, '{"text": 3, "label": 1}', "no text under 'text'"),
-    "null for a pair": (TWO, '{"text": "a", "text_pair": null, "label": 1}', "under 'text_pair'"),
+    "a number for a pair": (TWO, '{"text": "a", "text_pair": 3, "label": 1}', "under 'text_pair'"),
+    "null for a text": (TWO, '{"text": null, "label": 1}', "no text under 'text'"),
     "empty": (TWO, '{"text": "", "label": 1}', "its text has no tokens"),
     "a surrogate": (TWO, '{"text": "\\ud800", "label": 1}', "the text is not Unicode"),
     "too large": (TWO, '{"text": "a", "label": 2}', "label 2 is not a whole number from 0 to 1"),
     "below 0": (TWO, '{"text": "a", "label": -1}', "label -1 is not a whole number"),
     "ignored": (TWO, '{"text": "a", "label": -100}', "label -100 is not a whole number"),
-    "a fraction": (TWO, '{"text": "a", "label": 1.0}', "label 1.0 is not a whole number"),
+    "a fraction": (
+        TWO,
+        '{"text": "a", "label": 1.0}',
+        "label 1.0 is not an integer from 0 to 1 (as 1, not 1.0)",
+    ),
+    "half": (TWO, '{"text": "a", "label": 0.5}', "label 0.5 is not a whole number from 0 to 1"),
     "a truth": (TWO, '{"text": "a", "label": true}', "label true is not a whole number"),
     "a word": (TWO, '{"text": "a", "label": "good"}', 'label "good" is not a whole number'),
     "a list for one": (TWO, '{"text": "a", "label": [1]}', "label [1] is not a whole number"),

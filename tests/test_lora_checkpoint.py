@@ -241,7 +241,8 @@ def test_another_base_is_refused_on_every_rank(ranks, saved, layout):
     for told in zip(*results, strict=True):
         assert len(set(told)) == 1
         assert told[0].startswith(
-            f"the adapters of {saved} belong to another base: its checksum is {theirs}, that of"
+            f"the adapters of {saved} belong to another base: its checksum is {theirs} "
+            "(drawn from --seed), that of"
         )
     assert len({line for told in results for line in told}) == 2
 

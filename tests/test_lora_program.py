@@ -94,6 +94,14 @@ def test_a_base_from_the_seed_needs_no_directory(tmp_path, capsys):
     pretrain_gpt.main(words)
     assert SavedAdapters(tmp_path).trainer["step"] == 2
     pretrain_gpt.main(["--load", str(tmp_path), "--steps", "3", "--device", "cpu"])
+    drawn = r"its checksum is \w+ \(drawn from --seed\), that of the model's weights is \w+$"
+    with pytest.raises(megazoo.UserError, match=drawn):
+        pretrain_gpt.main([*"--steps 4 --device cpu --seed 8 --load".split(), str(tmp_path)])
+
+
+def test_rank_0_is_no_adapters():
+    run = pretrain_gpt.prepare([*RUN, "--lora-rank", "0", "--steps", "1"])
+    assert run.weights.settings is None
 
 
 def test_the_base_may_be_a_hugging_face_directory(tmp_path, monkeypatch):
@@ -166,6 +174,8 @@ REFUSED = {
     "--lora-alpha 4": "lora-alpha without adapters: give --lora-rank R for new ones, or",
     "--lora-targets q --load {base}": "lora-targets without adapters",
     "--lora-rslora": "lora-rslora without adapters",
+    "--lora-rank 0 --lora-alpha 3": "lora-alpha without adapters: give --lora-rank R for new ones",
+    "--lora-load {file}": "--lora-load: {file} is not a directory",
     "--lora-rank 2 --lora-targets qq": "the target 'qq' is no linear layer of the model; did you",
     "--lora-rank 2 --lora-targets=": "the target '' is no linear layer",
     "--lora-rank -1": "lora-rank -1 must be 0 or more",
@@ -195,6 +205,7 @@ def test_contradictions_are_told_before_any_work(files, words, capsys, monkeypat
     names = {
         name: files / name for name in ("base", "lora", "peft", "moved", "gone", "other", "gpt2")
     }
+    names["file"] = files / "peft" / "adapter_config.json"
     if not names["other"].exists():
         config = SavedAdapters(files / "lora").config
         changed = megazoo.from_config(type(config)(**{**vars(config), "layers": 2}))

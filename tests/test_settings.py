@@ -242,6 +242,7 @@ TOML = {
     "stage_layers = 5": "stage_layers is 5: it must be a string",
     "profile_steps = [1]": "profile_steps is a list",
     "steps = [1]": "steps must be a single value",
+    'lora_targets = ["q", "v"]': "lora_targets must be a single value, such as 'q,v'",
     "data = [[1]]": "data[0] is a list: it must be a string",
     "metrics = 1979-05-27": "metrics is datetime.date(1979, 5, 27): it must be a path",
     "model = { a = 1 }": "model must be a single value",

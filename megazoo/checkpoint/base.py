@@ -121,10 +121,10 @@ def check_base_on_disk(checkpoint: Checkpoint, weights: TensorSource) -> None:
 
 def _another_base(checkpoint: Checkpoint, found: str, path: str | None) -> UserError:
     base = checkpoint.manifest["base"]
-    theirs, ours = (f" ({path})" if path else "" for path in (base["path"], path))
+    theirs, ours = base["path"] or "drawn from --seed", f" ({path})" if path else ""
     return UserError(
         f"the adapters of {checkpoint.path} belong to another base: its checksum is "
-        f"{base['checksum']}{theirs}, that of the model's weights is {found}{ours}"
+        f"{base['checksum']} ({theirs}), that of the model's weights is {found}{ours}"
     )
 
 

@@ -88,7 +88,8 @@ def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
     try:
         step = find_checkpoint(path)
     except UserError as error:
-        missing = f"{error}, nor {ADAPTER_CONFIG}" if path.is_dir() else f"no directory {path}"
+        missing = f"{path} is not a directory" if path.exists() else f"no directory {path}"
+        missing = f"{error}, nor {ADAPTER_CONFIG}" if path.is_dir() else missing
         raise UserError(f"--lora-load: {missing}") from None
     try:
         return SavedAdapters(step, verify=verify)
@@ -133,7 +134,7 @@ def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:
                 f"{flag} {value} beside --lora-load: {ADAPTER_CONFIG} in {flags.lora_load} says "
                 "what the adapters are: leave it out"
             )
-        elif flags.lora_rank is None:
+        elif not flags.lora_rank and name != "lora_rank":
             raise UserError(
                 f"{flag} without adapters: give --lora-rank R for new ones, or --lora-load DIR"
             )

@@ -294,7 +294,8 @@ class LoggingOptions:
     eval_interval: int = 100
     """Steps between evaluations; 0: only at the end."""
     eval_steps: int = 20
-    """Batches of an evaluation; 0: never evaluate."""
+    """Batches of an evaluation, which begin the data anew at its end: rows of a classifier may
+    count more than once; 0: never evaluate."""
     metrics: File = None
     """File to which one JSON object a step is appended."""
     tensorboard: File = None

@@ -14,7 +14,7 @@ from megazoo.cli.options import ImportOption, Options
 from megazoo.cli.rules import check_value, check_values, settle_steps
 from megazoo.environment import world_size
 from megazoo.errors import UserError, nearest
-from megazoo.files import regular_file
+from megazoo.files import brief, regular_file
 
 # Settings that take each other's place: the one that has a default, and the other.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
@@ -174,5 +174,7 @@ def _toml_settings(file: str) -> dict:
             raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
         several = isinstance(value, list) and not isinstance(known[key], tuple)
         if isinstance(value, dict) or several:
-            raise UserError(f"{file}: {key} must be a single value")
+            words = several and all(isinstance(each, str) for each in value)
+            hint = f", such as {brief(','.join(value))}" if words and value else ""
+            raise UserError(f"{file}: {key} must be a single value{hint}")
     return settings

@@ -119,6 +119,12 @@ def check_run(
     _check_layout(options, model, config)
     check_trained(options, config, weights)
     _check_batch(options.training, dp)
+    for name in ("packing", "separate_documents") if config.num_labels else ():
+        if getattr(options.data, name):
+            raise UserError(
+                f"{name.replace('_', '-')} says nothing of a classifier, of which each row is a "
+                "text: leave it out"
+            )
     _check_sequence(options.training.seq_length, model, config)
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
         raise UserError(

@@ -47,7 +47,9 @@ class Labels:
         )
         if self.problem == ONE_OF_SEVERAL:
             fits = type(label) is int and 0 <= label < self.num_labels
-            wanted = f"a whole number from 0 to {self.num_labels - 1}"
+            is_whole = isinstance(label, float) and label.is_integer()
+            kind, hint = ("an integer", " (as 1, not 1.0)") if is_whole else ("a whole number", "")
+            wanted = f"{kind} from 0 to {self.num_labels - 1}{hint}"
         elif self.problem == REGRESSION:
             fits = are_numbers and len(numbers) == self.num_labels
             fits = fits and several == (self.num_labels > 1)
@@ -111,16 +113,17 @@ def count_of(num_labels: int) -> str:
 
 def encode_texts(tokenizer: Tokenizer, value: dict) -> tuple[list[int], list[int]]:
     """Return the ids of an object's `text`, and those that follow them for its `text_pair`; none
-    where it has no such.
+    where it has no such, or null.
 
     The tokenizer's bos goes before the first text if it has one, and the end of a document between
     the two. A special token's name in a text is text. ValueError for what is no text, and for a row
     without tokens.
     """
-    for key in ("text", "text_pair"):
-        if not isinstance(value.get(key, "" if key == "text_pair" else None), str):
+    keys = ["text"] if value.get("text_pair") is None else ["text", "text_pair"]
+    for key in keys:
+        if not isinstance(value.get(key), str):
             raise ValueError(f"no text under {key!r}")
-    texts = [value[key] for key in ("text", "text_pair") if key in value]
+    texts = [value[key] for key in keys]
     ids, *pair = (
         tokenizer.encode(text, add_special_tokens=False, parse_special=False) for text in texts
     )
