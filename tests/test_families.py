@@ -3,13 +3,15 @@ ten steps of training, and what they generate."""
 
 import copy
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from helpers import context, inputs_for, layout_name, run_in_layout
 from helpers_families import ONE_OF_EACH, TWINS, saved, twin
 from helpers_generation import of_transformers, prompts
-from helpers_peft import in_peft, with_adapters
+from safetensors.torch import load_file
 
 import megazoo
 
@@ -22,7 +24,9 @@ IN_EVERY_LAYOUT = [
     for layout in LAYOUTS
 ]
 STEPS, RATE = 10, 1e-3
-PROMPT = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(3))
+# Of AdamW: with less of it torch's own fp32 is 7e-5 away from its fp64, where gradients are all but
+# 0, as those of Pythia's key biases are beyond the rotary part.
+EPSILON = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +85,10 @@ def batches():
 
 @cache
 def trained_by_torch(name):
-    """The losses of ten steps."""
+    """The losses of ten steps, and the weights after them."""
     model = copy.deepcopy(twin(name)).train()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
+        model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
     )
     losses = []
     for ids in batches():
@@ -93,27 +97,37 @@ def trained_by_torch(name):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)  # whose names are not always those in memory
+        return losses, load_file(Path(directory) / "model.safetensors")
 
 
-def trained(path, layout):
+def trained(path, made, layout):
+    """The losses; the weights are saved as a directory of transformers."""
     model = megazoo.from_pretrained(path, context(**layout)).train()
-    options = dict(lr=RATE, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0, clip_grad=0.0)
+    options = dict(lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0, clip_grad=0.0)
     optimizer, losses = megazoo.optim.AdamW(model, **options), []
     for ids in batches():
         optimizer.zero_grad()
         losses.append(model.train_batch(ids, labels=ids, num_microbatches=2).item())
         optimizer.step()
+    model.save_parallelized(made, merge_checkpoints=True)
     return losses
 
 
 @pytest.mark.parametrize(("name", "layout"), IN_EVERY_LAYOUT)
-def test_ten_steps_are_those_of_torch(ranks, directory, name, layout):
-    expected = trained_by_torch(name)
+def test_ten_steps_are_those_of_torch(ranks, directory, tmp_path, name, layout):
+    """The losses of all ranks, and every weight."""
+    expected, weights = trained_by_torch(name)
     assert expected[-1] < expected[0] - 0.01
-    for losses in run_in_layout(ranks, trained, layout, saved(name, directory)):
+    made = tmp_path / "made"
+    for losses in run_in_layout(ranks, trained, layout, saved(name, directory), made):
         worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         assert worst < 1e-5, worst
+    found = load_file(made / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for key, tensor in found.items():
+        assert (tensor - weights[key]).abs().max() < 1e-5, key
 
 
 WAYS = {
@@ -146,33 +160,10 @@ def expected_tokens(name):
 
 @pytest.mark.parametrize(("name", "layout"), IN_EVERY_LAYOUT)
 def test_generation_is_that_of_transformers(ranks, directory, name, layout):
-    """Past every window, token for token, wherever no two candidates were all but equal."""
-    assert any(least > 1e-4 for _, least in expected_tokens(name))
+    """Past every window, token for token, and not the same token again and again."""
+    for theirs, least in expected_tokens(name):
+        assert least > 1e-4, "SEEDS: candidates are too close"
+        assert all(row.unique().numel() > 4 for row in theirs[:, 9:]), "SEEDS: too few tokens"
     for outputs in run_in_layout(ranks, generated, layout, saved(name, directory)):
-        for ours, (theirs, least) in zip(outputs, expected_tokens(name), strict=True):
-            assert least < 1e-4 or torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("layout", [dict(), dict(tp=2)], ids=layout_name)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_adapters_are_pefts_both_ways(ranks, directory, tmp_path, name, layout):
-    """All linear layers: Pythia's projection of queries, keys and values goes head by head."""
-    base, given = saved(name, directory), tmp_path / "given"
-    theirs = with_adapters(twin(name), r=3, lora_alpha=6, target_modules="all-linear")
-    theirs.save_pretrained(given)
-    with torch.no_grad():
-        expected = theirs(PROMPT).logits
-    for logits in run_in_layout(ranks, adapted, layout, base, given, tmp_path / "made"):
-        assert (logits - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
-    with torch.no_grad():
-        again = in_peft(twin(name), tmp_path / "made")(PROMPT).logits
-    assert torch.equal(again, expected)
-
-
-def adapted(base, given, made, layout):
-    """The logits with PEFT's adapters, which are saved anew."""
-    model = megazoo.from_pretrained(base, context(**layout)).eval()
-    megazoo.lora.load(model, given)
-    megazoo.lora.save(model, made)
-    with torch.no_grad():
-        return model(PROMPT).logits
+        for ours, (theirs, _) in zip(outputs, expected_tokens(name), strict=True):
+            assert torch.equal(ours, theirs)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers_families import COMMON, TWINS, config_of, saved, twin
+from helpers_families import COMMON, ONE_OF_EACH, TWINS, config_of, saved, twin
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -71,7 +71,7 @@ def test_there_and_back_through_shards_is_bit_for_bit(name, dtype, tmp_path):
     assert differing <= {"_name_or_path", "initializer_range", "head_dim"}
 
 
-@pytest.mark.parametrize("name", ["mistral, wide heads", "pythia"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_backbone_and_older_buffers(name, tmp_path):
     path, hf = saved(name, tmp_path), twin(name)
     prefix = {"pythia": "gpt_neox."}.get(name, "model.")
@@ -91,6 +91,17 @@ OLDER = {
     "mistral v0.1": {**MISTRAL, "rope_theta": 5e3, "sliding_window": 9},
     "mistral v0.3": {**MISTRAL, "rope_theta": 1e6, "sliding_window": None},
     "qwen2, as many heads": {**QWEN2, "num_key_value_heads": None},
+    "mistral, as many heads": {**MISTRAL, "num_key_value_heads": 4, "head_dim": None},
+    "mistral v0.1, as published": {**MISTRAL, "rope_theta": 1e4, "sliding_window": 4096},
+    "qwen2, before the first layer": {
+        **QWEN2,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": -1,
+    },
+    "qwen2, null and on": {**QWEN2, "use_sliding_window": True, "sliding_window": None},
+    "qwen3, as many heads": {**QWEN3, "num_key_value_heads": None},
+    "pythia, as published": {**PYTHIA, "rotary_pct": 0.25, "rotary_emb_base": 10000},
     "mistral, sizes of its own": {
         key: value for key, value in MISTRAL.items() if key != "sliding_window"
     },
@@ -177,9 +188,21 @@ REFUSED = {
     ),
     "too few types": ({**QWEN3, "layer_types": ["full_attention"]}, "layer_types"),
     "types of no kind": ({**QWEN3, "layer_types": [1, {}, None]}, "layer_types"),
-    "a window of none": ({**MISTRAL, "sliding_window": -3}, "window of -3 tokens"),
+    "a window of none": ({**MISTRAL, "sliding_window": 0}, "sliding_window 0 is not supported"),
+    "a window below none": ({**MISTRAL, "sliding_window": -1}, "sliding_window -1 is not"),
+    "no window in later layers": (
+        {**QWEN2, "use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1},
+        "sliding_window 0 is not supported",
+    ),
+    "a window below none in later layers": (
+        {**QWEN3, "use_sliding_window": True, "sliding_window": -1, "max_window_layers": 1},
+        "sliding_window -1 is not supported",
+    ),
+    "a window of true": ({**MISTRAL, "sliding_window": True}, "sliding_window is True"),
     "a window of text": ({**MISTRAL, "sliding_window": "4"}, "sliding_window is '4'"),
-    "an odd part of a head": ({**PYTHIA, "rotary_pct": 0.13}, "an even size"),
+    "an odd part of a head": ({**PYTHIA, "rotary_pct": 0.13}, "turns 1 of a head's 8 features"),
+    "too little of a head": ({**PYTHIA, "rotary_pct": 0.1}, "turns 0 of a head's 8 features"),
+    "an odd head": ({**QWEN3, "head_dim": 7}, "an even size, not 7"),
     "more than a head": ({**PYTHIA, "rotary_pct": 1.5}, "rotary_fraction 1.5 must be"),
     "none of a head": ({**PYTHIA, "rotary_pct": 0.0}, "rotary_fraction 0.0 must be"),
     "another rotary": (

@@ -19,6 +19,7 @@ from megazoo.layers.fused import CosAndSin
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.hugging_face.windows import read_window
 from megazoo.models.llama import Llama
 from megazoo.models.registry import register
 
@@ -50,8 +51,7 @@ class MistralConfig(ModelConfig):
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> "MistralConfig":
         values = hugging_face.read_config(fields, cls, hugging_face.FIELDS_WITHOUT_BIASES)
-        window = fields.take("sliding_window", cls.window)
-        return cls(**values, window=0 if "sliding_window" in fields.nulls else window)
+        return cls(**values, window=read_window(fields, cls.window))
 
     def to_hugging_face(self) -> dict:
         names = hugging_face.FIELDS_WITHOUT_BIASES

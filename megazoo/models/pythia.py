@@ -108,7 +108,13 @@ class Pythia(Model):
     def __init__(self, config: PythiaConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         c = config
-        turned = int(c.hidden_size // c.heads * c.rotary_fraction)
+        head_size = c.hidden_size // c.heads
+        turned = int(head_size * c.rotary_fraction)
+        if turned % 2 or not turned:
+            raise UserError(
+                f"rotary_fraction {c.rotary_fraction} turns {turned} of a head's {head_size} "
+                "features: it must be an even number, and at least 2"
+            )
         self.rotary = Rotary(turned, c.rope_theta, c.max_positions)
         self.add_embedding()
         if self.has_first:

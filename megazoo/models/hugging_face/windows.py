@@ -9,16 +9,30 @@ from megazoo.models.hugging_face.config import ConfigReader
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
+def read_window(fields: ConfigReader, default: int) -> int:
+    """Return the tokens of sliding_window, or 0, for all of them, where the file says null.
+    UserError for a window that has no place for the token itself."""
+    window = fields.take("sliding_window", default)
+    if window < 1:
+        raise UserError(
+            f"sliding_window {window} is not supported: it must be at least 1, or null for none"
+        )
+    return 0 if "sliding_window" in fields.nulls else window
+
+
 def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, int]:
     """Return `window` and `full_layers` of a config whose first layers see all and whose later ones
     have a window, as Qwen's have. UserError for layers in another order.
 
     Where layer_types does not say which, those from max_window_layers on have it.
     """
-    used = fields.take("use_sliding_window", False) and "sliding_window" not in fields.nulls
-    window, full = fields.take("sliding_window", 4096), fields.take("max_window_layers", 28)
-    window = window if used else 0
-    full = min(full, layers) if window else layers
+    window = 0
+    if fields.take("use_sliding_window", False):
+        window = read_window(fields, 4096)
+    else:
+        fields.take("sliding_window", 4096)  # has no effect
+    full = fields.take("max_window_layers", 28)
+    full = max(0, min(full, layers)) if window else layers
     types = fields.take("layer_types", layer_types(full, layers))
     if WINDOW in types:
         full = types.index(WINDOW)
