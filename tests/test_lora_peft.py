@@ -11,22 +11,36 @@ from megazoo.models.adapters import all_targets
 
 STEPS, LR, EPS, CLIP, DECAY = 20, 3e-3, 1e-4, 0.5, 0.1
 SIZES = dict(vocab_size=61, pad_token_id=None, bos_token_id=0, eos_token_id=0)
+LLAMA = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=16,
+)  # fmt: skip
 MODELS = {
-    "llama": transformers.LlamaConfig(
-        **SIZES, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, max_position_embeddings=16,
-    ),
+    "llama": transformers.LlamaConfig(**SIZES, **LLAMA),
     "gpt2": transformers.GPT2Config(
         **SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0, embd_pdrop=0,
         attn_pdrop=0,
     ),
     "mpt": transformers.MptConfig(**SIZES, d_model=32, n_layers=2, n_heads=4, max_seq_len=16),
+    "mistral": transformers.MistralConfig(**SIZES, **LLAMA, sliding_window=5),
+    "qwen2": transformers.Qwen2Config(**SIZES, **LLAMA, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**SIZES, **LLAMA, head_dim=12),
+    "pythia": transformers.GPTNeoXConfig(
+        **SIZES, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=16,
+    ),
 }  # fmt: skip
-Q_AND_V = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mpt": ["Wqkv"]}
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+Q_AND_V = {name: ["q_proj", "v_proj"] for name in LLAMAS} | {
+    "gpt2": ["c_attn"],
+    "mpt": ["Wqkv"],
+    "pythia": ["query_key_value"],
+}
 ALL = {
-    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    **{name: [f"{part}_proj" for part in "q k v o gate up down".split()] for name in LLAMAS},
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "mpt": ["Wqkv", "out_proj", "up_proj", "down_proj"],
+    "pythia": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
 }
 # Ours, theirs, and whether the scale is rslora's.
 WHAT = {
@@ -66,7 +80,15 @@ def by_peft(name, what, directory):
         norm = torch.nn.utils.clip_grad_norm_(learn.values(), CLIP)
         history.append((loss.item(), norm.item()))
         optimizer.step()
-    return history, first, {n: p.detach() for n, p in learn.items()}
+    last = {n: p.detach() for n, p in learn.items()}
+    return history, *({n: in_our_order(n, p) for n, p in each.items()} for each in (first, last))
+
+
+def in_our_order(name, value):
+    """Pythia's rows of query_key_value go head by head: q, k and v of the first one, and so on."""
+    if name.endswith("query_key_value.lora_B.default.weight"):
+        return value.unflatten(0, (4, 3, 8)).transpose(0, 1).flatten(0, 2)
+    return value
 
 
 def by_us(directory, what, first, layout=None):

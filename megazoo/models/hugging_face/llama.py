@@ -71,7 +71,10 @@ def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | No
     older_type = rope.take("type", "default")
     kind, theta = rope.take("rope_type", older_type), rope.take("rope_theta", float(theta))
     rope.only("partial_rotary_factor", 1.0)
-    return theta, {"rope_type": kind, **rope.values} if kind != "default" else None
+    if kind != "default":
+        return theta, {"rope_type": kind, **rope.values}  # whose keys Rotary checks
+    rope.finish()
+    return theta, None
 
 
 def write_config(
