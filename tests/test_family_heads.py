@@ -21,6 +21,14 @@ STEPS, RATE, EPSILON = 4, 1e-3, 1e-4
 PROBLEM = "single_label_classification"
 Q_AND_V = {"Mistral": ["q_proj", "v_proj"], "GPTNeoX": ["query_key_value"]}
 WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
+# Fast ones: each of the two in one of the layouts.
+ADAPTERS = [
+    pytest.param(what, layout, id=f"{what}-{layout_name(layout)}")
+    if (what, layout) in (("q and v", dict(tp=2)), ("all linear", dict()))
+    else pytest.param(what, layout, id=f"{what}-{layout_name(layout)}", marks=pytest.mark.slow)
+    for what in WHAT
+    for layout in (*LAYOUTS, dict(tp=2, pp=2))
+]
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +116,7 @@ def modules_of(name, what):
     return Q_AND_V.get(TWINS[name][0], Q_AND_V["Mistral"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_AND_STAGES, ids=layout_name)
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(("what", "layout"), ADAPTERS)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_adapters_are_pefts_both_ways(ranks, directory, tmp_path, name, what, layout):
     """Pythia's projection of queries, keys and values goes head by head. The tensors that are saved
@@ -138,8 +145,7 @@ def adapted(base, given, made, layout):
         return model(PROMPT, return_logits=True).logits
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(("what", "layout"), ADAPTERS)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_peft_goes_on_with_adapters_that_were_trained_here(
     ranks, directory, tmp_path, name, what, layout
@@ -151,8 +157,11 @@ def test_peft_goes_on_with_adapters_that_were_trained_here(
         expected = in_peft(twin(name), made)(PROMPT).logits
         plain = twin(name)(PROMPT).logits
     assert (expected - plain).abs().max() > 1e-2
+    assert results[-1] is not None
     for logits in results:
-        assert (logits - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+        assert logits is None or (logits - expected).abs().max() < 1e-5 * max(
+            1, expected.abs().max()
+        )
 
 
 def added(base, made, targets, layout):
