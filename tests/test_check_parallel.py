@@ -1,14 +1,12 @@
-"""The check of layouts: it passes for every preset, and names the place of each of a list of
-planted bugs."""
+"""The check of layouts: it passes for every preset, and tells mistakes of users. The bugs that it
+finds are in test_gallery.py."""
 
 import random
 import re
-import textwrap
 from functools import cache
 
 import pytest
 import torch.nn.functional as F
-from helpers_bugs import BUGS, REPLACE
 from test_tools import run
 
 from megazoo.errors import UserError
@@ -18,15 +16,6 @@ from megazoo.testing import Layout, all_layouts, check_parallel, shrink
 from megazoo.testing.batches import make_batch
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_named(bug, tmp_path):
-    model, layout, told, code = BUGS[bug]
-    (tmp_path / "bug.py").write_text(REPLACE + textwrap.dedent(code))
-    config = find_config(model) if isinstance(model, str) else model
-    (verdict,) = check_parallel(shrink(config), [layout], import_=tmp_path / "bug.py")
-    assert re.match(told, verdict.cause or "it passed"), verdict
 
 
 def with_some_fast() -> list:
@@ -86,7 +75,7 @@ linear.leave_tensor_parallel = fails
 def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path):
     passing = run("check_parallel.py", "--model", "gpt2", "--shrink", "--layouts", "dp2+zero")
     assert passing.returncode == 0, passing.stderr
-    assert re.search(r"^dp2\+zero +\d\.\de.\d\d  \d.* - .*  pass$", passing.stdout, re.MULTILINE), (
+    assert re.search(r"^dp2\+zero( +\d\.\de.\d\d){4}  pass$", passing.stdout, re.MULTILINE), (
         passing.stdout
     )
     (tmp_path / "bug.py").write_text(FAILS)

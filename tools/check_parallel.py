@@ -5,11 +5,16 @@ $ python tools/check_parallel.py --preset llama2-70b --shrink --layouts all
 $ python tools/check_parallel.py --load path/to/llama --layouts tp2+sp,pp2v2
 $ python tools/check_parallel.py --import mine.py --model mine
 $ python tools/check_parallel.py --model llama --lora-rank 8 --layouts tp2+sp,pp2
+$ python tools/check_parallel.py --self-test
 
 The steps take turns: plain rows, packed documents, and rows with padding, of an odd length. Prints,
 for each layout, the worst relative difference of the loss, the gradient norm, any
-parameter's gradient and any weight after the steps, and where a difference begins. Exits 1 if a
-layout fails.
+parameter's gradient and any weight after the steps; where a difference begins, and what usually
+causes it. Exits 1 if a layout fails.
+
+--self-test plants published mistakes in small models, one after the other, runs the check, and
+prints a table in Markdown of what it says of each. Exits 1 if one is not found, or another cause is
+named than what was planted.
 """
 
 from dataclasses import dataclass
@@ -25,7 +30,7 @@ from megazoo.errors import UserError, check_number
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config
-from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, shrink
+from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, gallery, shrink
 from megazoo.testing.layouts import switches
 
 MOST_STEPS, MOST_RANKS = 10_000, 256
@@ -61,10 +66,15 @@ class Options(ImportOption):
     on."""
     tolerance: float = 1e-5
     """Relative difference above which a layout fails."""
+    self_test: bool = False
+    """Check the check: plant mistakes, and see that each is found. Takes no other flags."""
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
+    if options.self_test:
+        plant_every_bug(options)
+        return
     required(options)
     given = [options.model, options.preset, options.load]
     if sum(each is not None for each in given) != 1:
@@ -108,10 +118,27 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
 
 
+def plant_every_bug(options: Options) -> None:
+    """Print what the check says of each mistake of the gallery."""
+    if options != Options(self_test=True):
+        raise UserError("--self-test has models and layouts of its own: give no other flag")
+    print(gallery.header(), flush=True)
+    missed = 0
+    for outcome in gallery.self_test(gallery.BUGS):
+        print(gallery.line_of(outcome), flush=True)
+        missed += not outcome.found
+    if missed:
+        raise UserError(
+            f"{missed} of {len(gallery.BUGS)} planted mistakes were not found", exit_code=1
+        )
+
+
 def line_of(verdict: Verdict) -> str:
     """Return a verdict as a line of the table; - is what was not compared."""
     numbers = f"{verdict.loss:9.1e}{verdict.norm:9.1e}{verdict.gradient:10.1e}{verdict.weight:9.1e}"
     outcome = "pass" if verdict.passed else f"FAIL  {verdict.cause}"
+    if verdict.usual:
+        outcome += f"\n{'':24}usually: {verdict.usual}"
     return f"{verdict.layout!s:24}{numbers.replace('nan', '  -')}  {outcome}"
 
 

@@ -15,7 +15,8 @@ DOCUMENTS = (5, 3, 7, 1, 9)  # tokens of the packed documents, in turns
 def make_batch(step: int, vocab: int, longest: int) -> dict[str, torch.Tensor]:
     """Return the global batch of a step, as `Model.train_batch` takes it: tensors [ROWS, sequence].
 
-    A row keeps the more labels the later it comes, so that micro-batches differ widely. longest:
+    Plain rows have labels, which the model is to shift; the others have targets, which are shifted.
+    A row keeps the more of them the later it comes, so that micro-batches differ widely. longest:
     tokens of the model's longest sequence.
     """
     generator, kind = torch.Generator().manual_seed(1000 + step), KINDS[step % len(KINDS)]
@@ -31,8 +32,17 @@ def make_batch(step: int, vocab: int, longest: int) -> dict[str, torch.Tensor]:
     elif kind == "padding":
         more = {"attention_mask": _padding(sequence)}
         keep &= more["attention_mask"].bool()
+    if kind == "plain rows":
+        labels = tokens[:, :-1].masked_fill(~keep, IGNORE_INDEX)
+        return {"input_ids": tokens[:, :-1], "labels": labels}
     targets = tokens[:, 1:].masked_fill(~keep, IGNORE_INDEX)
     return {"input_ids": tokens[:, :-1], "targets": targets, **more}
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Return the targets of labels [rows, sequence]: what each position is to predict."""
+    nothing = labels.new_full((len(labels), 1), IGNORE_INDEX)
+    return torch.cat([labels[:, 1:], nothing], dim=1)
 
 
 def micro_batches_of(dp: int) -> int:

@@ -5,9 +5,22 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megazoo.testing.batches import KINDS
+import torch
+
+from megazoo.testing import usual
+from megazoo.testing.batches import KINDS, micro_batches_of
+from megazoo.testing.distances import Clue, relative
 from megazoo.testing.layouts import Layout
-from megazoo.testing.trial import Findings, Record, relative
+from megazoo.testing.trial import Findings, Record
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that differs: a sentence of what, where and by how much; and what usually causes
+    it, if there is something to say."""
+
+    text: str
+    usual: str = ""
 
 
 @dataclass(frozen=True)
@@ -22,17 +35,21 @@ class Comparison:
     expected: Record
     tolerance: float
 
-    def causes(self) -> Iterator[str]:
-        """Yield a sentence for each thing that differs, in the order of the computation."""
+    def findings(self) -> Iterator[Finding]:
+        """Yield each thing that differs, in the order of the computation."""
         yield from self._parameters()
         for step in range(len(self.expected.losses)):
             yield from self._activations(step)
             if step == 0:
+                yield from self._logits()
                 yield from self._dropout()
+                yield from self._labels()
             yield from self._loss(step)
             yield from self._gradients(step)
             yield from self._norm(step)
-        yield from self._weights()
+            yield from self._weights(step)
+        yield from self._optimizer()
+        yield from self._overflow()
 
     def worst_loss(self, first: int = 0, end: int | None = None) -> float:
         """Return the worst relative difference of the loss, of any rank at steps first to end."""
@@ -44,99 +61,169 @@ class Comparison:
         ours = (rank.norms[first:end] for rank in self.ranks)
         return _worst(ours, self.expected.norms[first:end])
 
-    def _parameters(self) -> Iterator[str]:
+    def _parameters(self) -> Iterator[Finding]:
         """Compare which parameters there are, and their initial values."""
         expected = self.expected.initial
         names = set().union(*(rank.names for rank in self.ranks))
         for name in sorted(names ^ expected.keys()):
             missing = "on no rank" if name in expected else "not there in one process"
-            yield f"parameter {name}: {missing}"
+            yield Finding(f"parameter {name}: {missing}", usual.STAGES)
         initial = [rank.initial for rank in self.ranks]
         for name in self._differing(initial, expected):
-            yield f"parameter {name}: another initial value {self._where(initial, name)}"
+            where = self._where(initial, name)
+            yield Finding(f"parameter {name}: another initial value {where}", usual.INITIAL)
 
-    def _activations(self, step: int) -> Iterator[str]:
+    def _activations(self, step: int) -> Iterator[Finding]:
         """Compare what modules were given and returned, in the steps of which that is kept."""
         if step >= len(self.expected.activations):
             return
         activations, when = [rank.activations[step] for rank in self.ranks], _later(step)
-        for kind, name in self._differing(activations, self.expected.activations[step]):
-            where = self._where(activations, (kind, name))
-            yield f"module {name}: its {kind} differs{when} {where}"
+        for key in self._differing(activations, self.expected.activations[step]):
+            kind, name = key
+            where = self._where(activations, key)
+            clue = self._clue([rank.activation_clues[step] for rank in self.ranks], key)
+            yield Finding(
+                f"module {name}: its {kind} differs{when} {where}{self._told(clue)}",
+                usual.of_activations(kind, name, clue, step),
+            )
 
-    def _dropout(self) -> Iterator[str]:
-        """Compare what dropout masks are drawn from, with one process and between ranks."""
+    def _logits(self) -> Iterator[Finding]:
+        """Compare the logits of a forward of the whole model."""
+        wrong = [n for n, rank in enumerate(self.ranks) if rank.logits > self.tolerance]
+        if wrong:
+            yield Finding(f"logits: they differ {self._on(wrong)}", usual.LOGITS)
+
+    def _dropout(self) -> Iterator[Finding]:
+        """Compare what dropout masks are drawn from, between ranks and with one process."""
         alone = self.layout.dp == self.layout.cp == 1
         for number, rank in enumerate(self.ranks):
-            drawn = [seed for _, seeds in rank.seeds.values() for seed in seeds]
-            where = self._on([number])
-            if len(set(drawn)) < len(drawn):
-                yield f"dropout: two layers or micro-batches have the same masks {where}"
-            for site, (parallel, seeds) in rank.seeds.items():
-                same_as_alone = alone and (self.layout.tp == 1 or not parallel)
-                if same_as_alone and seeds != self.expected.seeds.get(site):
-                    yield f"dropout {site}: other masks than in one process {where}"
+            for site in rank.draws:
                 for before in range(number):
                     yield from self._dropout_of_two(site, before, number)
+        for number, rank in enumerate(self.ranks):
+            drawn = [seed for draws in rank.draws.values() for seed in draws.seeds]
+            where = self._on([number])
+            if len(set(drawn)) < len(drawn):
+                text = f"dropout: two layers or micro-batches have the same masks {where}"
+                yield Finding(text, usual.DROPOUT_SITES)
+            for site, draws in rank.draws.items():
+                same_as_alone = alone and (self.layout.tp == 1 or not draws.parallel)
+                theirs = self.expected.draws.get(site)
+                if same_as_alone and (theirs is None or draws.seeds != theirs.seeds):
+                    text = f"dropout {site}: other masks than in one process {where}"
+                    yield Finding(text, usual.DROPOUT_SITES)
+                if draws.redrawn:
+                    text = f"dropout {site}: other masks when it is recomputed {where}"
+                    yield Finding(text, usual.DROPOUT_AGAIN)
 
-    def _dropout_of_two(self, site: str, one: int, other: int) -> Iterator[str]:
+    def _dropout_of_two(self, site: str, one: int, other: int) -> Iterator[Finding]:
         """Compare the seeds of a Dropout on two ranks.
 
         They should be equal where the ranks have the same tokens, unless tp ranks should differ,
         and else have nothing in common.
         """
-        parallel, seeds = self.ranks[other].seeds[site]
-        _, theirs = self.ranks[one].seeds.get(site, (parallel, []))
+        draws, before = self.ranks[other].draws[site], self.ranks[one].draws.get(site)
+        theirs = before.seeds if before else []
         a, b = self.ranks[one].coordinates, self.ranks[other].coordinates
         same_tokens = (a["dp"], a["cp"]) == (b["dp"], b["cp"])
         where = self._on([one, other])
-        if theirs and same_tokens and not parallel and seeds != theirs:
-            yield f"dropout {site}: different masks {where}, of what they share"
-        if (parallel or not same_tokens) and set(seeds) & set(theirs):
-            yield f"dropout {site}: the same masks {where}"
+        if theirs and same_tokens and not draws.parallel and draws.seeds != theirs:
+            text = f"dropout {site}: different masks {where}, of what they share"
+            yield Finding(text, usual.DROPOUT_EQUAL)
+        if (draws.parallel or not same_tokens) and set(draws.seeds) & set(theirs):
+            yield Finding(f"dropout {site}: the same masks {where}", usual.DROPOUT_DIFFERENT)
 
-    def _loss(self, step: int) -> Iterator[str]:
+    def _labels(self) -> Iterator[Finding]:
+        theirs = self.expected.labelled
+        wrong = [n for n, rank in enumerate(self.ranks) if rank.labelled != theirs]
+        if wrong:
+            ours = self.ranks[wrong[0]].labelled
+            text = f"labels: the mean is over {ours:,} labelled tokens, not {theirs:,}"
+            yield Finding(f"{text}, {self._on(wrong)}", usual.of_labels(ours, theirs, self.layout))
+
+    def _loss(self, step: int) -> Iterator[Finding]:
         if self.worst_loss(step, step + 1) > self.tolerance:
             ours, theirs = self.ranks[0].losses[step], self.expected.losses[step]
             compared = step < len(self.expected.activations)
             more = ", though no module's output differs" if compared else ""
-            yield f"loss: {ours:.7g} instead of {theirs:.7g}{_later(step)}{more}"
+            mean = self._other_mean(ours) if step == 0 else ""
+            text = f"loss: {ours:.7g} instead of {theirs:.7g}{_later(step)}{more}{mean}"
+            yield Finding(text, usual.MEANS if mean else usual.LOSS)
 
-    def _gradients(self, step: int) -> Iterator[str]:
+    def _other_mean(self, loss: float) -> str:
+        """Say of which other mean the first loss is, if it is one."""
+        dp = self.layout.dp
+        for what, parts in (("replicas", dp), ("micro-batches", dp * micro_batches_of(dp))):
+            sums = self.expected.rows.unflatten(0, (parts, -1)).sum(1)
+            mean = float((sums[:, 0] / sums[:, 1]).mean())
+            if parts > 1 and abs(loss - mean) < self.tolerance * abs(mean):
+                return f": it is the mean of the {what}' means"
+        return ""
+
+    def _gradients(self, step: int) -> Iterator[Finding]:
         """Compare the gradients of a step, in the order in which backward makes them."""
-        gradients = [rank.gradients[step] for rank in self.ranks if rank.gradients]
+        gradients = [rank.gradients[step] for rank in self.ranks]
         wrong = self._differing(gradients, list(self.expected.initial)[::-1])
         if not wrong:
             return
         first, others = wrong[0], len(wrong) - 1
         factors = sorted(factor for rank in self.ranks for factor in rank.factors.values())
         if step == 0 and factors and factors[-1] - factors[0] < 1e-3 < abs(factors[0] - 1):
-            yield (
+            yield Finding(
                 f"loss scale: every gradient is {factors[0]:.4g} x what it should be"
-                f"{self._axes_of_size(factors[0])}"
+                f"{self._axes_of_size(factors[0])}",
+                usual.of_loss_scale(factors[0]),
             )
         if set(wrong) <= set().union(*(rank.tied for rank in self.ranks)):
             known = (rank.factors[first] for rank in self.ranks if first in rank.factors)
-            yield (
+            factor = next(known, math.nan)
+            yield Finding(
                 f"tie: the gradient of {first}, which stages share, "
-                f"is {next(known, math.nan):.3g} x what it should be"
+                f"is {factor:.3g} x what it should be",
+                usual.of_ties(factor),
             )
         more = f", and of {others} more" if others else ""
-        where = self._where(gradients, first)
-        yield f"gradient of {first}: differs at {_named(step)} {where}{more}"
+        clue = self._clue([rank.gradient_clues for rank in self.ranks], first) if not step else None
+        copied = any(first in rank.copied for rank in self.ranks)
+        yield Finding(
+            f"gradient of {first}: differs at {_named(step)} "
+            f"{self._where(gradients, first)}{more}{self._told(clue)}",
+            usual.of_gradients(clue, copied, self.layout),
+        )
 
-    def _norm(self, step: int) -> Iterator[str]:
+    def _norm(self, step: int) -> Iterator[Finding]:
         if self.worst_norm(step, step + 1) > self.tolerance:
             ours, theirs = self.ranks[0].norms[step], self.expected.norms[step]
-            # under ZeRO no gradient is whole on a rank, so that none was compared
-            more = "" if self.layout.zero else ", though no gradient differs"
-            yield f"gradient norm: {ours:.7g} instead of {theirs:.7g} at {_named(step)}{more}"
+            text = f"gradient norm: {ours:.7g} instead of {theirs:.7g} at {_named(step)}"
+            yield Finding(f"{text}, though no gradient differs", usual.NORM)
 
-    def _weights(self) -> Iterator[str]:
-        weights = [rank.weights for rank in self.ranks]
-        for name in self._differing(weights, self.expected.weights):
+    def _weights(self, step: int) -> Iterator[Finding]:
+        weights = [rank.weights[step] for rank in self.ranks]
+        for name in self._differing(weights, self.expected.weights[step]):
             where = self._where(weights, name)
-            yield f"weights of {name}: differ after the steps {where}, though no gradient does"
+            when = f"after {_named(step)}"
+            text = f"weights of {name}: differ {when} {where}, though no gradient does"
+            yield Finding(text, usual.WEIGHTS)
+
+    def _optimizer(self) -> Iterator[Finding]:
+        """Compare one process with AdamW as the paper has it."""
+        trained = set(self.expected.gradients[0]) if self.expected.gradients else set()
+        for name in self._differing([self.expected.plain], self.expected.plain):
+            what = f"optimizer: the weights of {name} are not those of AdamW, in one process either"
+            if name not in trained:
+                yield Finding(f"{what}: they are frozen, and have changed", usual.DECAY)
+            elif self.expected.decaying[name] <= self.tolerance:
+                yield Finding(f"{what}: they decay, though of one dimension", usual.DECAY)
+            else:
+                yield Finding(what, usual.OPTIMIZER)
+
+    def _overflow(self) -> Iterator[Finding]:
+        """Compare which ranks skip a step that overflows on the last one."""
+        stepped = [n for n, rank in enumerate(self.ranks) if rank.skipped is False]
+        if stepped:
+            last = len(self.ranks) - 1
+            text = f"overflow: a step whose gradients overflow on rank {last} is not skipped"
+            yield Finding(f"{text} {self._on(stepped)}", usual.OVERFLOW)
 
     def _differing(self, distances: Sequence[dict], keys: Iterable[Hashable]) -> list:
         """Return the keys whose distance is above the tolerance on some rank."""
@@ -162,6 +249,28 @@ class Comparison:
         only = f", only where cp is {listed(with_it)}" if len(with_it) < self.layout.cp else ""
         return f"on rank{'s' * (len(numbers) > 1)} {', '.join(named)}{more}{only}"
 
+    def _clue(self, of_ranks: Sequence[dict], key: Hashable) -> Clue | None:
+        """Return what all ranks that know of it noticed; None if they disagree, or none does."""
+        clues = [clues[key] for clues in of_ranks if key in clues]
+        same = all(_alike(clue, clues[0]) for clue in clues)
+        return clues[0] if clues and same else None
+
+    def _told(self, clue: Clue | None) -> str:
+        """Say what is noticeable."""
+        if clue is None:
+            return ""
+        if not math.isnan(clue.factor):
+            axes = self._axes_of_size(clue.factor)
+            return f": it is {clue.factor:.4g} x what it should be{axes}"
+        if clue.everywhere:
+            return ": by the same features at every token"
+        if clue.reordered:
+            return ": the values are those expected, in another order"
+        for axis, factor in clue.sums.items():
+            times = "" if abs(factor - 1) < 1e-3 else f"{factor:.4g} x "
+            return f": the {axis} ranks' add up to {times}what it should be"
+        return ""
+
     def _axes_of_size(self, factor: float) -> str:
         """Name the axes of as many ranks as a factor says, or its inverse."""
         sizes = {name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")}
@@ -171,6 +280,15 @@ class Comparison:
             if size > 1 and min(abs(factor - size) / size, abs(factor * size - 1)) < 1e-3
         ]
         return f", and {' and '.join(alike)}" if alike else ""
+
+
+def _alike(one: Clue, other: Clue) -> bool:
+    """Return whether two ranks noticed the same."""
+    same = (one.everywhere, one.reordered, one.sums.keys()) == (
+        (other.everywhere, other.reordered, other.sums.keys())
+    )
+    factors = torch.tensor([one.factor, other.factor])
+    return same and torch.allclose(factors[:1], factors[1:], rtol=1e-3, equal_nan=True)
 
 
 def _named(step: int) -> str:

@@ -5,12 +5,14 @@ One process trains a few steps on whole batches, which take turns: plain rows, p
 rows with padding, of an odd length (see batches.py). It keeps what each module was given and
 returned, the gradients, norms and weights. The ranks of a layout do the same with their parts, and
 each compares its own. The first thing in the order of the computation that differs is the cause
-that is told.
+that is told. What no layout can show is checked in one process: the optimizer against AdamW as the
+paper has it.
 """
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +36,8 @@ class Verdict:
 
     loss, norm: of any step. gradient, weight: of any parameter, at any step and after the last; a
     distance over the parameter's norm, of gradients at least a thousandth of the global one. nan is
-    what was not compared. cause: None if the layout passed.
+    what was not compared. cause: None if the layout passed. usual: what usually causes that, if
+    there is something to say.
     """
 
     layout: Layout
@@ -43,6 +46,7 @@ class Verdict:
     gradient: float = math.nan
     weight: float = math.nan
     cause: str | None = None
+    usual: str = ""
 
     @property
     def passed(self) -> bool:
@@ -59,6 +63,7 @@ def check_parallel(
     lora_rank: int = 0,
     steps: int = 3,
     tolerance: float = 1e-5,
+    within: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[Verdict]:
     """Train a model in one process, then in each layout, on the CPU of this machine; yield a
     verdict for each.
@@ -66,8 +71,9 @@ def check_parallel(
     model: a config object, or a name as `from_config` takes it. load: a checkpoint or Hugging Face
     directory of it, for its weights; biases and norms are random in any case, so that zeros hide
     nothing. import_: the Python file that registers the model, if one does. lora_rank: train
-    adapters of this rank, of all linear layers, instead of the weights. UserError for a layout that
-    can't be.
+    adapters of this rank, of all linear layers, instead of the weights. within: a function, that
+    can be imported by name, which makes the context in which every process trains: what is patched
+    there is checked, too. UserError for a layout that can't be.
     """
     check_number("tolerance", tolerance, 0)
     check_number("lora-rank", lora_rank, 0, whole=True)
@@ -78,6 +84,7 @@ def check_parallel(
         load and Path(load),
         import_ and Path(import_).resolve(),
         lora_rank,
+        within,
     )
     layouts = [Layout.named(layout) if isinstance(layout, str) else layout for layout in layouts]
     for layout in layouts:
@@ -100,21 +107,26 @@ def _check_layout(
     """Train in a layout, and compare it with the record of one process."""
     try:
         ranks = pool.run(
-            train_on_a_rank, layout.ranks, subject, layout, steps, record, timeout=TIMEOUT
+            train_on_a_rank,
+            layout.ranks,
+            subject,
+            layout,
+            steps,
+            record,
+            tolerance,
+            timeout=TIMEOUT,
         )
     except RankError as error:
         return Verdict(layout, cause=f"it ends with {str(error).splitlines()[-1]}")
     expected = torch.load(record, weights_only=False, mmap=True)
     comparison = Comparison(layout, ranks, expected, tolerance)
-    verdict = Verdict(
+    first = next(comparison.findings(), None)
+    return Verdict(
         layout,
         loss=comparison.worst_loss(),
         norm=comparison.worst_norm(),
-        weight=max(max(rank.weights.values(), default=0.0) for rank in ranks),
-        cause=next(comparison.causes(), None),
+        gradient=max(max(step.values(), default=0.0) for rank in ranks for step in rank.gradients),
+        weight=max(max(rank.weights[-1].values(), default=0.0) for rank in ranks),
+        cause=first and first.text,
+        usual=first.usual if first else "",
     )
-    if not layout.zero:
-        verdict.gradient = max(
-            max(step.values(), default=0.0) for rank in ranks for step in rank.gradients
-        )
-    return verdict

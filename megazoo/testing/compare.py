@@ -9,6 +9,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -20,10 +21,11 @@ from megazoo.models.pretrained import from_pretrained
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.testing.causes import listed
 from megazoo.testing.differences import Difference, Findings, find_differences, largest
+from megazoo.testing.distances import relative
 from megazoo.testing.layouts import Layout
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.reference import Reference, Twin, run_reference
-from megazoo.testing.trial import import_once, relative
+from megazoo.testing.trial import import_once
 
 TIMEOUT = 3600.0  # seconds, of a layout
 FEW = 6  # rows that are named one by one
@@ -89,17 +91,18 @@ def compare_layouts(
     import_: Path | None = None,
     dtype: torch.dtype = torch.float32,
     tolerance: float = 1e-5,
+    within: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[Agreement]:
     """Load a model in each layout, on the CPU of this machine, and yield how far it is from what a
     reference has made of a batch.
 
     path: a checkpoint or Hugging Face directory. import_: the Python file that registers the model,
-    if one does. dtype: of its weights and activations.
+    if one does. dtype: of its weights and activations. within: as in `check_parallel`.
     """
     with tempfile.TemporaryDirectory(prefix="megazoo-compare-") as directory:
         file, pool = Path(directory) / "reference.pt", RankPool()
         torch.save(reference, file)
-        about = (path, file, import_ and Path(import_).resolve(), dtype, tolerance)
+        about = (path, file, import_ and Path(import_).resolve(), dtype, tolerance, within)
         try:
             for layout in layouts:
                 try:
@@ -118,12 +121,14 @@ def _on_a_rank(
     import_: Path | None,
     dtype: torch.dtype,
     tolerance: float,
+    within: Callable[[], AbstractContextManager],
 ) -> Agreement:
     """Load this rank's part of the model, and compare it with the reference in a file."""
     import_once(import_)
     reference: Reference = torch.load(file, weights_only=False, mmap=True)
-    model = from_pretrained(path, layout.context(), dtype=dtype)
-    return compare(model, reference, reference.input_ids, tolerance=tolerance)
+    with within():
+        model = from_pretrained(path, layout.context(), dtype=dtype)
+        return compare(model, reference, reference.input_ids, tolerance=tolerance)
 
 
 def _agreement(ranks: list[Findings], reference: Reference, tolerance: float) -> Agreement:

@@ -1,34 +1,46 @@
 """Train in the processes of a check: keep what is computed on the way, and compare it with what one
 process has kept."""
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from megazoo import lora
 from megazoo.cli.parsing import run_file
+from megazoo.evaluation.scoring import score
 from megazoo.layers import Dropout
 from megazoo.models.adapters import ALL, is_adapter
 from megazoo.models.pretrained import from_pretrained
 from megazoo.models.registry import config_from_dict, from_config
 from megazoo.optim.adamw import AdamW
+from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
-from megazoo.testing.batches import KINDS, MICRO_BATCHES, ROWS, make_batch, micro_batches_of
+from megazoo.testing.batches import KINDS, ROWS, make_batch, micro_batches_of, shifted
+from megazoo.testing.distances import (
+    Clue,
+    activation_clues,
+    activation_distances,
+    gradient_clues,
+    gradient_factors,
+    own_rows,
+    parameter_distances,
+    relative,
+)
+from megazoo.testing.draws import Draws, dropout_draws
 from megazoo.testing.layouts import Layout
-from megazoo.testing.parts import part_of
-from megazoo.testing.shrink import shrink
+from megazoo.testing.optimizer_trial import LOSS_SCALE, plain_adamw, skips_overflow
 
 # Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as
 # any.
-EPSILON = 1e-3
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 CLIP = 0.1  # small enough to be active
+CLUES = 3  # things that differ, of each kind, that are looked at closely
 
 _imported: set[Path] = set()
 
@@ -46,6 +58,7 @@ class Subject:
 
     family, values: its config. load: a directory with its weights. import_: a file that registers
     it. lora_rank: of adapters of all its linear layers, which alone are trained; 0 for none.
+    within: makes the context in which every process trains, by default none.
     """
 
     family: str
@@ -53,6 +66,7 @@ class Subject:
     load: Path | None
     import_: Path | None
     lora_rank: int = 0
+    within: Callable[[], AbstractContextManager] = nullcontext
 
     @property
     def config(self):
@@ -67,7 +81,11 @@ class Record:
 
     activations: of the first step with each kind of batch, ("input" or "output", module) -> what
     its forwards were given or returned, [rows of the batch, ...], in the order of the computation.
-    gradients: of each step. seeds: what each Dropout drew from.
+    gradients: of each step; weights: after each. logits, labelled, rows: of the first batch, before
+    it is trained on: the logits of its first rows, how many labelled tokens its mean is over, and
+    of each row the sum of their losses and their number, [rows, 2]. draws: of each Dropout. plain,
+    decaying: how far the weights are from those of plain AdamW, and of one that decays whatever is
+    trained.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -75,8 +93,13 @@ class Record:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    seeds: dict[str, list[int]] = field(default_factory=dict)
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+    labelled: int = 0
+    rows: torch.Tensor | None = None
+    draws: dict[str, Draws] = field(default_factory=dict)
+    plain: dict[str, float] = field(default_factory=dict)
+    decaying: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,67 +107,146 @@ class Findings:
     """What a rank found: its distances from the Record, and what is to be compared with other
     ranks.
 
-    coordinates: its rank along each axis. tied: parameters that other stages have, too. seeds: what
-    each Dropout drew from, after whether tp ranks should differ. factors: of each parameter, by
-    what its expected gradient of the first step is to be multiplied to come closest to the rank's.
+    coordinates: its rank along each axis. tied: parameters that other stages have, too. copied:
+    those of which several tp ranks have the same rows. factors: of each parameter, by what its
+    expected gradient of the first step is to be multiplied to come closest to the rank's. clues: of
+    the first activations of each step, and gradients of the first, that differ anywhere. skipped:
+    whether it skips a step whose gradients overflow on one rank, None if there is no such step.
     """
 
     coordinates: dict[str, int]
     tied: set[str]
+    copied: set[str]
     names: set[str]
-    seeds: dict[str, tuple[bool, list[int]]]
+    draws: dict[str, Draws]
     initial: dict[str, float] = field(default_factory=dict)
     activations: list[dict[tuple[str, str], float]] = field(default_factory=list)
+    activation_clues: list[dict[tuple[str, str], Clue]] = field(default_factory=list)
+    logits: float = 0.0
+    labelled: int = 0
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, float]] = field(default_factory=list)
+    gradient_clues: dict[str, Clue] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: list[dict[str, float]] = field(default_factory=list)
+    skipped: bool | None = None
 
 
 def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
     """Train on whole batches, and save the Record of it."""
-    record, ctx = Record(), ParallelContext()
-    seeds = _dropout_seeds(subject, Layout(), ctx)
-    record.seeds = {site: drawn for site, (_, drawn) in seeds.items()}
-    model = _build(subject, ctx)
-    record.initial = _copies(model)
-    for loss, optimizer in _train(model, Layout(), steps, record, micro_batches=1):
-        record.losses.append(loss)
-        record.gradients.append({name: grad.clone() for name, grad in _gradients(model).items()})
-        record.norms.append(optimizer.step().item())
-    record.weights = _copies(model)
-    torch.save(record, path)
+    with subject.within():
+        record, ctx = Record(), ParallelContext()
+        record.draws = dropout_draws(subject.config, Layout.schedule, ctx)
+        model = _build(subject, ctx)
+        record.initial = _copies(model)
+        record.logits, record.labelled = _evaluated(model, micro_batches=1)
+        record.rows = _losses_of_rows(model)
+        for loss, optimizer in _train(model, Layout(), steps, record, micro_batches=1):
+            record.losses.append(loss)
+            gradients = _gradients(model)
+            record.gradients.append({name: grad.clone() for name, grad in gradients.items()})
+            record.norms.append(optimizer.step().item())
+            record.weights.append(_copies(model))
+        record.plain, record.decaying = _beside_plain_adamw(model, record)
+        torch.save(record, path)
 
 
-def train_on_a_rank(subject: Subject, layout: Layout, steps: int, path: Path) -> Findings:
-    """Train this rank's part of a layout, and return how far it is from the Record at `path`."""
+def train_on_a_rank(
+    subject: Subject, layout: Layout, steps: int, path: Path, tolerance: float
+) -> Findings:
+    """Train this rank's part of a layout, and return how far it is from the Record at `path`.
+
+    tolerance: the distance above which something is looked at closely.
+    """
     expected: Record = torch.load(path, weights_only=False, mmap=True)
-    ctx = layout.context()
-    seeds = _dropout_seeds(subject, layout, ctx)
-    model, record = _build(subject, ctx), Record()
-    weights = _copies(model)
-    found = Findings(
-        coordinates={name: ctx.axis(name).rank for name in ("tp", "cp", "pp", "dp")},
-        tied=set(model.tied),
-        names=set(weights),
-        seeds=seeds,
-        initial=_distances(weights, expected.initial, model),
-    )
-    steps_of_training = _train(model, layout, steps, record, micro_batches_of(layout.dp))
-    for (loss, optimizer), gradients in zip(steps_of_training, expected.gradients, strict=True):
-        found.losses.append(loss)
-        if not layout.zero:  # under which a gradient is whole on no rank
+    with subject.within():
+        ctx = layout.context()
+        draws = dropout_draws(subject.config, layout.schedule, ctx)
+        model, record = _build(subject, ctx), Record()
+        model.loss_scale = LossScale(LOSS_SCALE)  # which nothing may be seen of
+        weights = _copies(model)
+        found = Findings(
+            coordinates={name: ctx.axis(name).rank for name in ("tp", "cp", "pp", "dp")},
+            tied=set(model.tied),
+            copied={
+                entry.name
+                for entry in model.entries()
+                if entry.spec.shard and any(entry.spec.shard.replicated(ctx.tp_size))
+            },
+            names=set(weights),
+            draws=draws,
+            initial=parameter_distances(weights, expected.initial, model),
+        )
+        logits, found.labelled = _evaluated(model, micro_batches_of(layout.dp))
+        if logits is not None:
+            whole = expected.logits
+            found.logits = relative((logits - whole).norm(), whole.norm())
+        training = _train(model, layout, steps, record, micro_batches_of(layout.dp))
+        steps_of_one = zip(expected.gradients, expected.weights, strict=True)
+        for (loss, optimizer), (theirs, stepped) in zip(training, steps_of_one, strict=True):
+            found.losses.append(loss)
             ours = _gradients(model)
-            found.gradients.append(_distances(ours, gradients, model))
-            found.factors = found.factors or _factors(ours, gradients, model)
-        found.norms.append(optimizer.step().item())
-    found.weights = _distances(_copies(model), expected.weights, model)
-    found.activations = [
-        _activation_distances(model, ours, whole)
-        for ours, whole in zip(record.activations, expected.activations, strict=True)
-    ]
+            ranges = optimizer.ranges if layout.zero else None
+            found.gradients.append(parameter_distances(ours, theirs, model, ranges))
+            if len(found.losses) == 1:
+                found.factors = gradient_factors(ours, theirs, model, ranges)
+                backwards = dict(reversed(found.gradients[0].items()))
+                wrong = _first_differing(backwards, tolerance, ctx)
+                if wrong and not layout.zero:  # under which a gradient is whole on no rank
+                    found.gradient_clues = gradient_clues(ours, theirs, model, wrong)
+            found.norms.append(optimizer.step().item())
+            found.weights.append(parameter_distances(_copies(model), stepped, model))
+        for ours, whole in zip(record.activations, expected.activations, strict=True):
+            distances = activation_distances(model, ours, whole)
+            wrong = _first_differing(distances, tolerance, ctx)
+            found.activations.append(distances)
+            found.activation_clues.append(activation_clues(model, ours, whole, wrong))
+        overflows = all_gather_objects(bool(optimizer.entries), ctx)[-1]
+        skipped = skips_overflow(model, optimizer)
+        found.skipped = skipped if overflows else None
     return found
+
+
+def _first_differing(distances: dict, tolerance: float, ctx: ParallelContext) -> set:
+    """Return the keys of the first distances above the tolerance, of all ranks together."""
+    mine = [key for key, distance in distances.items() if distance > tolerance]
+    return {key for keys in all_gather_objects(mine[:CLUES], ctx) for key in keys}
+
+
+def _evaluated(model, micro_batches: int) -> tuple[torch.Tensor | None, int]:
+    """Return the logits of the first batch's first rows, where this rank has them, and over how
+    many labelled tokens the mean of the whole batch's loss is."""
+    batch = make_batch(0, model.config.vocab_size, model.longest_sequence(model.config))
+    with torch.no_grad():
+        logits = model(batch["input_ids"][: ROWS // 4]).logits
+        batch = {name: own_rows(tensor, model.ctx) for name, tensor in batch.items()}
+        _, labelled = model.eval_batch(**batch, num_microbatches=micro_batches, return_count=True)
+    return logits, round(labelled.item())
+
+
+def _losses_of_rows(model) -> torch.Tensor:
+    """Return of each row of the first batch the sum of its losses, and of how many tokens: [rows,
+    2]."""
+    batch = make_batch(0, model.config.vocab_size, model.longest_sequence(model.config))
+    scores = score(model, batch["input_ids"], shifted(batch["labels"]))
+    return torch.stack([-scores.log_likelihood, scores.tokens.double()], dim=1)
+
+
+def _beside_plain_adamw(model, record: Record) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how far the weights are from plain AdamW's, and from those of one that decays all that
+    is trained."""
+    ours = {entry.name for entry in model.entries()}  # a module's own parameters are not stepped
+    initial = {name: weight for name, weight in record.initial.items() if name in ours}
+    gradients = [
+        {name: grad for name, grad in step.items() if name in ours} for step in record.gradients
+    ]
+    weights = [
+        plain_adamw(initial, gradients, **SETTINGS, clip=CLIP, decay_all=decay_all)
+        for decay_all in (False, True)
+    ]
+    plain, decaying = (parameter_distances(record.weights[-1], each, model) for each in weights)
+    return plain, decaying
 
 
 def _build(subject: Subject, ctx: ParallelContext):
@@ -166,11 +268,6 @@ def _build(subject: Subject, ctx: ParallelContext):
     return model
 
 
-def _dropout_rates(config) -> list[str]:
-    """Return the names of a config's rates of dropout."""
-    return [f.name for f in fields(config) if f.name.endswith("dropout")]
-
-
 def _train(
     model, layout: Layout, steps: int, record: Record, micro_batches: int
 ) -> Iterator[tuple[float, AdamW]]:
@@ -180,23 +277,18 @@ def _train(
     activations of the first steps.
     """
     config = model.config
-    optimizer = AdamW(model, lr=1e-3, eps=EPSILON, clip_grad=CLIP, zero=layout.zero)
+    optimizer = AdamW(model, **SETTINGS, clip_grad=CLIP, zero=layout.zero)
     longest = model.longest_sequence(config)
     for step in range(steps):
         batch = make_batch(step, config.vocab_size, longest)
         with _recording(model, record) if step < len(KINDS) else nullcontext():
             loss = model.train_batch(
-                **{name: _own_rows(tensor, model.ctx) for name, tensor in batch.items()},
+                **{name: own_rows(tensor, model.ctx) for name, tensor in batch.items()},
                 num_microbatches=micro_batches,
                 schedule=layout.schedule,
                 step=step,
             )
         yield loss.item(), optimizer
-
-
-def _own_rows(tensor: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Return the rows of the global batch that are this replica's."""
-    return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
 
 
 def _gradients(model) -> dict[str, torch.Tensor]:
@@ -243,92 +335,3 @@ def _recording(model, record: Record):
         for handle in handles:
             handle.remove()
         record.activations.append({key: torch.cat(parts) for key, parts in kept.items()})
-
-
-def _dropout_seeds(
-    subject: Subject, layout: Layout, ctx: ParallelContext
-) -> dict[str, tuple[bool, list[int]]]:
-    """Return what each Dropout of a small model of the kind draws from, after whether tp ranks
-    should differ.
-
-    It is trained one step, in which all replicas are given the same tokens.
-    """
-    config, draw, seeds = shrink(subject.config), Dropout.draw, {}
-    if not _dropout_rates(config):
-        return seeds
-
-    @contextmanager
-    def recorded(self, *arguments):
-        with draw(self, *arguments):
-            seeds.setdefault(self.site, (self.parallel, []))[1].append(torch.initial_seed())
-            yield
-
-    rates = dict.fromkeys(_dropout_rates(config), 0.1)
-    model = from_config(replace(config, **rates), ctx, seed=3)
-    batch = make_batch(0, config.vocab_size, model.longest_sequence(config))
-    with mock.patch.object(Dropout, "draw", recorded):
-        model.train_batch(**batch, num_microbatches=MICRO_BATCHES, schedule=layout.schedule, step=0)
-    return seeds
-
-
-def _activation_distances(model, ours: dict, expected: dict) -> dict[tuple[str, str], float]:
-    """Return how far this rank's activations of a step are from its part of those of one process.
-
-    What that part is can't always be told: see part_of.
-    """
-    distances = {}
-    for name, module in model.named_modules():
-        for kind, dim in (("input", 1), ("output", 0)):
-            mine, whole = ours.get((kind, name)), expected.get((kind, name))
-            if mine is None or whole is None or len(whole) != ROWS:
-                continue
-            parts = part_of(_own_rows(whole, model.ctx), mine, module, dim, model.ctx)
-            if parts is not None:
-                mine, part = parts
-                distances[kind, name] = relative((mine - part).norm(), part.norm())
-    return distances
-
-
-def relative(distance: torch.Tensor | float, size: torch.Tensor | float) -> float:
-    """Return a distance over the size of what is expected; inf for nan."""
-    value = float(distance) / max(float(size), 1e-30)
-    return math.inf if math.isnan(value) else value
-
-
-def _pairs(
-    tensors: dict, expected: dict, model
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield, of each parameter that both have, its name, and what this rank has and should have, in
-    double precision."""
-    ctx = model.ctx
-    for entry in model.entries():
-        if entry.name in expected:
-            pieces, whole = entry.spec.pieces(ctx.tp_size, ctx.tp_rank), expected[entry.name]
-            boxes = [tuple(slice(*bounds) for bounds in piece.box) for piece in pieces]
-            ours = torch.cat([tensors[entry.name][piece.index()].flatten() for piece in pieces])
-            theirs = torch.cat([whole[box].flatten() for box in boxes])
-            yield entry.name, ours.double(), theirs.double()
-
-
-def _distances(tensors: dict, expected: dict, model) -> dict[str, float]:
-    """Return how far this rank's tensor of each parameter is from the expected one.
-
-    The distance is over the whole tensor's norm, or over a thousandth of that of all together if
-    that is more.
-    """
-    norms = {name: tensor.double().norm() for name, tensor in expected.items()}
-    least = 1e-3 * torch.stack(list(norms.values())).norm()
-    pairs = _pairs(tensors, expected, model)
-    return {
-        name: relative((ours - theirs).norm(), max(norms[name], least))
-        for name, ours, theirs in pairs
-    }
-
-
-def _factors(gradients: dict, expected: dict, model) -> dict[str, float]:
-    """Return, of each parameter, by what its expected gradient comes closest to this rank's."""
-    return {
-        name: relative(ours @ theirs, theirs @ theirs)
-        for name, ours, theirs in _pairs(gradients, expected, model)
-        if theirs.norm() > 1e-6
-    }

@@ -1,0 +1,70 @@
+"""Record what the dropout of a small model draws from, in a layout or in one process."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from unittest import mock
+
+import torch
+
+from megazoo.layers import Dropout
+from megazoo.models.registry import from_config
+from megazoo.parallel.context import ParallelContext
+from megazoo.testing.batches import MICRO_BATCHES, make_batch
+from megazoo.testing.shrink import shrink
+
+
+@dataclass
+class Draws:
+    """What a Dropout drew from in a step.
+
+    parallel: tp ranks should differ. seeds: of each micro-batch, in the order of the draws.
+    redrawn: the recomputation of a layer drew from something else.
+    """
+
+    parallel: bool
+    seeds: list[int]
+    redrawn: bool = False
+
+
+def dropout_draws(config, schedule: str, ctx: ParallelContext) -> dict[str, Draws]:
+    """Return what each Dropout of a small model of the kind draws from.
+
+    It is trained one step, in which all replicas are given the same tokens, and once more, in which
+    all layers are recomputed in backward.
+    """
+    config, rates = shrink(config), _dropout_rates(config)
+    if not rates:
+        return {}
+    model = from_config(replace(config, **dict.fromkeys(rates, 0.1)), ctx, seed=3)
+    batch = make_batch(0, config.vocab_size, model.longest_sequence(config))
+    drawn = []
+    for mode in ("none", "full"):
+        model.recompute(mode)
+        with _recorded() as seeds:
+            model.train_batch(**batch, num_microbatches=MICRO_BATCHES, schedule=schedule, step=0)
+        drawn.append(seeds)
+    plain, again = drawn
+    for site, draws in plain.items():
+        draws.redrawn = set(again[site].seeds) != set(draws.seeds)
+    return plain
+
+
+def _dropout_rates(config) -> list[str]:
+    """Return the names of a config's rates of dropout."""
+    return [f.name for f in fields(config) if f.name.endswith("dropout")]
+
+
+@contextmanager
+def _recorded():
+    """Within this block fill the dictionary that it gives with what each Dropout draws from."""
+    draw, drawn = Dropout.draw, {}
+
+    @contextmanager
+    def recorded(self, *arguments):
+        with draw(self, *arguments):
+            draws = drawn.setdefault(self.site, Draws(self.parallel, []))
+            draws.seeds.append(torch.initial_seed())
+            yield
+
+    with mock.patch.object(Dropout, "draw", recorded):
+        yield drawn

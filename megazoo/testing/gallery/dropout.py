@@ -1,0 +1,137 @@
+"""Mistakes in what dropout masks are drawn from."""
+
+from contextlib import contextmanager
+
+from megazoo.engine import batch
+from megazoo.layers import Dropout
+from megazoo.models.base import Model
+from megazoo.parallel import recompute
+from megazoo.testing.gallery.planting import bug, replaced
+
+
+def _drawn(change):
+    """Every Dropout draws as change(self, seed, draw, device) says."""
+
+    def make(draw):
+        return lambda self, seed, device: change(self, seed, draw, device)
+
+    return replaced(Dropout, "draw", make)
+
+
+def _as_if(parallel: bool, of_those: bool):
+    """Each Dropout that is, or is not, parallel draws as if it were the other."""
+
+    def change(self, seed, draw, device):
+        before = self.parallel
+        self.parallel = parallel if before is of_those else before
+        try:
+            return draw(self, seed, device)
+        finally:
+            self.parallel = before
+
+    return _drawn(change)
+
+
+@bug(
+    "16a",
+    "The same dropout on tp ranks where it must differ",
+    r"dropout layers\.\d\.attention\.dropout: the same masks on ranks 0 .*, 1",
+    layout="tp2",
+    source="SOURCE 16a",
+)
+def heads_with_equal_masks():
+    """The tp ranks drop the same places of their different heads."""
+    return _as_if(parallel=False, of_those=True)
+
+
+@bug(
+    "16b",
+    "Different dropout on tp ranks where it must be equal",
+    r"dropout embedding_dropout: different masks on ranks 0 .*, of what they share",
+    layout="tp2",
+    source="SOURCE 16b",
+)
+def shared_with_different_masks():
+    """The tp ranks drop different places of what they share."""
+    return _as_if(parallel=True, of_those=False)
+
+
+@bug(
+    "17",
+    "Dropout that recomputation draws anew",
+    r"dropout layers\.\d.*: other masks when it is recomputed",
+    layout="pp2",
+    source="SOURCE 17",
+)
+@contextmanager
+def recomputation_draws_anew():
+    """A layer that is run again in backward drops other places."""
+    again = []
+
+    def make(replay):
+        def replayed(*arguments):
+            again.append(1)
+            try:
+                return replay(*arguments)
+            finally:
+                again.pop()
+
+        return replayed
+
+    def change(self, seed, draw, device):
+        return draw(self, seed if seed is None else seed + len(again), device)
+
+    with replaced(recompute, "replay", make), _drawn(change):
+        yield
+
+
+@bug(
+    "25c",
+    "Dropout by the layer's number within the stage",
+    r"dropout layers\.\d.*: other masks than in one process on rank 1 ",
+    layout="pp2",
+    source="SOURCE 25c",
+)
+@contextmanager
+def sites_by_local_layer():
+    """Dropout draws by the layer's number within the stage."""
+
+    def make(on_meta):
+        def numbered(cls, config, ctx, **options):
+            model = on_meta(cls, config, ctx, **options)
+            first = min((int(index) for index in model.layers), default=0)
+            for name, module in model.named_modules():
+                if isinstance(module, Dropout) and name.startswith("layers."):
+                    _, index, *rest = name.split(".")
+                    module.drawn_by = ".".join(["layers", str(int(index) - first), *rest])
+            return model
+
+        return classmethod(numbered)
+
+    def change(self, seed, draw, device):
+        site, self.site = self.site, getattr(self, "drawn_by", self.site)
+        try:
+            return draw(self, seed, device)
+        finally:
+            self.site = site
+
+    with replaced(Model, "on_meta", lambda method: make(method.__func__)), _drawn(change):
+        yield
+
+
+@bug(
+    "16c",
+    "The same dropout on all replicas",
+    r"dropout embedding_dropout: the same masks on ranks 0 .*, 1",
+    layout="dp2",
+    source="SOURCE 16c",
+)
+@bug(
+    "",
+    "The same dropout on all parts of a sequence",
+    r"dropout embedding_dropout: the same masks on ranks 0 .*cp 0.*, 1 .*cp 1",
+    layout="cp2",
+)
+def dropout_in_step_across_replicas():
+    """Replicas, or parts of a sequence, drop the same places of different tokens."""
+    return replaced(batch, "derive_seed", lambda derive: lambda *what: derive(*what[:-1]))

@@ -1,0 +1,274 @@
+"""Mistakes in what runs the layers: batches and their parts, the pipeline, the mean over tokens,
+sums over replicas and between stages."""
+
+import itertools
+from contextlib import contextmanager
+
+import torch
+
+from megazoo.engine import pipeline
+from megazoo.engine.pipeline import PipelineRun
+from megazoo.parallel import buckets
+from megazoo.parallel.buckets import GradientBuckets
+from megazoo.testing.gallery.planting import bug, replaced, replaced_everywhere
+
+
+def _own_labels(run: PipelineRun) -> torch.Tensor:
+    """Count the labels of a replica's micro-batches."""
+    labels = sum(run.model.label_count(each) for each in run.batches)
+    return torch.as_tensor(labels).clamp(min=1).float()
+
+
+@bug(
+    "3",
+    "Mean of the micro-batches' means",
+    r"loss: .*: it is the mean of the micro-batches' means",
+    layout="pp2",
+    source="SOURCE 3",
+)
+def mean_of_micro_batch_means():
+    """Each micro-batch's loss is a mean over its own labels, and all weigh the same."""
+
+    def make(end):
+        def ended(self, x, batch):
+            before, count = self.labelled, len(self.batches) * self.ctx.dp_size
+            own = torch.as_tensor(self.model.label_count(batch)).clamp(min=1).float()
+            self.labelled = own * count
+            try:
+                return end(self, x, batch)
+            finally:
+                self.labelled = before
+
+        return ended
+
+    return replaced(PipelineRun, "_end", make)
+
+
+@bug(
+    "4",
+    "Mean of the replicas' means",
+    r"loss: .*: it is the mean of the replicas' means",
+    layout="dp2",
+    source="SOURCE 4",
+)
+def mean_of_replica_means():
+    """Each replica's loss is a mean over its own labels, and all weigh the same."""
+
+    def make(init):
+        def initialised(self, *arguments, **options):
+            init(self, *arguments, **options)
+            if self.model.stages[-1].last:
+                self.labelled = _own_labels(self) * self.ctx.dp_size
+
+        return initialised
+
+    return replaced(PipelineRun, "__init__", make)
+
+
+@bug(
+    "5a",
+    "Labels counted on each replica alone",
+    r"labels: the mean is over \d+ labelled tokens, not \d+",
+    layout="dp2",
+    source="SOURCE 5a",
+)
+def local_label_count():
+    """A replica divides its part of the loss by its own labels; the parts are then summed."""
+
+    def make(count_labels):
+        return lambda model, batches, group: count_labels(model, batches, None)
+
+    return replaced(pipeline, "count_labels", make)
+
+
+@bug(
+    "5b",
+    "Gradients divided by a replica's own labels",
+    r"gradient of norm\.bias: differs at step 1 on rank",
+    layout="dp2",
+    source="SOURCE 5b",
+)
+def gradients_by_local_labels():
+    """The loss is right, but its gradient is divided by the replica's own labels."""
+
+    def make(backward):
+        def scaled(self, action, factor=1.0):
+            if self.stages[action.stage].last:
+                factor *= float(self.labelled / _own_labels(self)) / self.ctx.dp_size
+            backward(self, action, factor)
+
+        return scaled
+
+    return replaced(PipelineRun, "backward", make)
+
+
+@bug(
+    "21a",
+    "Loss scale applied twice",
+    r"loss scale: every gradient is 1024 x what it should be",
+    layout="dp2",
+    source="SOURCE 21a",
+)
+def loss_scale_twice():
+    """The loss is multiplied by the loss scale twice, and the gradients are divided by it once."""
+
+    def make(init):
+        def initialised(self, *arguments, loss_scale=1.0, **options):
+            init(self, *arguments, loss_scale=loss_scale**2, **options)
+
+        return initialised
+
+    return replaced(PipelineRun, "__init__", make)
+
+
+@bug(
+    "2a",
+    "Tied embedding's gradient counted twice",
+    r"tie: the gradient of embedding\.weight, which stages share, is 2 x what it should be",
+    layout="pp2",
+    source="SOURCE 2a",
+)
+def tied_gradient_twice():
+    """The gradients of a tied embedding are summed between the stages, and once more."""
+
+    def twice(between):
+        def summed(tensor, *arguments):
+            between(tensor, *arguments)
+            between(tensor, *arguments)
+
+        return summed
+
+    return replaced_everywhere("sum_between_stages", twice)
+
+
+@bug(
+    "2b",
+    "Tied embedding's gradient on one stage only",
+    r"tie: the gradient of embedding\.weight, which stages share, is 0\.\d+ x",
+    layout="pp2",
+    source="SOURCE 2b",
+)
+def tied_gradient_of_one_stage():
+    """The gradients of a tied embedding are not summed between the stages."""
+    return replaced_everywhere("sum_between_stages", lambda _: lambda *_: None)
+
+
+@bug(
+    "2c",
+    "Part of a tied embedding's gradient, with a distributed optimizer",
+    r"tie: the gradient of embedding\.weight, which stages share",
+    layout="pp2dp2+zero",
+    source="SOURCE 2c",
+)
+def tied_gradient_after_sharing():
+    """The replicas share out the gradient of a tied embedding before the stages have summed it."""
+
+    def make(init):
+        def initialised(self, parameters, ctx, bucket_elements=None, late=()):
+            init(self, parameters, ctx, bucket_elements)
+
+        return initialised
+
+    return replaced(GradientBuckets, "__init__", make)
+
+
+@bug(
+    "22",
+    "Sum over replicas before the last micro-batch's gradient",
+    r"gradient of norm\.bias: differs at step 1 on ranks 0",
+    layout="dp2",
+    source="SOURCE 22",
+)
+def sum_before_the_last_micro_batch():
+    """A bucket's sum over the replicas leaves after the first micro-batch."""
+
+    def make(start):
+        return lambda self, backwards, deferred=(): start(self, 1, deferred)
+
+    return replaced(GradientBuckets, "start", make)
+
+
+@bug(
+    "23",
+    "A replica without the sum of one bucket",
+    r"gradient of norm\.bias: differs at step 1 on rank 1 ",
+    layout="dp2",
+    source="SOURCE 23",
+)
+def replica_without_a_sum():
+    """One replica takes part in a bucket's sum, but does not get it."""
+
+    def make(all_reduce):
+        def lost(tensor, group, **options):
+            kept = tensor.clone() if group is not None and group.rank() == 1 else tensor
+            return all_reduce(kept, group, **options)
+
+        return lost
+
+    return replaced(buckets, "all_reduce", make)
+
+
+@bug(
+    "26",
+    "Backward in another order of micro-batches than the forward's",
+    r"gradient of layers\.\d\..*: differs at step 1 on rank 0 ",
+    layout="pp2",
+    source="SOURCE 26",
+)
+def backward_in_another_order():
+    """A gradient that comes back goes to the micro-batch whose forward was the last."""
+
+    def make(backward):
+        def turned(self, action, factor=1.0):
+            stage, own = action.stage, (action.stage, action.microbatch)
+            if not self.stages[stage].last:
+                latest = [key for key in self.graphs if key[0] == stage][-1]
+                self.graphs[own], self.graphs[latest] = self.graphs[latest], self.graphs[own]
+            backward(self, action, factor)
+
+        return turned
+
+    return replaced(PipelineRun, "backward", make)
+
+
+@bug(
+    "27",
+    "A receive buffer used again before it was read",
+    r"gradient of layers\..*: differs at step 1 on rank",
+    layout="pp2+gpipe",
+    source="SOURCE 27",
+)
+def one_receive_buffer():
+    """Every micro-batch is received into the same memory."""
+
+    def make(empty_input):
+        def same(self, microbatch):
+            if not hasattr(self, "received_into"):
+                self.received_into = empty_input(self, microbatch)
+            return self.received_into.data  # autograd does not see that it is written to
+
+        return same
+
+    return replaced(PipelineRun, "_empty_input", make)
+
+
+@bug(
+    "",
+    "A loss that is not summed over the replicas",
+    r"loss: .* instead of .*, though no module's output differs",
+    layout="dp2",
+)
+@contextmanager
+def loss_of_the_last_rank():
+    """The loss is not summed over the replicas; its gradient is right."""
+    calls = itertools.count()
+
+    def make(all_reduce):
+        def forgetful(tensor, group, **options):
+            if next(calls) % 2 == 0:  # the labels; then comes the loss
+                all_reduce(tensor, group, **options)
+
+        return forgetful
+
+    with replaced(pipeline, "all_reduce", make):
+        yield

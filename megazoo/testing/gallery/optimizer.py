@@ -1,0 +1,135 @@
+"""Mistakes in the optimizer: the norm, clipping, decay, overflow, and updates of shards."""
+
+import torch
+
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.clip import clip_scale
+from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.module import Entry
+from megazoo.testing.gallery.planting import bug, replaced
+
+
+@bug(
+    "18",
+    "Clipping by this rank's norm",
+    r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
+    layout="tp2",
+    source="SOURCE 18",
+)
+def clipping_by_the_ranks_own_norm():
+    """Each rank clips by the norm of its own gradients."""
+
+    def make(clip):
+        def clipped(self, norm):
+            norms = [entry.parameter.grad.norm() for entry in self.entries]
+            return clip_scale(torch.stack(norms).norm(), self.clip_grad)
+
+        return clipped
+
+    return replaced(AdamW, "_clip_scale", make)
+
+
+@bug(
+    "19",
+    "Gradient norm that counts copies tp times",
+    r"gradient norm: .* instead of .* at step 1, though no gradient differs",
+    layout="tp2",
+    source="SOURCE 19",
+)
+def copies_in_the_norm():
+    """What several ranks hold counts in the gradient norm as often."""
+
+    def make(_):
+        return lambda self, ctx: self.spec.pieces(ctx.tp_size, ctx.tp_rank)
+
+    return replaced(Entry, "counted_pieces", make)
+
+
+@bug(
+    "20a",
+    "Weight decay on frozen parameters",
+    r"optimizer: the weights of .* are frozen, and have changed",
+    layout="tp2",
+    lora_rank=2,
+    source="SOURCE 20a",
+)
+def decay_of_frozen_parameters():
+    """Frozen parameters decay as if they were trained."""
+
+    def make(step):
+        def decaying(self, closure=None):
+            norm = step(self, closure)
+            for parameter in self.model.parameters():
+                if not parameter.requires_grad:
+                    parameter.data.mul_(1 - self.lr * self.defaults["weight_decay"])
+            return norm
+
+        return decaying
+
+    return replaced(AdamW, "step", make)
+
+
+@bug(
+    "20b",
+    "Weight decay on norms and biases",
+    r"optimizer: the weights of .* they decay, though of one dimension",
+    layout="tp2",
+    source="SOURCE 20b",
+)
+def decay_of_vectors():
+    """Norms and biases decay."""
+
+    def make(init):
+        def initialised(self, *arguments, **options):
+            init(self, *arguments, **options)
+            for group in self.param_groups:
+                group["weight_decay"] = self.defaults["weight_decay"]
+
+        return initialised
+
+    return replaced(AdamW, "__init__", make)
+
+
+@bug(
+    "21b",
+    "Overflow seen by one rank alone",
+    r"overflow: a step whose gradients overflow on rank 1 is not skipped on rank 0 ",
+    layout="tp2",
+    source="SOURCE 21b",
+)
+def overflow_on_one_rank():
+    """Each rank looks for an overflow in its own gradients, and skips the step alone."""
+
+    def make(_):
+        def overflowed(self, norm):
+            return not all(entry.parameter.grad.isfinite().all() for entry in self.entries)
+
+        return overflowed
+
+    return replaced(AdamW, "_overflowed", make)
+
+
+@bug(
+    "24",
+    "An update normalised over a shard as if it were the matrix",
+    r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
+    layout="tp2",
+    source="SOURCE 24",
+)
+def update_normalised_by_shard():
+    """A matrix's update is normalised by the root mean square of this rank's rows or columns, where
+    that of the whole matrix belongs."""
+
+    def make(row):
+        def normalised(self, entry):
+            mine = row(self, entry)
+            if entry.spec.shard is None or len(entry.spec.shape) != 2:
+                return mine
+            mean = mine.gradient.square().mean()
+            whole = mean / self.ctx.tp_size
+            all_reduce(whole, self.ctx.tp_group)
+            return mine._replace(gradient=mine.gradient * (whole / mean).sqrt())
+
+        return normalised
+
+    return replaced(AdamW, "_row", make)

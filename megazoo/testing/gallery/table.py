@@ -1,0 +1,93 @@
+"""Plant the mistakes of the gallery, one after the other, and tell what the check says of each."""
+
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazoo.errors import UserError
+from megazoo.models.registry import family_of, from_config
+from megazoo.parallel.context import ParallelContext
+from megazoo.testing.check import check_parallel
+from megazoo.testing.compare import compare_layouts
+from megazoo.testing.gallery.planting import Bug
+from megazoo.testing.layouts import Layout
+from megazoo.testing.reference import run_reference
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the check says of a planted bug: the cause, None if it passed, what usually causes that,
+    and how many seconds it took."""
+
+    bug: Bug
+    cause: str | None
+    usual: str
+    seconds: float
+
+    @property
+    def found(self) -> bool:
+        """Whether it was found, and the cause that is named is what was planted."""
+        return self.cause is not None and re.match(self.bug.told, self.cause) is not None
+
+
+def self_test(bugs: Sequence[Bug]) -> Iterator[Outcome]:
+    """Plant each bug in a small model, check that, and yield what is said of it."""
+    for bug in bugs:
+        start = time.perf_counter()
+        if bug.layout == "transformers":
+            cause, usual = _beside_transformers(bug), ""
+        else:
+            (verdict,) = check_parallel(
+                bug.config, [bug.layout], lora_rank=bug.lora_rank, within=bug.plant
+            )
+            cause, usual = verdict.cause, verdict.usual
+        yield Outcome(bug, cause, usual, time.perf_counter() - start)
+
+
+def _beside_transformers(bug: Bug) -> str | None:
+    """Compare a model that has the bug with transformers' of the same weights; return the cause."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise UserError(
+            "the self-test compares with transformers: pip install transformers"
+        ) from None
+    model = from_config(bug.config, ParallelContext(), seed=3)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, bug.config.vocab_size, (2, 16), generator=generator)
+    with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
+        path = Path(directory)
+        for parameter in model.parameters():  # so large that positions matter
+            torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+        model.save_parallelized(path, merge_checkpoints=True)
+        theirs = AutoModelForCausalLM.from_pretrained(path).eval()
+        reference = run_reference(theirs, type(model), bug.config, ids)
+        (agreement,) = compare_layouts(path, reference, [Layout()], within=bug.plant)
+    return agreement.cause
+
+
+def header() -> str:
+    """Return the first lines of the table."""
+    names = ["", "Mistake", "Published", "Planted in", "Found", "First cause named", "s"]
+    return f"{_row(names)}\n{_row(['---'] * len(names))}"
+
+
+def line_of(outcome: Outcome) -> str:
+    """Return an outcome as a line of a Markdown table."""
+    bug = outcome.bug
+    family = family_of(bug.config) + (f", LoRA of rank {bug.lora_rank}" if bug.lora_rank else "")
+    where = f"{family}, {bug.layout}"
+    found = "yes" if outcome.found else "NO"
+    told = (outcome.cause or "it passed").replace("|", "\\|")
+    if outcome.usual:
+        told = f"{told}. Usually: {outcome.usual}"
+    return _row([bug.number, bug.title, bug.source, where, found, told, f"{outcome.seconds:.1f}"])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,112 @@
+"""What usually causes a difference between a layout and one process, in a sentence each."""
+
+import math
+
+from megazoo.testing.distances import Clue
+from megazoo.testing.layouts import Layout
+from megazoo.testing.optimizer_trial import LOSS_SCALE
+
+STAGES = "a stage builds what belongs to another, or numbers its layers from 0"
+INITIAL = (
+    "each rank draws its own part instead of a part of the whole, or the spread follows from the "
+    "layer's number within the stage"
+)
+LOGITS = "the ranks' parts of the vocabulary, or of the sequence, are joined in another order"
+DROPOUT_SITES = "layers are numbered within the stage, or micro-batches share a seed"
+DROPOUT_AGAIN = "recomputation draws from a generator that has gone on"
+DROPOUT_EQUAL = "dropout outside of the tensor-parallel region draws by the tp rank"
+DROPOUT_DIFFERENT = (
+    "dropout of what each rank has for itself, heads, features or tokens, draws by one seed for all"
+)
+MEANS = (
+    "each part is divided by its own labels, and the parts weigh the same: divide by the labels of "
+    "the whole global batch"
+)
+LOSS = (
+    "the softmax counts columns that are no tokens, targets are not cut as the logits are, or the "
+    "loss is not summed over the ranks that have a part of it"
+)
+NORM = (
+    "copies over tp, or of a tied parameter, count more than once, or a rank's part is not counted "
+    "at all"
+)
+WEIGHTS = (
+    "the optimizer works with this rank's part as if it were the whole: it clips by the norm of a "
+    "part, or normalises a shard"
+)
+DECAY = "a parameter is in the wrong group of the optimizer: frozen, norms and biases don't decay"
+OPTIMIZER = "the optimizer's step is not that of AdamW, whatever the layout"
+OVERFLOW = "each rank looks at its own gradients, and no maximum is taken over all ranks"
+_PARTS = (
+    "heads, positions, masks, another order of tokens or another cut of a fused weight: often "
+    "with local numbers in place of the whole's"
+)
+
+
+def of_activations(kind: str, name: str, clue: Clue | None, step: int) -> str:
+    """Return what makes a module's input or output differ. step: the first in which it does."""
+    if clue and clue.everywhere:
+        return "every rank adds the bias to its part before the sum over tp"
+    if clue and clue.reordered:
+        return "parts are gathered in another order of the ranks, or cut in another"
+    if clue and "tp" in clue.sums and math.isclose(clue.sums["tp"], 1, rel_tol=1e-3):
+        return "the sum over tp after a row-parallel layer, or an embedding, is missing"
+    if step and "attention" in name:
+        return "masks of documents or of padding do not reach this stage or this part of sequences"
+    if kind == "input" and name.endswith("attention.output"):
+        return f"attention computes with other {_PARTS}"
+    if kind == "input" and name.endswith(".down"):
+        return "gate and up are cut as one block, or an activation is applied to a partial sum"
+    if "position" in name or name.startswith("embedding"):
+        return "positions, or token ids, are those of this rank's part and not of the whole"
+    if kind == "output" and "norm" in name:
+        return "the moments are of this rank's features, and not of all"
+    if kind == "output":
+        return "something is summed over tp twice, or added before the sum instead of after it"
+    return ""
+
+
+def of_labels(ours: int, theirs: int, layout: Layout) -> str:
+    """Return what makes the mean one over another number of labels."""
+    if ours * layout.dp < 2 * theirs and ours < theirs / 1.5:
+        return "labels are counted on this rank alone, and not over all replicas"
+    return "labels are shifted after the sequence was cut, so that each part loses its last one"
+
+
+def of_loss_scale(factor: float) -> str:
+    """Return what multiplies every gradient."""
+    for power, what in ((1, "not taken out"), (-1, "taken out twice")):
+        if math.isclose(factor, LOSS_SCALE**power, rel_tol=1e-3):
+            return f"the loss scale, {LOSS_SCALE:g} in this check, is applied twice or {what}"
+    return "a mean where a sum belongs, or a sum where a mean does, over the ranks of an axis"
+
+
+def of_ties(factor: float) -> str:
+    """Return what is wrong with the gradient of a parameter that stages share."""
+    if factor > 1:
+        return "the sum between the stages is made twice, or both the copies and the sum are added"
+    return "the sum between the stages is missing, or comes after what shares it out"
+
+
+def of_gradients(clue: Clue | None, copied: bool, layout: Layout) -> str:
+    """Return what makes a gradient differ. copied: several tp ranks have the same rows of it."""
+    if copied:
+        return "the parts that the ranks with copies of a KV head have are not summed"
+    if clue and clue.factor == 0:
+        return "the gradient is lost on its way: a graph that is cut, or a parameter left out"
+    if clue and not math.isnan(clue.factor):
+        return "a gradient that is whole on every rank is summed over them, or divided by them"
+    for axis, factor in clue.sums.items() if clue else ():
+        if math.isclose(factor, 1, rel_tol=1e-3):
+            return f"the gradient is never summed over {axis}"
+    if layout.pp > 1:
+        return (
+            "backward pairs a micro-batch's gradient with another's activations, or a buffer is "
+            "used again before it was read"
+        )
+    if layout.dp * layout.cp > 1:
+        return (
+            "a sum over the replicas left before the last micro-batch, or left one out; or "
+            "replicas are weighed by their own labels"
+        )
+    return "the sum of the inputs' gradients over tp is missing where a region is entered"
