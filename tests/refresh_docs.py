@@ -1,5 +1,6 @@
 """Write into the pages what they take from the code: the table of flags in docs/training.md, the
-file of Qwen3 in docs/new_model.md, and the line counts in README.md.
+file of Qwen3 in docs/new_model.md, and the line counts in README.md; with --self-test, which takes
+a minute, also the gallery of mistakes in docs/proof.md.
 
 $ python tests/refresh_docs.py
 
@@ -8,6 +9,7 @@ tests/test_docs.py compares them with the code.
 
 import ast
 import re
+import subprocess
 import sys
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ README = ROOT / "README.md"
 NEW_MODEL = ROOT / "docs" / "new_model.md"
 QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
 FIRST_BLOCK = re.compile(r"(?<=^```python\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
+PROOF = ROOT / "docs" / "proof.md"
+GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
+END_OF_GALLERY = "<!-- end of gallery -->\n"
 BEGIN, END = "<!-- flags: from megazoo/cli/options.py -->\n", "<!-- end of flags -->\n"
 COUNTED = re.compile(r"^(\S+\.py)( +)(\d+)(?=  )", re.MULTILINE)  # "path   lines  what it is"
 
@@ -79,6 +84,21 @@ def written(default) -> str:
     return "ChatML" if default == settings.CHATML else str(default)
 
 
+def gallery_rows() -> list[str]:
+    """Return the lines of the gallery in docs/proof.md, without the table's head."""
+    table = PROOF.read_text().partition(GALLERY)[2].partition(END_OF_GALLERY)[0]
+    return table.strip().splitlines()[2:]
+
+
+def write_gallery() -> None:
+    """Run the self-test of check_parallel.py, and put its table into docs/proof.md."""
+    command = [sys.executable, ROOT / "tools" / "check_parallel.py", "--self-test"]
+    table = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    before, _, rest = PROOF.read_text().partition(GALLERY)
+    after = rest.partition(END_OF_GALLERY)[2]
+    PROOF.write_text(f"{before}{GALLERY}\n{table}\n{END_OF_GALLERY}{after}")
+
+
 def line_count(path: str) -> int:
     return len((ROOT / path).read_text().splitlines())
 
@@ -96,6 +116,8 @@ def main() -> None:
         return path + str(line_count(path) if (ROOT / path).is_file() else old).rjust(width)
 
     README.write_text(COUNTED.sub(counted, README.read_text()))
+    if "--self-test" in sys.argv[1:]:
+        write_gallery()
 
 
 if __name__ == "__main__":

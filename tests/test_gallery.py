@@ -2,9 +2,11 @@
 needed for one of them."""
 
 import random
+import re
 from unittest import mock
 
 import pytest
+import refresh_docs
 from test_tools import run
 
 from megazoo.testing import check_parallel, gallery
@@ -58,7 +60,20 @@ def test_without_a_part_of_the_check_a_bug_is_missed(part):
 def test_all_thirty_published_mistakes_are_there():
     assert {number.rstrip("abc") for number in BY_NUMBER} == {str(n) for n in range(1, 31)}
     assert len({bug.title for bug in BUGS}) == len(BUGS)
-    assert all(bug.source for bug in BY_NUMBER.values())
+    assert all(bug.link.startswith("https://") for bug in BY_NUMBER.values())
+
+
+def test_the_page_has_what_the_self_test_prints():
+    """But for how long it took."""
+    rows = refresh_docs.gallery_rows()
+    assert len(rows) == len(BUGS), "python tests/refresh_docs.py --self-test"
+    for row, bug in zip(rows, BUGS, strict=True):
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert cells[:2] == [bug.number, bug.title]
+        assert cells[2] == (f"[{bug.source}]({bug.link})" if bug.link else "")
+        assert cells[4] == "yes"
+        assert re.match(bug.told, cells[5])
+        assert float(cells[6]) < 60
 
 
 def test_a_layout_without_the_bug_passes():

@@ -272,14 +272,18 @@ class Comparison:
         return ""
 
     def _axes_of_size(self, factor: float) -> str:
-        """Name the axes of as many ranks as a factor says, or its inverse."""
+        """Name the axes of as many ranks as a factor says, or its inverse, or either's square."""
         sizes = {name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")}
-        alike = [
-            f"{name} is {size}"
-            for name, size in sizes.items()
-            if size > 1 and min(abs(factor - size) / size, abs(factor * size - 1)) < 1e-3
-        ]
-        return f", and {' and '.join(alike)}" if alike else ""
+        for power, what in ((1, "is"), (2, "is its square,")):
+            times = factor**power
+            alike = [
+                f"{name} {what} {size}"
+                for name, size in sizes.items()
+                if size > 1 and min(abs(times - size) / size, abs(times * size - 1)) < 1e-3
+            ]
+            if alike:
+                return f", and {' and '.join(alike)}"
+        return ""
 
 
 def _alike(one: Clue, other: Clue) -> bool:

@@ -51,6 +51,8 @@ def of_activations(kind: str, name: str, clue: Clue | None, step: int) -> str:
         return "parts are gathered in another order of the ranks, or cut in another"
     if clue and "tp" in clue.sums and math.isclose(clue.sums["tp"], 1, rel_tol=1e-3):
         return "the sum over tp after a row-parallel layer, or an embedding, is missing"
+    if clue and not math.isnan(clue.factor):
+        return "a number of features or heads is this rank's, or something is summed over tp twice"
     if step and "attention" in name:
         return "masks of documents or of padding do not reach this stage or this part of sequences"
     if kind == "input" and name.endswith("attention.output"):

@@ -37,7 +37,8 @@ def _as_if(parallel: bool, of_those: bool):
     "The same dropout on tp ranks where it must differ",
     r"dropout layers\.\d\.attention\.dropout: the same masks on ranks 0 .*, 1",
     layout="tp2",
-    source="SOURCE 16a",
+    source="PaddleFleetX #1005",
+    link="https://github.com/PaddlePaddle/PaddleFleetX/pull/1005",
 )
 def heads_with_equal_masks():
     """The tp ranks drop the same places of their different heads."""
@@ -49,7 +50,8 @@ def heads_with_equal_masks():
     "Different dropout on tp ranks where it must be equal",
     r"dropout embedding_dropout: different masks on ranks 0 .*, of what they share",
     layout="tp2",
-    source="SOURCE 16b",
+    source="rule: slapo #21",
+    link="https://github.com/awslabs/slapo/issues/21",
 )
 def shared_with_different_masks():
     """The tp ranks drop different places of what they share."""
@@ -61,7 +63,8 @@ def shared_with_different_masks():
     "Dropout that recomputation draws anew",
     r"dropout layers\.\d.*: other masks when it is recomputed",
     layout="pp2",
-    source="SOURCE 17",
+    source="OLMo-core #828",
+    link="https://github.com/allenai/OLMo-core/pull/828",
 )
 @contextmanager
 def recomputation_draws_anew():
@@ -90,7 +93,8 @@ def recomputation_draws_anew():
     "Dropout by the layer's number within the stage",
     r"dropout layers\.\d.*: other masks than in one process on rank 1 ",
     layout="pp2",
-    source="SOURCE 25c",
+    source="rule: epfLLM Megatron-LLM #21",
+    link="https://github.com/epfLLM/Megatron-LLM/pull/21",
 )
 @contextmanager
 def sites_by_local_layer():
@@ -120,11 +124,10 @@ def sites_by_local_layer():
 
 
 @bug(
-    "16c",
+    "",
     "The same dropout on all replicas",
     r"dropout embedding_dropout: the same masks on ranks 0 .*, 1",
     layout="dp2",
-    source="SOURCE 16c",
 )
 @bug(
     "",

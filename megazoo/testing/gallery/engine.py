@@ -24,7 +24,8 @@ def _own_labels(run: PipelineRun) -> torch.Tensor:
     "Mean of the micro-batches' means",
     r"loss: .*: it is the mean of the micro-batches' means",
     layout="pp2",
-    source="SOURCE 3",
+    source="transformers #34191",
+    link="https://github.com/huggingface/transformers/pull/34191",
 )
 def mean_of_micro_batch_means():
     """Each micro-batch's loss is a mean over its own labels, and all weigh the same."""
@@ -49,7 +50,8 @@ def mean_of_micro_batch_means():
     "Mean of the replicas' means",
     r"loss: .*: it is the mean of the replicas' means",
     layout="dp2",
-    source="SOURCE 4",
+    source="transformers #34242",
+    link="https://github.com/huggingface/transformers/issues/34242",
 )
 def mean_of_replica_means():
     """Each replica's loss is a mean over its own labels, and all weigh the same."""
@@ -70,7 +72,8 @@ def mean_of_replica_means():
     "Labels counted on each replica alone",
     r"labels: the mean is over \d+ labelled tokens, not \d+",
     layout="dp2",
-    source="SOURCE 5a",
+    source="prime-rl #2562",
+    link="https://github.com/PrimeIntellect-ai/prime-rl/pull/2562",
 )
 def local_label_count():
     """A replica divides its part of the loss by its own labels; the parts are then summed."""
@@ -86,7 +89,8 @@ def local_label_count():
     "Gradients divided by a replica's own labels",
     r"gradient of norm\.bias: differs at step 1 on rank",
     layout="dp2",
-    source="SOURCE 5b",
+    source="torchtitan #2206",
+    link="https://github.com/pytorch/torchtitan/pull/2206",
 )
 def gradients_by_local_labels():
     """The loss is right, but its gradient is divided by the replica's own labels."""
@@ -107,7 +111,8 @@ def gradients_by_local_labels():
     "Loss scale applied twice",
     r"loss scale: every gradient is 1024 x what it should be",
     layout="dp2",
-    source="SOURCE 21a",
+    source="slime #1842",
+    link="https://github.com/THUDM/slime/pull/1842",
 )
 def loss_scale_twice():
     """The loss is multiplied by the loss scale twice, and the gradients are divided by it once."""
@@ -126,7 +131,8 @@ def loss_scale_twice():
     "Tied embedding's gradient counted twice",
     r"tie: the gradient of embedding\.weight, which stages share, is 2 x what it should be",
     layout="pp2",
-    source="SOURCE 2a",
+    source="pytorch #180952",
+    link="https://github.com/pytorch/pytorch/issues/180952",
 )
 def tied_gradient_twice():
     """The gradients of a tied embedding are summed between the stages, and once more."""
@@ -146,7 +152,8 @@ def tied_gradient_twice():
     "Tied embedding's gradient on one stage only",
     r"tie: the gradient of embedding\.weight, which stages share, is 0\.\d+ x",
     layout="pp2",
-    source="SOURCE 2b",
+    source="uw-syfi/piper #13",
+    link="https://github.com/uw-syfi/piper/issues/13",
 )
 def tied_gradient_of_one_stage():
     """The gradients of a tied embedding are not summed between the stages."""
@@ -158,7 +165,8 @@ def tied_gradient_of_one_stage():
     "Part of a tied embedding's gradient, with a distributed optimizer",
     r"tie: the gradient of embedding\.weight, which stages share",
     layout="pp2dp2+zero",
-    source="SOURCE 2c",
+    source="Megatron-LM #844",
+    link="https://github.com/NVIDIA/Megatron-LM/issues/844",
 )
 def tied_gradient_after_sharing():
     """The replicas share out the gradient of a tied embedding before the stages have summed it."""
@@ -177,7 +185,8 @@ def tied_gradient_after_sharing():
     "Sum over replicas before the last micro-batch's gradient",
     r"gradient of norm\.bias: differs at step 1 on ranks 0",
     layout="dp2",
-    source="SOURCE 22",
+    source="DeepSpeed #7985",
+    link="https://github.com/deepspeedai/DeepSpeed/pull/7985",
 )
 def sum_before_the_last_micro_batch():
     """A bucket's sum over the replicas leaves after the first micro-batch."""
@@ -193,7 +202,8 @@ def sum_before_the_last_micro_batch():
     "A replica without the sum of one bucket",
     r"gradient of norm\.bias: differs at step 1 on rank 1 ",
     layout="dp2",
-    source="SOURCE 23",
+    source="pytorch #69031",
+    link="https://github.com/pytorch/pytorch/issues/69031",
 )
 def replica_without_a_sum():
     """One replica takes part in a bucket's sum, but does not get it."""
@@ -213,7 +223,8 @@ def replica_without_a_sum():
     "Backward in another order of micro-batches than the forward's",
     r"gradient of layers\.\d\..*: differs at step 1 on rank 0 ",
     layout="pp2",
-    source="SOURCE 26",
+    source="pytorch #127796",
+    link="https://github.com/pytorch/pytorch/pull/127796",
 )
 def backward_in_another_order():
     """A gradient that comes back goes to the micro-batch whose forward was the last."""
@@ -236,7 +247,8 @@ def backward_in_another_order():
     "A receive buffer used again before it was read",
     r"gradient of layers\..*: differs at step 1 on rank",
     layout="pp2+gpipe",
-    source="SOURCE 27",
+    source="DeepSpeed #2800",
+    link="https://github.com/deepspeedai/DeepSpeed/issues/2800",
 )
 def one_receive_buffer():
     """Every micro-batch is received into the same memory."""

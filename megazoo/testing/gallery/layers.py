@@ -20,7 +20,8 @@ from megazoo.testing.gallery.planting import bug, replaced, replaced_everywhere
     "Padding of the vocabulary in the softmax",
     r"loss: .* though no module's output differs",
     layout="tp2",
-    source="SOURCE 1",
+    source="Megatron-LM 37498c3",
+    link="https://github.com/NVIDIA/Megatron-LM/commit/37498c3efe29cae48eebd8bb11802585aa9f20cb",
 )
 def padding_in_the_softmax():
     """The vocabulary is padded until tp divides it, and the padding's logits, 0, are not hidden."""
@@ -44,7 +45,8 @@ def padding_in_the_softmax():
     layout="tp4",
     model="llama",
     settings={"kv_heads": 2},
-    source="SOURCE 6",
+    source="bigcode Megatron-LM #37",
+    link="https://github.com/bigcode-project/Megatron-LM/pull/37",
 )
 def copies_of_heads_not_summed():
     """The gradients of KV heads that several ranks hold are left as parts."""
@@ -61,7 +63,8 @@ def copies_of_heads_not_summed():
     r"gradient of norm\.weight: .*: the tp ranks' add up to what it should be",
     layout="tp2+sp",
     model="llama",
-    source="SOURCE 7",
+    source="GPT-NeoX #1257",
+    link="https://github.com/EleutherAI/gpt-neox/pull/1257",
 )
 @bug(
     "30",
@@ -71,7 +74,8 @@ def copies_of_heads_not_summed():
     layout="tp2",
     model="llama",
     lora_rank=2,
-    source="SOURCE 30",
+    source="mcore-bridge #173",
+    link="https://github.com/modelscope/mcore-bridge/pull/173",
 )
 def gradients_of_copies_not_summed():
     """No gradient of which each tp rank has a part is summed."""
@@ -84,7 +88,8 @@ def gradients_of_copies_not_summed():
     r"module layers\.0\.attention\.output: its output differs on rank.*: by the same "
     r"features at every token",
     layout="tp2",
-    source="SOURCE 8",
+    source="Paddle #35186",
+    link="https://github.com/PaddlePaddle/Paddle/pull/35186",
 )
 def bias_before_the_sum():
     """Every rank adds the bias to its part of the sum."""
@@ -104,7 +109,8 @@ def bias_before_the_sum():
     "Columns gathered in the wrong order of ranks",
     r"logits: they differ on ranks 0",
     layout="tp2",
-    source="SOURCE 9a",
+    source="NCCL #1906",
+    link="https://github.com/NVIDIA/nccl/issues/1906",
 )
 def columns_in_another_order():
     """What each rank has of the features is joined last rank first."""
@@ -125,7 +131,8 @@ def columns_in_another_order():
     "Parts of the sequence gathered in the wrong order",
     r"module layers\.0\.attention\.output: its input differs on rank",
     layout="tp2+sp",
-    source="SOURCE 9b",
+    source="NCCL #1906",
+    link="https://github.com/NVIDIA/nccl/issues/1906",
 )
 def sequence_in_another_order():
     """What each rank has of the sequence is joined last rank first."""
@@ -157,7 +164,8 @@ def _cut_as_one_block(parts: int):
     "Fused QKV cut as one block",
     r"module layers\.0\.attention\.output: its input differs on rank",
     layout="tp2",
-    source="SOURCE 10",
+    source="tt-metal #52818",
+    link="https://github.com/tenstorrent/tt-metal/pull/52818",
 )
 def qkv_as_one_block():
     """A rank's rows of the fused q, k and v are one block of the whole."""
@@ -170,7 +178,8 @@ def qkv_as_one_block():
     r"module layers\.0\.mlp\.down: its input differs on rank",
     layout="tp2",
     model="llama",
-    source="SOURCE 11",
+    source="tt-metal #52818",
+    link="https://github.com/tenstorrent/tt-metal/pull/52818",
 )
 def gate_up_as_one_block():
     """A rank's rows of the fused gate and up are one block of the whole."""
@@ -183,7 +192,8 @@ def gate_up_as_one_block():
     r"layer 0, attention\.output \(model\.layers\.0\.self_attn\.o_proj\): its input differs",
     layout="transformers",
     model="llama",
-    source="SOURCE 12",
+    source="TinyLlama #24",
+    link="https://github.com/jzhang38/TinyLlama/issues/24",
 )
 def rotary_by_pairs():
     """Features 2 i and 2 i + 1 are turned together, instead of i and i + size / 2."""
@@ -209,7 +219,8 @@ def rotary_by_pairs():
     r"module layers\.0\.attention\.output: its input differs on rank 1 ",
     layout="tp2",
     model="mpt",
-    source="SOURCE 13a",
+    source="Megatron-DeepSpeed #227",
+    link="https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/227",
 )
 def slopes_of_local_heads():
     """ALiBi's slopes are those of heads 0, 1 ... on every rank."""
@@ -226,7 +237,8 @@ def slopes_of_local_heads():
     layout="transformers",
     model="mpt",
     settings={"heads": 6, "kv_heads": 6, "hidden_size": 48, "ffn_size": 192},
-    source="SOURCE 13b",
+    source="mlx #3071",
+    link="https://github.com/ml-explore/mlx/pull/3071",
 )
 def slopes_in_one_series():
     """ALiBi's slopes are powers of 2^(-8 / heads), for any number of heads."""
@@ -278,7 +290,8 @@ def moments_of_own_heads():
     "Attention scaled by the layer's number within the stage",
     r"module layers\.\d\.attention\.output: its input differs on rank 1 ",
     layout="pp2",
-    source="SOURCE 25b",
+    source="Megatron-LM 0504e97",
+    link="https://github.com/NVIDIA/Megatron-LM/commit/0504e973d88a9b20d7f7104e1ddd33ee00af5d1f",
 )
 def scale_by_local_layer():
     """Attention is scaled by the layer's number within the stage."""
@@ -299,7 +312,8 @@ def scale_by_local_layer():
     "Initial spread by the layer's number within the stage",
     r"parameter layers\.\d\.mlp\.down\.weight: another initial value on rank 1 ",
     layout="pp2",
-    source="SOURCE 25a",
+    source="rule: torchtitan's depth_scaled_std",
+    link="https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/common/param_init.py",
 )
 def spread_by_local_layer():
     """The spread of initial weights falls with the layer's number within the stage."""
@@ -325,7 +339,8 @@ def spread_by_local_layer():
     layout="tp2",
     model="llama",
     lora_rank=2,
-    source="SOURCE 29",
+    source="Megatron-Bridge #5634",
+    link="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5634",
 )
 def adapter_after_the_sum():
     """A row-parallel layer's adapter is summed over tp, and then once more with the layer."""

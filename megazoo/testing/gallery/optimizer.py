@@ -14,7 +14,8 @@ from megazoo.testing.gallery.planting import bug, replaced
     "Clipping by this rank's norm",
     r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
     layout="tp2",
-    source="SOURCE 18",
+    source="AReaL #312",
+    link="https://github.com/areal-project/AReaL/issues/312",
 )
 def clipping_by_the_ranks_own_norm():
     """Each rank clips by the norm of its own gradients."""
@@ -34,7 +35,8 @@ def clipping_by_the_ranks_own_norm():
     "Gradient norm that counts copies tp times",
     r"gradient norm: .* instead of .* at step 1, though no gradient differs",
     layout="tp2",
-    source="SOURCE 19",
+    source="NeMo-RL #3788",
+    link="https://github.com/NVIDIA-NeMo/RL/pull/3788",
 )
 def copies_in_the_norm():
     """What several ranks hold counts in the gradient norm as often."""
@@ -51,7 +53,8 @@ def copies_in_the_norm():
     r"optimizer: the weights of .* are frozen, and have changed",
     layout="tp2",
     lora_rank=2,
-    source="SOURCE 20a",
+    source="diffusers #1009",
+    link="https://github.com/huggingface/diffusers/issues/1009",
 )
 def decay_of_frozen_parameters():
     """Frozen parameters decay as if they were trained."""
@@ -74,7 +77,8 @@ def decay_of_frozen_parameters():
     "Weight decay on norms and biases",
     r"optimizer: the weights of .* they decay, though of one dimension",
     layout="tp2",
-    source="SOURCE 20b",
+    source="verl #5070",
+    link="https://github.com/verl-project/verl/issues/5070",
 )
 def decay_of_vectors():
     """Norms and biases decay."""
@@ -95,7 +99,8 @@ def decay_of_vectors():
     "Overflow seen by one rank alone",
     r"overflow: a step whose gradients overflow on rank 1 is not skipped on rank 0 ",
     layout="tp2",
-    source="SOURCE 21b",
+    source="Megatron-Bridge #5591",
+    link="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5591",
 )
 def overflow_on_one_rank():
     """Each rank looks for an overflow in its own gradients, and skips the step alone."""
@@ -114,7 +119,8 @@ def overflow_on_one_rank():
     "An update normalised over a shard as if it were the matrix",
     r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
     layout="tp2",
-    source="SOURCE 24",
+    source="DeepSpeed #8437",
+    link="https://github.com/deepspeedai/DeepSpeed/issues/8437",
 )
 def update_normalised_by_shard():
     """A matrix's update is normalised by the root mean square of this rank's rows or columns, where

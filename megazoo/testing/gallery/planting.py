@@ -22,8 +22,8 @@ class Bug:
     check names it, must match from its beginning. plant: makes the context in which the program has
     it. layout: in which it shows; "transformers" for what is as wrong in one process, which a
     comparison with that library finds. model, settings: a preset, which is shrunk, with other
-    values of its config. lora_rank: of adapters, which then are what is trained. source: where it
-    was published, or where the rule stands that it breaks.
+    values of its config. lora_rank: of adapters, which then are what is trained. source, link:
+    where it was published; "rule: ..." where only the rule stands that it breaks.
     """
 
     number: str
@@ -35,6 +35,7 @@ class Bug:
     settings: dict = field(default_factory=dict)
     lora_rank: int = 0
     source: str = ""
+    link: str = ""
 
     @property
     def config(self):

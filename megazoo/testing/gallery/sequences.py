@@ -35,7 +35,8 @@ def gradients_divided_by_cp():
     "Positions that begin anew on each part of the sequence",
     r"module embedding_dropout: its input differs on ranks 0",
     layout="cp2",
-    source="SOURCE 14",
+    source="NeMo Automodel #652",
+    link="https://github.com/NVIDIA-NeMo/Automodel/issues/652",
 )
 def positions_of_the_part():
     """Positions begin anew on each rank's part of the sequence."""
@@ -56,7 +57,8 @@ def positions_of_the_part():
     "Labels shifted after the sequence was cut",
     r"labels: the mean is over \d+ labelled tokens, not \d+",
     layout="cp2",
-    source="SOURCE 28",
+    source="transformers #36607",
+    link="https://github.com/huggingface/transformers/pull/36607",
 )
 def labels_shifted_in_parts():
     """Each rank shifts the labels of its own part of the sequence."""
@@ -78,12 +80,13 @@ def labels_shifted_in_parts():
 
 
 @bug(
-    "15a",
+    "15",
     "Packed documents that see each other on later stages",
     r"module layers\.\d\.attention\.output: its input differs at step 2 \(packed "
     r"documents\) on rank 1 ",
     layout="pp2",
-    source="SOURCE 15a",
+    source="Megatron-LM #752",
+    link="https://github.com/NVIDIA/Megatron-LM/issues/752",
 )
 def documents_on_the_first_stage_only():
     """Later stages are not told which document a token is of."""
@@ -102,13 +105,12 @@ def documents_on_the_first_stage_only():
 
 
 @bug(
-    "15b",
+    "",
     "Packed documents that see each other under context parallelism",
     r"module layers\.0\.attention\.output: its input differs at step 2 \(packed documents\) "
     r"on ranks 0 .* and 2 more",
     layout="tp2cp2",
     model="llama",
-    source="SOURCE 15b",
 )
 def documents_that_see_each_other():
     """Under context parallelism no mask keeps documents apart."""

@@ -86,7 +86,8 @@ def line_of(outcome: Outcome) -> str:
     told = (outcome.cause or "it passed").replace("|", "\\|")
     if outcome.usual:
         told = f"{told}. Usually: {outcome.usual}"
-    return _row([bug.number, bug.title, bug.source, where, found, told, f"{outcome.seconds:.1f}"])
+    source = f"[{bug.source}]({bug.link})" if bug.link else ""
+    return _row([bug.number, bug.title, source, where, found, told, f"{outcome.seconds:.1f}"])
 
 
 def _row(cells: list[str]) -> str:
