@@ -26,6 +26,7 @@ from megazoo.cli.parsing import parse_options, run_file
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.rules import check_run, model_config, parse_stage_layers
 from megazoo.cli.run import Run, note_on_data, resumed_state
+from megazoo.cli.run_record import checksums, inputs_of
 from megazoo.cli.summary import summary
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import (
@@ -135,11 +136,9 @@ def start_ranks(run: Run) -> ParallelContext:
         print_rank_0(note)
     if run.weights.base_note:
         print_rank_0(run.weights.base_note)
-    if json_files(run.sources):  # before any rank waits in a collective, for --timeout at most
-        template = run.options.data.chat_template
-        _store = after_rank_zero(
-            lambda: prepare_datasets(run.sources, run.tokenizer, template, run.labels)
-        )
+    if json_files(run.sources) or run.options.logging.record:
+        # before any rank waits in a collective, for --timeout at most
+        _store = after_rank_zero(lambda: prepare_inputs(run))
     ctx = ParallelContext.from_torch(
         parallel.tp,
         parallel.pp,
@@ -159,6 +158,13 @@ def start_ranks(run: Run) -> ParallelContext:
             f"ranks would start after different steps: {sorted(steps)}", exit_code=1
         )
     return ctx
+
+
+def prepare_inputs(run: Run) -> None:
+    """Make the tokens of texts that have none, and for --record the checksums of all files."""
+    prepare_datasets(run.sources, run.tokenizer, run.options.data.chat_template, run.labels)
+    if run.options.logging.record:
+        run.files = checksums(inputs_of(run))
 
 
 def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:

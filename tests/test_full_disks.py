@@ -25,7 +25,7 @@ def full(*_, **__):
 
 def test_a_disk_that_fills_up_ends_no_run(tmp_path, monkeypatch, capsys):
     """The metrics keep their whole lines, the run its checkpoint; what is lost is told twice."""
-    file, append = tmp_path / "metrics.jsonl", metrics._append
+    file, append = tmp_path / "metrics.jsonl", metrics.append_line
 
     def filling(path, line):
         if json.loads(line)["step"] == 3:
@@ -38,7 +38,7 @@ def test_a_disk_that_fills_up_ends_no_run(tmp_path, monkeypatch, capsys):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(metrics, "_append", filling)
+    monkeypatch.setattr(metrics, "append_line", filling)
     from torch import profiler
 
     monkeypatch.setattr(profiler.profile, "export_chrome_trace", full)

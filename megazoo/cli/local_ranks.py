@@ -26,10 +26,15 @@ POLL = 0.05
 
 
 class LocalRanks:
-    """The ranks of a program, as processes of this machine."""
+    """The ranks of a program, as processes of this machine.
 
-    def __init__(self, tp: int, pp: int, command: list[str], cp: int = 1):
-        self.layout, self.command = ParallelContext.virtual(tp, pp, cp=cp), command
+    output: the file that gets what they print, as subprocess has it; by default where this process
+    prints.
+    """
+
+    def __init__(self, tp: int, pp: int, command: list[str], cp: int = 1, dp: int = 1, output=None):
+        self.output = output
+        self.layout, self.command = ParallelContext.virtual(tp, pp, dp, cp=cp), command
         # The ranks meet here: no port has to be chosen that another program could take meanwhile.
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes: list[subprocess.Popen] = []
@@ -79,7 +84,9 @@ class LocalRanks:
         # Of a session of its own: a terminal's Ctrl-C comes to the launcher alone, which passes it
         # on.
         self.processes.append(
-            subprocess.Popen(self.command, env=environment, start_new_session=True)
+            subprocess.Popen(
+                self.command, env=environment, start_new_session=True, stdout=self.output
+            )
         )
 
     def _running(self) -> list[subprocess.Popen]:

@@ -102,8 +102,8 @@ class Metrics:
         """Write the numbers of a step, or of an evaluation after it; the names of the latter begin
         with eval_ or test_. None: there is no such number."""
         if self.path:
-            line = json.dumps({"step": step, **values}) + "\n"
-            if not kept("--metrics", step, self.lost, lambda: _append(self.path, line.encode())):
+            line = (json.dumps({"step": step, **values}) + "\n").encode()
+            if not kept("--metrics", step, self.lost, lambda: append_line(self.path, line)):
                 self.path = None
         named = {}  # in groups: train/loss, eval/loss
         for key, value in values.items():
@@ -147,7 +147,7 @@ def kept(flag: str, step: int | None, lost: dict[str, str], write: Callable[[], 
     return True
 
 
-def _append(path: Path, line: bytes) -> None:
+def append_line(path: Path, line: bytes) -> None:
     """Append a line to a file, whole or not at all."""
     with open(path, "ab", buffering=0, opener=open_at_once) as file:
         before = os.fstat(file.fileno())

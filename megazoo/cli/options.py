@@ -298,6 +298,9 @@ class LoggingOptions:
     count more than once; 0: never evaluate."""
     metrics: File = None
     """File to which one JSON object a step is appended."""
+    record: File = None
+    """Directory that gets what another needs to repeat this run: settings, checksums of all that is
+    read, versions, and every step's loss. tools/check_run.py does so in any layout."""
     tensorboard: File = None
     """Directory for the same numbers in TensorBoard."""
     wandb: Name = None

@@ -9,8 +9,16 @@ from dataclasses import asdict
 from megazoo.checkpoint import Saver
 from megazoo.cli import callbacks
 from megazoo.cli.elastic import StopSignal, naming_absent_ranks
-from megazoo.cli.metrics import Metrics, StepLines, peak_flops, peak_memory, traced_steps
+from megazoo.cli.metrics import (
+    Metrics,
+    StepLines,
+    kept,
+    peak_flops,
+    peak_memory,
+    traced_steps,
+)
 from megazoo.cli.run import Run, settings_to_resume
+from megazoo.cli.run_record import Step, begin_record, record_step
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.models.base import Model
@@ -71,6 +79,9 @@ class Recorder:
             stack.enter_context(naming_absent_ranks(ctx))
             stack.enter_context(failing_together(ctx))
             self.metrics = stack.enter_context(closing(_open_metrics(self.run, ctx)))
+            self.record = log.record if is_rank_zero() else None
+            if self.record:
+                begin_record(self.record, self.run, ctx, self.run_id)
             self.traced = stack.enter_context(
                 traced_steps(log.profile, log.profile_steps, ctx.rank, self.metrics.lost)
             )
@@ -90,6 +101,7 @@ class Recorder:
         self._check_convergence(loss, norm)
         values = self._values(loss, norm, tokens, watch)
         self.metrics.write(step, values)
+        self._record(Step(step, loss, values["grad_norm"], self.optimizer.lr, tokens))
         if self.optimizer.skipped:
             print_rank_0(
                 f"step {step}: the gradients overflowed, step skipped; "
@@ -109,6 +121,7 @@ class Recorder:
         kept = measures if self.run.labels else {"perplexity": math.exp(min(loss, 700.0))}
         values = {f"{KEYS[name]}_{key}": value for key, value in {"loss": loss, **kept}.items()}
         self.metrics.write(step, values)
+        self._record(Step(step, **{f"{name}_loss": loss}))
         steps = self.run.options.training.steps
         also = "".join(f"  {key} {value:.4f}" for key, value in measures.items())
         print_rank_0(f"step {step:>{len(str(steps))}}/{steps}  {name} loss {loss:.4f}{also}")
@@ -135,6 +148,13 @@ class Recorder:
         trainer["settings"] = settings_to_resume(self.run.options)
         may_fail = keep.on_save_error == "continue" and not self.run.is_last(step)
         self.saver.save(step, trainer, may_fail=may_fail)
+
+    def _record(self, step: Step) -> None:
+        """Add a line to --record, if there is one that can be written."""
+        if self.record and not kept(
+            "--record", step.step, self.metrics.lost, lambda: record_step(self.record, step)
+        ):
+            self.record = None
 
     def _check_convergence(self, loss: float, norm: float) -> None:
         """Refuse to go on from a loss or a gradient that is not finite. A gradient may overflow

@@ -201,6 +201,7 @@ def _check_outputs(options: Options) -> None:
     log = options.logging
     directories = {
         "--save": options.checkpoint.save,
+        "--record": log.record,
         "--tensorboard": log.tensorboard,
         "--profile": log.profile,
     }

@@ -17,6 +17,7 @@ from megazoo.cli.options import (
     default_dtype,
 )
 from megazoo.cli.rules import check_steps, settle_steps
+from megazoo.cli.run_record import InputFile
 from megazoo.data.dataset import Sources
 from megazoo.data.labels import Labels
 from megazoo.errors import UserError
@@ -38,7 +39,8 @@ class Run:
     the data. source: the model that --load names. resuming: whether the run goes on from there; it
     may take the weights alone. state: see `resumed_state`. finished: whether torchrun has started
     the program again after the last step. dtype_chosen: whether no setting named the dtype.
-    fingerprints: of the data, on rank 0. labels: of a classifier's data. weights: `source`, and
+    fingerprints: of the data, files: checksums of all that is read, for --record; both on rank 0.
+    labels: of a classifier's data. weights: `source`, and
     what there is beside it.
     """
 
@@ -53,6 +55,7 @@ class Run:
     finished: bool = False
     dtype_chosen: bool = False
     fingerprints: list[dict] = field(default_factory=list)
+    files: list[InputFile] = field(default_factory=list)
     labels: Labels | None = None
     weights: Weights = NO_WEIGHTS
 
