@@ -24,6 +24,7 @@ import megazoo
 from megazoo.errors import UserError
 from megazoo.models.pretrained import open_source
 from megazoo.testing import Layout, compare
+from megazoo.testing.causes import listed
 from megazoo.testing.reference import Reference, run_reference
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -90,14 +91,10 @@ def compared_in(ranks, directory: Path, reference, layout: str):
 
 def assert_agrees(ranks, directory: Path, reference, layout: str):
     """The logits agree, and every module that has a twin was compared on the way: the head is not
-    called as a module, and token ids are no activation. A norm of keys is passed over where several
-    ranks hold a head."""
+    called as a module, and token ids are no activation."""
     agreement = compared_in(ranks, directory, reference, layout)
     assert agreement.passed, agreement
-    expected = {key for key in reference.activations if key[1] != "head"}
-    assert agreement.compared <= expected
-    left = {name for _, name in expected - agreement.compared}
-    assert not left or (layout.startswith("tp4") and all(name.endswith("k_norm") for name in left))
+    assert agreement.compared == {key for key in reference.activations if key[1] != "head"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,6 +113,35 @@ def test_families_agree_in_all_layouts(ranks, name, layout, tmp_path):
     directory = saved(name, tmp_path)
     for mask in (None, MASK):
         assert_agrees(ranks, directory, reference_of(directory, mask), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "kv_heads"), [("tp4+sp", 4, 2), ("tp2cp2+sp", 10, 5)], ids=str
+)
+def test_norms_of_heads_are_compared_however_heads_are_cut(
+    ranks, layout, heads, kv_heads, tmp_path
+):
+    """Where several ranks hold a head of keys, and where the first rank has more heads."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    ours = saved("qwen3", tmp_path / "ours", **sizes)
+    assert_agrees(ranks, ours, reference_of(ours), layout)
+    for kind, count in (("q_norm", heads), ("k_norm", kv_heads)):
+        module = f"model.layers.2.self_attn.{kind}"
+        theirs = saved(
+            "qwen3", tmp_path / kind, lambda hf, at=module: plus_half(hf, at, 3), **sizes
+        )
+        cause = compared_in(ranks, ours, reference_of(theirs), layout).cause
+        wrong = [3 + 12 * head for head in range(count)]
+        where = f"{count} of {12 * count} features" if count > 6 else f"features {listed(wrong)}"
+        expected = (
+            rf"layer 2, attention\.{kind} \({re.escape(module)}\): its output differs by .* in "
+            rf"{where}; other weights: row 3 of {re.escape(module)}\.weight$"
+        )
+        assert re.match(expected, cause), cause
+
+
+def plus_half(model, module: str, row: int):
+    model.get_submodule(module).weight[row] += 0.5
 
 
 def swapped(module: str, rows: tuple[int, int], dim: int = 0):

@@ -11,7 +11,7 @@ from helpers_families import COMMON
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models.registry import config_from_hugging_face
+from megazoo.models.registry import config_from_dict, config_from_hugging_face
 
 IDS = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(2))
 FULL, WINDOW = "full_attention", "sliding_attention"
@@ -142,6 +142,23 @@ def test_every_field_of_windows_that_are_on_is_used(family):
     }
     for name, other in others.items():
         assert config_from_hugging_face({**values, name: other}) != base, name
+
+
+@pytest.mark.parametrize("full_layers", [-1, 0, 2, 3, 5])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_what_is_written_of_windows_is_read_by_transformers(family, full_layers):
+    """Also of a model with fewer layers than the first ones, which then have no window."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "layers": 3, "heads": 4, "ffn_size": 48}
+    own = {"kv_heads": 2, "window": 6, "full_layers": full_layers}
+    config = config_from_dict(family, {**sizes, **own})
+    written = config.to_hugging_face()
+    theirs = transformers.AutoConfig.for_model(**written)
+    model = megazoo.from_config(config)
+    windows = [layer.attention.window for layer in model.layers.values()]
+    assert theirs.layer_types == [WINDOW if window else FULL for window in windows]
+    assert theirs.sliding_window == 6
+    again = megazoo.from_config(config_from_hugging_face(written))
+    assert [layer.attention.window for layer in again.layers.values()] == windows
 
 
 @pytest.mark.parametrize("family", FIELDS)

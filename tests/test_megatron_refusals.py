@@ -1,6 +1,7 @@
 """What is refused of Megatron-LM's checkpoints, in one line that names it: pickles that would call
 something, models that are none of ours, files that are missing or broken."""
 
+import io
 import os
 import pickle
 import re
@@ -15,6 +16,7 @@ import megazoo
 from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
 from megazoo.models.megatron.source import MegatronCheckpoint
+from megazoo.models.megatron.unpickling import unpickle
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
@@ -64,7 +66,7 @@ def test_a_pickle_that_calls_anything_is_refused(name, place, tensors, tmp_path)
     elif place == "chunk":
         for file in directory.glob("*.distcp"):
             data = file.read_bytes()
-            torch.save(evil, tmp_path / "evil")
+            torch.save([evil, torch.zeros(4096)], tmp_path / "evil")  # as large as a chunk
             start = (tmp_path / "evil").read_bytes()
             file.write_bytes(start + data)  # the chunks are no longer where they were
             at = pickle.loads((directory / ".metadata").read_bytes())
@@ -83,6 +85,47 @@ def test_a_pickle_that_calls_anything_is_refused(name, place, tensors, tmp_path)
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("name", ["_rebuild_tensor_v2", "_rebuild_parameter"])
+def test_a_pickle_leaves_nothing_behind(name):
+    """BUILD writes to the attributes of whatever object it is given: here of what stands for a
+    function, which the next pickle gets, too."""
+    writes = f"ctorch._utils\n{name}\n}}(Vkept\nI1\nub.".encode()
+    assert unpickle(io.BytesIO(writes), Path("a")).kept == 1
+    reads = f"ctorch._utils\n{name}\n.".encode()
+    assert not vars(unpickle(io.BytesIO(reads), Path("a")))
+
+
+def forge(directory: Path, change) -> None:
+    """Write what .metadata says after a change of it."""
+    file = directory / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def test_a_chunk_of_more_layers_than_its_bytes_hold_is_refused(tensors, tmp_path):
+    """At once: not after it has named each of the layers."""
+
+    def more_layers(metadata):
+        chunk = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks[0]
+        chunk.sizes = torch.Size([2**20, *chunk.sizes[1:]])
+
+    forge(write(tmp_path, tensors), more_layers)
+    with pytest.raises(UserError, match=r"\d+ bytes can't hold \[1048576, 16, 48\] of decoder"):
+        MegatronCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["..", "", "/dev/zero", "../x"])
+def test_a_file_outside_the_directory_is_refused(name, tensors, tmp_path):
+    def elsewhere(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+
+    forge(write(tmp_path, tensors), elsewhere)
+    with pytest.raises(UserError, match=r"\.metadata names a file outside its directory"):
+        MegatronCheckpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,6 +140,8 @@ def test_a_pickle_that_calls_anything_is_refused(name, place, tensors, tmp_path)
         ({"qk_layernorm": True, "add_qkv_bias": True}, "add_qkv_bias True is not supported beside"),
         ({"window_size": (4, 0), "add_bias_linear": True}, "add_bias_linear True"),
         ({"window_size": (4, 4)}, "later tokens"),
+        ({"window_size": [4]}, "must be two numbers"),
+        ({"rotary_seq_len_interpolation_factor": "2"}, "factor is '2', not of the type float"),
         ({"window_attn_skip_freq": 2}, "window_attn_skip_freq 2"),
         ({"vocab_size": 65}, "vocab-size 65 is not from 1 to the padded 64"),
         ({"num_layers": "4"}, "num_layers is '4', not of the type int"),
@@ -172,6 +217,7 @@ def test_the_tool_tells_mistakes_in_one_line(tensors, tmp_path, monkeypatch, cap
         (["a", "x", "--iteration", "7"], "iter_0000007 is no checkpoint of Megatron-LM"),
         (["empty", "x"], "empty is not a checkpoint of Megatron-LM"),
         (["a", "x", "--vocab-size", "99"], "vocab-size 99 is not from 1 to the padded 64"),
+        (["a", "x", "--vocab-size", "0"], "vocab-size 0 is not from 1 to the padded 64"),
         (["a", "a"], "choose another"),
     ):
         words = [

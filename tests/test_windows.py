@@ -139,22 +139,31 @@ def test_the_mask_is_made_once_for_all_layers():
         model(ids)
 
 
-def test_a_layer_of_ones_own_gets_the_window_as_well():
-    """Its block has another forward, so that the mask is the segments' alone."""
+class OwnBlock(Block):
+    """It has another forward, so that its mask is the segments' alone."""
 
-    class Own(Block):
-        def forward(self, x, batch, rotary, mask):
-            return super().forward(x, batch, rotary, mask)
+    def forward(self, x, batch, rotary, mask):
+        return super().forward(x, batch, rotary, mask)
 
-    config, ids = MistralConfig(**TINY, window=5), torch.randint(0, 61, (2, TOKENS))
-    model, own = (randomize(megazoo.from_config(config, seed=3)) for _ in range(2))
-    for layer in own.layers.values():
-        layer.__class__ = Own
+
+def own_loss(layout, own=True):
+    """The loss of packed documents, with layers of one's own or without."""
+    ctx, ids = context(**layout), torch.arange(2 * TOKENS).view(2, TOKENS)
+    model = attentive(MistralConfig(**TINY, window=5), ctx)
+    for layer in model.layers.values() if own else ():
+        layer.__class__ = OwnBlock
     documents = torch.tensor([[0] * 9 + [1] * 7, [0] * 16])
-    losses = [
-        each.train_batch(ids, targets=ids, document_ids=documents).item() for each in (model, own)
+    return [
+        model.train_batch(ids, targets=ids, document_ids=given).item()
+        for given in (None, documents)
     ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{}, dict(cp=2), dict(cp=2, method="ulysses")], ids=layout_name)
+def test_a_layer_of_ones_own_gets_the_window_as_well(ranks, layout):
+    expected = own_loss({}, own=False)
+    for losses in run_in_layout(ranks, own_loss, layout) if layout else [own_loss({})]:
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 # Caches.

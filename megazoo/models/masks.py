@@ -16,8 +16,9 @@ def mask_of(
     has all tokens, and no window.
 
     block: the family's class of layers, which gives the mask to its attention and to nothing else.
-    A layer with a forward or an attention of its own gets what `segment_mask` returns. dtype: of
-    the activations.
+    A layer with a forward or an attention of its own gets what `segment_mask` returns; under
+    context parallelism boolean masks, within the windows of attentions that are
+    CausalSelfAttention. dtype: of the activations.
     """
     layers, forward = list(layers.values()), getattr(block, "forward", None)
     if not layers:
@@ -26,7 +27,12 @@ def mask_of(
         type(layer).forward is forward and type(layer.attention) is CausalSelfAttention
         for layer in layers
     )
-    windows = {layer.attention.window for layer in layers} if plain else {None}
+    windows = {None}
+    if plain or batch.cut is not None:  # a mask of all tokens attention itself makes narrower
+        attentions = [getattr(layer, "attention", None) for layer in layers]
+        windows = {
+            own.window if isinstance(own, CausalSelfAttention) else None for own in attentions
+        }
     packed = plain and all(layer.attention.takes_packed(dtype) for layer in layers)
     device = next(layers[0].parameters()).device
     masks = {

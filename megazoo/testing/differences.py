@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from megazoo.layers import CausalSelfAttention
 from megazoo.parallel.module import Entry
 from megazoo.testing.parts import part_of
 from megazoo.testing.reference import Reference, with_rows
@@ -82,7 +83,7 @@ def _comparing(
     model, reference: Reference, tolerance: float
 ) -> Iterator[dict[tuple[str, str], Difference]]:
     """Within this block compare what this rank's modules are given and return, as they run."""
-    found, rows = {}, len(reference.input_ids)
+    found, rows, heads = {}, len(reference.input_ids), _heads_of_norms(model)
 
     def look(kind: str, name: str, module, value) -> None:
         value = value[0] if isinstance(value, tuple) and value else value
@@ -90,7 +91,10 @@ def _comparing(
         if whole is None or not isinstance(value, torch.Tensor):
             return
         ours, dim = with_rows(value.detach(), rows), 1 if kind == "input" else 0
-        part = part_of(_places(whole), ours, module, dim, model.ctx)
+        places = _places(whole)
+        if name in heads and places.dim() == 4:  # each head is normalised alone
+            places = places[:, :, heads[name]]
+        part = part_of(places, ours, module, dim, model.ctx)
         if part is not None:
             found[kind, name] = _difference(*part, whole, reference, tolerance)
 
@@ -99,6 +103,21 @@ def _comparing(
             if name in reference.twins:
                 _watch(stack, name, module, look)
         yield found
+
+
+def _heads_of_norms(model) -> dict[str, slice]:
+    """Return which heads this rank has, by the names of the norms of queries and of keys. Several
+    ranks may have the same head of keys."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CausalSelfAttention):
+            shard, size, first = module.qkv.specs["weight"].shard, module.qkv.head_size, 0
+            cuts = shard.cuts(model.ctx.tp_size, model.ctx.tp_rank)
+            for norm, cut, features in zip(("q_norm", "k_norm"), cuts, shard.parts, strict=False):
+                start = (cut.global_start - first) // size
+                found[f"{name}.{norm}"] = slice(start, start + cut.length // size)
+                first += features
+    return found
 
 
 def _watch(stack: ExitStack, name: str, module, look: Callable) -> None:

@@ -47,7 +47,7 @@ def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, int]:
 
 def write_layer_types(config) -> dict[str, Any]:
     """Return the fields of which `read_layer_types` makes a config's window."""
-    full = config.full_layers if config.window else config.layers
+    full = max(0, min(config.full_layers, config.layers)) if config.window else config.layers
     return {
         "use_sliding_window": bool(config.window),
         "sliding_window": config.window or None,

@@ -193,7 +193,8 @@ def _window(args: ConfigReader) -> int:
     window = args.take("window_size")
     if window is None:
         return 0
-    if not isinstance(window, list | tuple) or not all(type(size) is int for size in window):
+    is_pair = isinstance(window, list | tuple) and len(window) == 2
+    if not is_pair or not all(type(size) is int for size in window):
         raise UserError(f"window_size {window!r} is not supported: it must be two numbers")
     before, after = window
     if after > 0:
@@ -203,10 +204,10 @@ def _window(args: ConfigReader) -> int:
 
 def _rope_scaling(args: ConfigReader) -> dict | None:
     """Return how rotary positions are scaled, in Hugging Face's words."""
-    interpolation = args.take("rotary_seq_len_interpolation_factor")
+    interpolation = args.take("rotary_seq_len_interpolation_factor", 0.0)
     factor = args.take("rope_scaling_factor", 8.0)
     if not args.take("use_rope_scaling", False):
-        return interpolation and {"rope_type": "linear", "factor": float(interpolation)}
+        return {"rope_type": "linear", "factor": float(interpolation)} if interpolation else None
     if interpolation:
         raise UserError(
             "use_rope_scaling is not supported beside rotary_seq_len_interpolation_factor"

@@ -6,6 +6,7 @@ common.pt        what all ranks have: the arguments, the iteration ...
 __R_N.distcp     chunks, one after the other, as torch.save writes each
 """
 
+import math
 import re
 from functools import cache, partial
 from pathlib import Path
@@ -76,7 +77,7 @@ def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes
     """Return what finds a chunk; UserError if its file can't hold it."""
     file, start, length = info["relative_path"], info["offset"], info["length"]
     path = directory / file
-    if Path(file).name != file:
+    if Path(file).name != file or file in ("", ".."):
         raise UserError(f"{directory / METADATA} names a file outside its directory: {file}")
     if info.get("transform_descriptors"):
         raise UserError(f"{path}: {key} is compressed or encrypted, which is not supported")
@@ -84,6 +85,8 @@ def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes
         raise UserError(f"{path}: {key} is of an unknown dtype")
     if min(start, length) < 0 or start + length > sizes(file):
         raise UserError(f"{path} has {sizes(file)} bytes, and should have {start + length}")
+    if math.prod(max(count, 1) for count in size) * dtype.itemsize > length:
+        raise UserError(f"{path}: {length} bytes can't hold {list(size)} of {key}")
     return partial(_stored, path, key, start, length, size, dtype)
 
 

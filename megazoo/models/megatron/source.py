@@ -181,7 +181,7 @@ class MegatronCheckpoint(ModelSource):
     def _vocab_size(self, given: int | None, values: dict) -> int:
         """Return the true size of the vocabulary."""
         padded = self._wholes[EMBEDDING].shape[0]
-        size = given or values.get("vocab_size")
+        size = values.get("vocab_size") if given is None else given
         if size is None and self.tokenizer:
             size = open_tokenizer(self.tokenizer).vocab_size
         if size is None:

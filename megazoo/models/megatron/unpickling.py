@@ -9,7 +9,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, ClassVar, NamedTuple
 
 import torch
 
@@ -104,6 +104,12 @@ def unpickle(
 
 
 class _Unpickler(pickle.Unpickler):
+    REBUILD: ClassVar = {
+        "_rebuild_tensor_v2": "tensor",
+        "_rebuild_tensor_v3": "tensor_of_bytes",
+        "_rebuild_parameter": "parameter",
+    }
+
     def __init__(self, file, path, storage):
         super().__init__(file, encoding="utf-8", errors="replace")
         self.path, self.storage, self.kinds = path, storage, {}
@@ -115,11 +121,10 @@ class _Unpickler(pickle.Unpickler):
             return STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        # Methods that are bound: a pickle can change no attribute of these.
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return self.tensor if name.endswith("2") else self.tensor_of_bytes
-        if module == "torch._utils" and name == "_rebuild_parameter":
-            return self.parameter
+        if module == "torch._utils" and name in self.REBUILD:
+            function = getattr(self, self.REBUILD[name])
+            # new for each pickle, which can give it attributes, as it can any object
+            return lambda *given: function(*given)
         if (module, name) in STOOD_FOR_NAMES or any(
             module == known or module.startswith(f"{known}.") for known in STOOD_FOR
         ):
