@@ -37,7 +37,7 @@ lint: $(INSTALLED)
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet setuptools wheel -c constraints.txt
-	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[test,plots]"
+	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[test,plots,eval]"
 	touch $@
 
 .PHONY: pretrain check test test-all lint

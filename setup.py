@@ -24,6 +24,7 @@ setup(
         "plots": ["matplotlib"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
+        "eval": ["lm_eval>=0.4.13"],
         "bench": ["transformers>=5", "accelerate"],
         "test": [
             "pytest>=8",

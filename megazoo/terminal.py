@@ -21,7 +21,17 @@ def clock(seconds: float) -> str:
 def byte_bar(total: int):
     """Return a progress bar for rank 0's terminal, with rate and time left: `with byte_bar(n) as
     bar: bar.update(bytes)`."""
+    return _bar(total=total, unit="B", unit_scale=True)
+
+
+def count_bar(total: int, unit: str):
+    """Return a progress bar for rank 0's terminal, as `byte_bar` does, of things that are counted.
+    unit: what one is called."""
+    return _bar(total=total, unit=f" {unit}")
+
+
+def _bar(**options):
     from tqdm import tqdm
 
     shown = sys.stderr.isatty() and is_rank_zero()
-    return tqdm(total=total, unit="B", unit_scale=True, disable=not shown, leave=False)
+    return tqdm(**options, disable=not shown, leave=False)

@@ -1,4 +1,6 @@
 import os
+import shutil
+import tempfile
 
 # several tests run side by side: threads would wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +16,19 @@ PRELOADED += ["pytest", "pretrain_gpt"]
 PRELOADED += [
     f"transformers.models.{name}.modeling_{name}" for name in ("auto", "gpt2", "llama", "mpt")
 ]
+
+
+def pytest_configure(config):
+    """Keep the files of Hugging Face's libraries, which read this when they are imported, out of
+    the user's own directory, and the libraries off the network."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it from who started it
+        config.hugging_face_home = tempfile.mkdtemp(prefix="megazoo-tests-")
+        os.environ["HF_HOME"] = config.hugging_face_home
+        os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(getattr(config, "hugging_face_home", ""), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

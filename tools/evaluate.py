@@ -1,17 +1,19 @@
-"""Score texts or choices, or classify texts, in any layout, with a checkpoint of any layout or a
-Hugging Face directory.
+"""Score texts or choices, classify texts, or answer the tasks of lm-evaluation-harness, in any
+layout, with a checkpoint of any layout or a Hugging Face directory.
 
 $ python tools/evaluate.py runs/a --text book.txt
 $ torchrun --nproc-per-node 4 tools/evaluate.py path/to/llama --tp 2 --pp 2 \\
       --text pile.jsonl --stride 512
 $ python tools/evaluate.py path/to/llama --choices questions.jsonl --output scores.jsonl
 $ python tools/evaluate.py runs/classifier --labels reviews.jsonl --output predictions.jsonl
+$ torchrun --nproc-per-node 2 tools/evaluate.py path/to/llama --tp 2 --tasks arc_easy,my_task.yaml
 
 --text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of
 {"context": "...", "choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after
 its context; with "answer", the index of the right one, also how often the likeliest choice is
 right. --labels takes lines of {"text": "..."}, maybe with "text_pair", and gives a classifier's
 prediction for each; with "label" also the loss, the accuracy and, for two labels, the F1 of 1.
+--tasks prints the harness's table (pip install 'megazoo[eval]').
 """
 
 import json
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from megazoo.cli.classifier import measures_of
-from megazoo.cli.flags import File, optional, parse_flags
+from megazoo.cli.flags import File, Name, flag_of, optional, parse_flags
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.launch import run_program
 from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, labels_of
@@ -50,13 +52,24 @@ class Options(InferenceOptions):
     """JSONL file of contexts with choices."""
     labels: File = None
     """JSONL file of texts for a classifier, with or without labels."""
-    seq_length: optional(int, "INT", "the model's max-positions, 2048 at most") = None
+    tasks: Name = None
+    """Tasks of lm-evaluation-harness, with commas between them: names, which the harness downloads;
+    YAML files; directories of them."""
+    num_fewshot: optional(int, "INT", "the task's") = None
+    """Solved examples before each question of the tasks."""
+    limit: optional(float, "NUMBER", "all") = None
+    """How many documents of each task are taken; below 1, which share of them."""
+    apply_chat_template: bool = False
+    """Ask the tasks' questions as turns of a conversation, by the tokenizer's chat template."""
+    seq_length: optional(int, "INT", "max-positions of the model; 2048 at most, but for tasks") = (
+        None
+    )
     """Tokens that are read at once; those that a classifier reads of a row."""
     stride: int = 0
     """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without
     overlap."""
     batch_size: int = 8
-    """Windows, choices or rows that are scored together."""
+    """Windows, choices, rows or requests of tasks that are answered together."""
     output: File = None
     """JSON file for the result; of choices and of a classifier's rows, JSONL with a line for each.
     """
@@ -64,8 +77,10 @@ class Options(InferenceOptions):
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
-    if sum(file is not None for file in (options.text, options.choices, options.labels)) != 1:
-        raise UserError("give --text or --choices or --labels, one of them")
+    kinds = (options.text, options.choices, options.labels, options.tasks)
+    if sum(kind is not None for kind in kinds) != 1:
+        raise UserError("give --text or --choices or --labels or --tasks, one of them")
+    check_task_flags(options)
     if options.batch_size < 1:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
     if options.output and not options.output.absolute().parent.is_dir():
@@ -79,8 +94,15 @@ def main(arguments: list[str]) -> None:
     requests = read_choices(options.choices, alone) if options.choices else None
     documents = read_texts(options.text, options.json_key, alone) if options.text else None
     rows = list(_json_lines(options.labels, alone)) if options.labels else None
+    tasks = None
+    if options.tasks is not None:
+        from megazoo.evaluation.tasks import find_tasks  # it needs an extra, and seconds
+
+        tasks = find_tasks(options.tasks)
     model, tokenizer = load_for_inference(options)
-    if rows is not None:
+    if tasks is not None:
+        lines = [answered_tasks(model, tokenizer, tasks, options)]
+    elif rows is not None:
         lines = classified(model, tokenizer, rows, options)
     elif documents is not None:
         lines = [scored_texts(model, tokenizer, documents, options)]
@@ -117,6 +139,44 @@ def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> 
         "perplexity": result.perplexity,
         "bits_per_byte": result.bits_per_byte,
     }
+
+
+def check_task_flags(options: Options) -> None:
+    """Refuse flags of --tasks that stand without it, and values out of range."""
+    for name in ("num_fewshot", "limit", "apply_chat_template"):
+        value = getattr(options, name)
+        if options.tasks is None and value is not None and value is not False:
+            raise UserError(f"{flag_of(name)} needs --tasks")
+    limit = options.limit
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
+        raise UserError(f"limit {limit:g} is neither a number of documents nor a share below 1")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UserError(f"num-fewshot {options.num_fewshot} must be 0 or more")
+
+
+def answered_tasks(model, tokenizer, tasks, options: Options) -> dict | None:
+    """Answer tasks, print the harness's table, and return its results as a line of the output; on
+    ranks that are not the first of their machine None. tasks: as `find_tasks` gives them."""
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    from megazoo.evaluation.tasks import run_tasks
+
+    results = run_tasks(
+        model,
+        tokenizer,
+        tasks,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        batch_size=options.batch_size,
+        max_length=None if options.seq_length is None else length_of(model, options),
+    )
+    if results is None:
+        return None
+    print_rank_0(make_table(results))
+    if "groups" in results:
+        print_rank_0(make_table(results, "groups"))
+    return json.loads(json.dumps(results, default=handle_non_serializable))
 
 
 def length_of(model, options: Options) -> int:

@@ -141,10 +141,10 @@ def evaluate_texts(
     """
     if not 0 <= stride <= length:
         raise UserError(f"stride {stride} must be from 1 to the window's {length}, or 0")
-    total, waiting, start = TextLoss(), [], _first_token(tokenizer)
+    total, waiting, start = TextLoss(), [], first_token(tokenizer)
 
     def flush() -> None:
-        scores = score(model, *_padded(waiting))
+        scores = score(model, *padded(waiting))
         total.nats -= float(scores.log_likelihood.sum())
         total.tokens += int(scores.tokens.sum())
         waiting.clear()
@@ -193,7 +193,7 @@ def score_choices(
     rows = [_choice_row(tokenizer, *request, longest) for request in requests]
     results: list = []
     for first in range(0, len(rows), batch):
-        scores = score(model, *_padded(rows[first : first + batch]))
+        scores = score(model, *padded(rows[first : first + batch]))
         results += zip(*(column.tolist() for column in scores), strict=True)
     return results
 
@@ -208,7 +208,7 @@ def _choice_row(tokenizer, context: str, continuation: str, longest: int) -> tup
         (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before)
     )
     if same == 0 or tokenizer.before:
-        begin = list(tokenizer.before) or [_first_token(tokenizer)]
+        begin = list(tokenizer.before) or [first_token(tokenizer)]
         whole, same = begin + whole, same + len(begin)
     scored = len(whole) - same
     if scored < 1:
@@ -221,12 +221,12 @@ def _choice_row(tokenizer, context: str, continuation: str, longest: int) -> tup
     return whole, len(whole) - scored
 
 
-def _first_token(tokenizer) -> int:
+def first_token(tokenizer) -> int:
     """Return the token that begins texts: bos, or else the end of the document before."""
     return tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
-def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return input_ids and targets, int64 [rows, longest], of rows of ids, each with how many of
     them are context."""
     inputs = [torch.tensor(ids[:-1]) for ids, _ in rows]

@@ -46,7 +46,7 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
             raise
         # LLaMA-2's tokenizer.json is not byte-level BPE.
         tokenizer = _from_file(directory / "tokenizer.model", settings)
-    tokenizer.source = str(where)
+    tokenizer.source, tokenizer.chat_template = str(where), settings.chat_template
     return tokenizer
 
 

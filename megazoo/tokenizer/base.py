@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from megazoo.errors import UserError
+from megazoo.tokenizer.chat import render
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +44,8 @@ class Tokenizer:
     """Turns text into token ids and back.
 
     source: what `open_tokenizer` opened. vocab_size: every id is below it. bos_token_id,
-    eos_token_id, pad_token_id: None if the files name none. A subclass sets them and has `_encode`
-    and `_reader`.
+    eos_token_id, pad_token_id: None if the files name none. chat_template: the files' Jinja
+    template, or None. A subclass sets them and has `_encode` and `_reader`.
     """
 
     source: str = "byte"
@@ -54,6 +55,7 @@ class Tokenizer:
     pad_token_id: int | None = None
     before: tuple[int, ...] = ()  # the special tokens that encode puts around a text
     after: tuple[int, ...] = ()
+    chat_template: str | None = None
 
     @property
     def eod(self) -> int:
@@ -127,6 +129,32 @@ class Tokenizer:
         out."""
         bytes_of = self._reader(skip_special_tokens)
         return b"".join(bytes_of(int(token)) for token in ids).decode(errors="replace")
+
+    def apply_chat_template(
+        self,
+        messages: list[dict],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the text of a conversation by the chat template of the tokenizer's files.
+
+        Encode it with add_special_tokens=False: a template writes bos itself. Arguments and errors:
+        see `megazoo.tokenizer.chat.render`. UserError, too, if there is no template.
+        """
+        if self.chat_template is None:
+            raise UserError(
+                f"the tokenizer {self.source} has no chat template: neither a chat_template.jinja "
+                "nor a chat_template in tokenizer_config.json"
+            )
+        ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
+        return render(
+            self.chat_template,
+            messages,
+            {f"{r}_token": self.decode([token]) for r, token in ids.items() if token is not None},
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def stream(self, *, skip_special_tokens: bool = False) -> Stream:
         """Decode one token at a time. For the text after a prompt, put the prompt's ids first."""

@@ -12,6 +12,7 @@ from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+CHAT_TEMPLATE = "chat_template.jinja"
 ROLES = ("bos", "eos", "pad")
 # What published files mean that name no such token, GPT-2's for one.
 USUAL = {
@@ -28,6 +29,7 @@ class TokenizerSettings:
     config: all of tokenizer_config.json. names: the contents of the bos, eos, pad and unk tokens,
     by role, None where a file says that there is none. ids: their ids, which count where nothing
     else names one. special: the contents of further special tokens. added: tokens with their ids.
+    chat_template: the Jinja template of conversations, if there is one.
     """
 
     directory: Path
@@ -36,6 +38,7 @@ class TokenizerSettings:
     ids: dict[str, int] = field(default_factory=dict)
     special: list[str] = field(default_factory=list)
     added: list[AddedToken] = field(default_factory=list)
+    chat_template: str | None = None
 
     def refuse(self, key: str, *supported) -> None:
         """Raise UserError if tokenizer_config.json has a value for a key that is neither one of
@@ -135,7 +138,24 @@ def read_settings(directory: Path) -> TokenizerSettings:
             value = value[0] if isinstance(value, list) and value else value
             if isinstance(value, int) and value >= 0:
                 settings.ids[role] = value
+    settings.chat_template = _chat_template(directory, settings.config)
     return settings
+
+
+def _chat_template(directory: Path, config: dict) -> str | None:
+    """Return the template of chat_template.jinja, or else of tokenizer_config.json; of several, the
+    one named default."""
+    path = directory / CHAT_TEMPLATE
+    if path.exists():
+        with malformed(path):
+            return read_bytes(path).decode()
+    template = config.get("chat_template")
+    with malformed(directory / "tokenizer_config.json"):
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if not isinstance(template, str | None):
+            raise UserError(f"chat_template {template!r} is not a template")
+    return template
 
 
 def _contents(tokens) -> list[str]:

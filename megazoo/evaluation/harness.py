@@ -1,0 +1,232 @@
+"""A model answers lm-evaluation-harness in any layout: give `HarnessModel` to
+`lm_eval.simple_evaluate`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+
+import torch
+
+from megazoo.errors import UserError, check_number
+from megazoo.evaluation.scoring import first_token, padded, score, windows
+from megazoo.files import brief
+from megazoo.generate.settings import GenerationSettings
+from megazoo.terminal import count_bar
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+except ImportError as error:
+    raise UserError(f"lm_eval can't be imported: {error} (pip install 'megazoo[eval]')") from error
+
+# Of generation_config.json these hold where a task does not say otherwise.
+SAVED = ("top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size")
+
+
+@register_model("megazoo")
+class HarnessModel(TemplateLM):
+    """Answers the harness's requests as its HFLM does with its default options and one request at a
+    time, whatever the layout.
+
+    Make the same calls on every rank: each tells the harness that it is the only one, and gets all
+    answers. batch_size: requests that are answered together, the longest first. max_length: tokens
+    that the model is given at once; by default its max_positions. max_gen_toks: how many it
+    generates where a task does not say.
+
+    A context that is too long loses its beginning. UserError for a continuation without a token, or
+    with more than max_length; and for max_gen_toks that leave no room for a prompt.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+    ):
+        super().__init__()
+        if model.num_labels:
+            raise UserError("a classifier has no likelihoods of texts: give a language model")
+        max_length = model.config.max_positions if max_length is None else max_length
+        for name, value in (("batch_size", batch_size), ("max_gen_toks", max_gen_toks)):
+            check_number(name, value, 1, whole=True)
+        check_number("max_length", max_length, 1, whole=True)
+        if max_length > (longest := model.longest_sequence(model.config)):
+            raise UserError(f"max_length {max_length} is more than the model's {longest}")
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.max_length, self.max_gen_toks = max_length, max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The token that ends a text."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context: bos, or else eos."""
+        return first_token(self.tokenizer)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name by which the harness keeps requests that have gone through a chat template."""
+        return str(self.tokenizer.source).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        """Return the ids of a text. add_special_tokens: None for those that the tokenizer usually
+        puts around it, unless it begins with the prefix token already."""
+        if add_special_tokens is None:
+            prefix = self.tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = not (prefix and string.startswith(prefix))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return for each (context, continuation) the continuation's log-likelihood, and whether it
+        is the greedy one."""
+        for request in requests:
+            if not request.args[1]:
+                raise UserError(f"the continuation of {brief(request.args[0])} is empty")
+        return super().loglikelihood(requests, disable_tqdm=True)  # the bar is ours
+
+    def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+        rows = []
+        for (_, continuation), before, scored in requests:
+            if not 0 < len(scored) <= self.max_length:
+                raise UserError(
+                    f"the continuation {brief(continuation)} has {len(scored)} tokens of its own: "
+                    f"from 1 to {self.max_length} can be scored"
+                )
+            # of a context of spaces alone, all of it belongs to the continuation
+            ids = [*(before or [self.prefix_token_id]), *scored][-self.max_length - 1 :]
+            rows.append((ids, len(ids) - len(scored)))
+        return self._scored(rows)
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text: of all its tokens, each predicted once, from the
+        window of max_length tokens that it is in."""
+        rows, owners = [], []
+        for owner, request in enumerate(requests):
+            ids = [self.prefix_token_id, *self.tok_encode(request.args[0])]
+            found = list(windows(ids, self.max_length, self.max_length))
+            rows += found
+            owners += [owner] * len(found)
+        sums = [0.0] * len(requests)
+        for owner, (likelihood, _) in zip(owners, self._scored(rows), strict=True):
+            sums[owner] += likelihood
+        return sums
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        """Return what the model writes after each context, up to the first of its `until`, to the
+        end of a text, or to max_gen_toks tokens.
+
+        temperature, do_sample, top_k and others of `Model.generate` are heeded. Draws follow from
+        torch's seed, which `simple_evaluate` sets.
+        """
+        alike: dict[str, list[int]] = {}
+        for place, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(place)
+        results, batches = [""] * len(requests), count()
+        for places in alike.values():
+            contexts = [requests[place].args[0] for place in places]
+            answer = self._writer(requests[places[0]].args[1], batches)
+            for place, text in zip(places, self._answered(contexts, len, answer), strict=True):
+                results[place] = text
+        return results
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a conversation by the tokenizer's chat template. If this refuses it,
+        messages of the system are left out."""
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        others = [message for message in chat_history if message["role"] != "system"]
+        try:
+            return render(chat_history)
+        except UserError:
+            if len(others) == len(chat_history):
+                raise
+            return render(others)
+
+    def _scored(self, rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each row's ids after the context, and whether they are
+        greedy. rows: ids, and how many of them are context only."""
+
+        def answer(batch: Sequence) -> list[tuple[float, bool]]:
+            scores = score(self.model, *padded(batch))
+            return list(zip(scores.log_likelihood.tolist(), scores.greedy.tolist(), strict=True))
+
+        return self._answered(rows, lambda row: len(row[0]), answer)
+
+    def _answered(self, items: list, length: Callable, answer: Callable) -> list:
+        """Return answers in the order of their items, which are answered in batches of items that
+        are about as long."""
+        order = sorted(range(len(items)), key=lambda place: -length(items[place]))
+        results = [None] * len(items)
+        with count_bar(len(items), "request") as bar:
+            for first in range(0, len(order), self.batch_size):
+                places = order[first : first + self.batch_size]
+                answers = answer([items[place] for place in places])
+                for place, result in zip(places, answers, strict=True):
+                    results[place] = result
+                bar.update(len(places))
+        return results
+
+    def _writer(self, given: dict, batches: count) -> Callable[[list[str]], list[str]]:
+        """Return a function from contexts to what the model writes after them. given: a task's
+        generation settings. batches: numbers for the draws of each batch."""
+        room, settings = self._settings(given)
+
+        def write(contexts: list[str]) -> list[str]:
+            prompts = [(self.tok_encode(c) or [self.prefix_token_id])[-room:] for c in contexts]
+            longest = max(map(len, prompts))
+            ids = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+            places, lengths = torch.arange(longest), torch.tensor([len(ids) for ids in prompts])
+            real = (places >= longest - lengths[:, None]).long()
+            seed = torch.initial_seed() + next(batches)
+            rows = self.model.generate(ids, real, seed=seed, **settings)[:, longest:].tolist()
+            return [self._text(row, settings["eos_token_id"], settings["stop"]) for row in rows]
+
+        return write
+
+    def _settings(self, given: dict) -> tuple[int, dict]:
+        """Return how many tokens a prompt may have, and the settings of `Model.generate`, by a
+        task's generation settings."""
+        settings = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        new, saved, eos = settings.pop("max_gen_toks"), self.model.generation, self.eot_token_id
+        if new >= self.max_length:
+            raise UserError(
+                f"max_gen_toks {new} leaves no room for a prompt: "
+                f"the model takes {self.max_length} tokens"
+            )
+        if not settings["do_sample"]:
+            settings.pop("temperature", None)
+        if "max_length" not in settings:
+            settings["max_new_tokens"] = new
+        ends = GenerationSettings.of({}, saved).eos_token_id
+        ends = ends if eos is None or eos in ends else (*ends, eos)
+        eos_text = "" if eos is None else self.tokenizer.decode([eos])
+        settings |= {
+            "stop": handle_stop_sequences(settings.pop("until"), eos_text or None),
+            "tokenizer": self.tokenizer,
+            "eos_token_id": ends,
+            "pad_token_id": ends[0] if ends else None,
+        }
+        kept = {name: saved[name] for name in SAVED if saved.get(name) is not None}
+        return self.max_length - new, kept | settings
+
+    def _text(self, ids: list[int], ends: Sequence[int], until: list[str]) -> str:
+        """Return the text of new ids up to the first that ends a row, and in it up to the first of
+        some strings."""
+        stop = next((place for place, token in enumerate(ids, 1) if token in ends), len(ids))
+        text = self.tokenizer.decode(ids[:stop], skip_special_tokens=True)
+        return postprocess_generated_text(text, until, None)
