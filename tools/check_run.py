@@ -205,6 +205,8 @@ def train_again(
         command += ["--import", str(import_)] if import_ else []
         sizes = {name: settings[name] for name in ("tp", "pp", "cp")}
         code = LocalRanks(**sizes, dp=dp, command=command, output=subprocess.DEVNULL).run()
+        if code > 128:
+            raise UserError("stopped by a signal", exit_code=code)
         if code:
             raise UserError("the run could not be repeated: see above", exit_code=code)
         steps_again = [step for step in read_steps(record) if step.loss is not None]
