@@ -296,3 +296,37 @@ def test_a_shorter_max_length_holds(directories):
     assert_both(pair, "loglikelihood_rolling", (words(1, 40),))
     long = {"until": [], "max_gen_toks": 9}
     assert_both(pair, "generate_until", (words(1, 40), long))
+
+
+def test_the_tokenizers_end_of_a_text_ends_it(tmp_path):
+    """Where generation_config.json names none."""
+    path = write_family(tmp_path / "m", "gpt2")
+    file = path / "generation_config.json"
+    saved = json.loads(file.read_text())
+    saved.pop("eos_token_id", None)
+    file.write_text(json.dumps(saved))
+    request = (
+        "generate_until",
+        *((words(n, 4), {"until": [], "max_gen_toks": 20}) for n in range(6)),
+    )
+    before = assert_both((ours(path), theirs(path, batch_size=1)), *request)
+    letter = next(c for text in before for c in text[1:] if c.isascii() and c.isupper())
+    settings = path / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": letter}))
+    ended = assert_both((ours(path), theirs(path, batch_size=1)), *request)
+    assert any(len(a) < len(b) for a, b in zip(ended, before, strict=True))
+
+
+def test_the_end_of_a_text_is_an_id_and_a_text(directories, monkeypatch):
+    """Ordinary tokens may spell it; and that of the byte tokenizer has no text."""
+    model = ours(directories["gpt2"])
+    given = {}
+    generate = model.model.generate
+    monkeypatch.setattr(
+        model.model, "generate", lambda *args, **how: given.update(how) or generate(*args, **how)
+    )
+    request = asked("generate_until", ("def", {"until": ["x"], "max_gen_toks": 2}))
+    model.generate_until(request)
+    assert (given["eos_token_id"], given["stop"]) == ((2,), ["x", "</s>"])
+    HarnessModel(model.model, ByteTokenizer()).generate_until(request)
+    assert (given["eos_token_id"], given["stop"]) == ((2, 256), ["x"])
