@@ -69,6 +69,7 @@ def test_the_tool_answers_tasks_of_a_directory_as_hflm(
     assert code == 0, error
     results = json.loads((tmp_path / "results.json").read_text())
     assert_expected(results["results"], expected, *expected)
+    assert results["n-shot"]["chatting"] == 0, "the task says 1"
     assert results["n-samples"]["choices"] == {"original": 6, "effective": 3}
     lines = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
     told = {cells[5]: cells[7] for cells in lines if len(cells) > 7}
