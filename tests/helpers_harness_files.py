@@ -22,7 +22,7 @@ CHAT = (
 )
 # How the tokenizer of each family names its special tokens, and what it puts before a text.
 TOKENS = {
-    "gpt2": {"bos_token": None, "eos_token": "</s>"},
+    "gpt2": {"eos_token": "</s>"},
     "llama": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
     "mpt": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
 }

@@ -20,6 +20,8 @@ USUAL = {
     "eos": ("<|end_of_text|>", "<|endoftext|>", "</s>"),
     "pad": ("<|padding|>",),
 }
+# Classes of transformers that have no tokens of their own, as GPT2Tokenizer has.
+GENERIC = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 @dataclass
@@ -97,6 +99,8 @@ class TokenizerSettings:
             if name is not None and id_of(name) is None:
                 raise UserError(f"{self.directory}: {role}_token {name!r} is not in the vocabulary")
             return None if name is None else id_of(name)
+        if role == "bos" and self.config.get("tokenizer_class") in GENERIC:
+            return None
         usual = (id_of(name) for name in USUAL[role])
         known = [
             token for token in (own.get(role), *usual, self.ids.get(role)) if token is not None
