@@ -166,7 +166,9 @@ def test_a_run_that_goes_on_continues_its_record(data, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (record / "steps.jsonl").open()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert json.loads((record / "record.json").read_text())["resumed"] == [4]
+    assert json.loads((record / "record.json").read_text())["resumed"] == [
+        {"step": 4, "changes": []}
+    ]
     assert "6 steps are the same to the bit" in checked(record).stdout
     done = start([], *SMALL, "--steps", 2, "--record", record)
     assert done.returncode == 2
@@ -209,6 +211,7 @@ def test_dropout_has_its_own_layout(data, tmp_path):
     assert "dp2: the run has dropout" in done.stderr
 
 
+# fmt: off
 FORGED = {
     "another format": (lambda v: v.update(format=2), "format"),
     "no settings": (lambda v: v.pop("settings"), "settings"),
@@ -218,7 +221,23 @@ FORGED = {
     "ranks of a wrong type": (lambda v: v["settings"].update(tp="two"), "tp"),
     "a checksum of a wrong kind": (lambda v: v["files"][0].update(sha256="x"), "sha256"),
     "a list in place of it all": (lambda v: v.update(config=[]), "config"),
+    "more ranks than there are": (lambda v: v["settings"].update(tp=4096), "takes 4,096 ranks"),
+    "more replicas": (lambda v: v.update(dp=2**20), "takes 2,097,152 ranks"),
+    "ranks below 1": (lambda v: v["settings"].update(pp=-1), "pp -1 must be at least 1"),
+    "steps from nowhere": (lambda v: v.update(first_step=10**9), "settings lacks load"),
+    "weights that are a device": (lambda v: v["settings"].update(load="/dev/zero"), "no directory"),
+    "a tokenizer that is one": (
+        lambda v: v["settings"].update(tokenizer="/dev/zero"), "unknown tokenizer"
+    ),
+    "data that is one": (lambda v: v["settings"].update(data=["/dev/zero"]), "unknown data"),
+    "data without a name": (lambda v: v["settings"].update(data=[]), "data"),
+    "words for a terminal": (
+        lambda v: v["inputs"].update({"import": ["\x1b[2J\nfine.py"]}), "imported ?[2J?fine.py"
+    ),
 }
+
+
+# fmt: on
 
 
 @pytest.mark.parametrize("what", FORGED)

@@ -7,10 +7,12 @@ with a line for each step. tools/check_run.py runs the first steps again, and co
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,13 +22,22 @@ import numpy as np
 import torch
 from msgspec import Meta
 
+from megazoo.checkpoint.writing import json_bytes, write_atomically
+from megazoo.cli.adapters import Weights
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.metrics import append_line
-from megazoo.cli.options import Options
+from megazoo.cli.options import (
+    DataOptions,
+    OptimizerOptions,
+    Options,
+    ParallelOptions,
+    TrainingOptions,
+)
 from megazoo.data.corpus import standard_library_files
 from megazoo.data.text_files import is_loose_json
 from megazoo.errors import UserError
-from megazoo.files import convert, json_object, open_at_once, read_bytes, reason_of
+from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
+from megazoo.models.megatron.source import is_iteration
 from megazoo.models.registry import family_of
 from megazoo.tokenizer import tokenizer_files
 
@@ -43,6 +54,8 @@ BESIDE = (
     "eval_steps metrics tensorboard wandb peak_tflops profile profile_steps record "
     "timeout device data_workers config import"
 ).split()
+# What a run that goes on may have otherwise: where it ends, and what its checkpoint carries.
+CARRIED = "steps epochs tokenizer".split()
 LAYOUT = (
     "tp pp virtual_pp cp cp_method stage_layers sequence_parallel schedule zero offload_optimizer"
 ).split()
@@ -59,7 +72,16 @@ class InputFile:
     sha256: Sha256
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.kind})"
+        return shown(f"{self.name} ({self.kind})")
+
+
+@dataclass
+class Resumed:
+    """A later start of a run. step: after which it went on. changes: what was not as before, a line
+    each."""
+
+    step: Count
+    changes: list[Text]
 
 
 @dataclass
@@ -70,7 +92,7 @@ class Recorded:
     with underscores, all that follow from others filled in. config: the model's. dp: of the layout,
     whose other sizes are settings. first_step: after which it begins. inputs: where the files were,
     by their kinds. files: their checksums. versions, machine: told where a run differs. run: its
-    id. resumed: after which steps it was started again.
+    id. resumed: the later starts that went on from a checkpoint.
     """
 
     format: Annotated[int, Meta(ge=FORMAT, le=FORMAT)]
@@ -85,7 +107,7 @@ class Recorded:
     files: list[InputFile]
     versions: dict[Text, Text]
     machine: dict[Text, Text]
-    resumed: list[Count] = field(default_factory=list)
+    resumed: list[Resumed] = field(default_factory=list)
 
 
 @dataclass
@@ -101,19 +123,29 @@ class Step:
     test_loss: float | None = None
 
 
+def shown(text: str) -> str:
+    """Write a text of a record so that a terminal shows it, and does nothing else, in one line."""
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def inputs_of(run) -> dict[str, list[str]]:
     """Return where the files are that a run reads, by their kinds."""
-    options, weights = run.options, run.weights
-    paths = [source.path for source in (weights.base, weights.adapters) if source]
-    if options.lora.lora_load and not weights.adapters:  # PEFT's
-        paths.append(options.lora.lora_load)
-    imported = options.model.import_
+    imported = run.options.model.import_
     return {
         "data": list(run.sources.names),
         "tokenizer": [str(run.tokenizer.source)],
-        "weights": [str(path) for path in paths],
+        "weights": directories_of(run.weights, run.options.lora.lora_load),
         "import": [str(imported)] if imported else [],
     }
+
+
+def directories_of(weights: Weights, lora_load: Path | None) -> list[str]:
+    """Return where the weights are that a run begins with."""
+    paths = [source.path for source in (weights.base, weights.adapters) if source]
+    if lora_load and not weights.adapters:  # PEFT's
+        paths.append(lora_load)
+    return [str(path) for path in paths]
 
 
 def checksums(inputs: dict[str, list[str]]) -> list[InputFile]:
@@ -126,10 +158,10 @@ def checksums(inputs: dict[str, list[str]]) -> list[InputFile]:
             digest = hashlib.sha256(data).hexdigest()
             found.append(InputFile("tokenizer", name, len(data), digest))
     for where in inputs["weights"]:
-        if not Path(where).is_dir():
-            raise UserError(f"no directory {where}, where the weights were: --load says where")
-        files = sorted(path for path in Path(where).iterdir() if path.is_file())
-        found += [_of_path("weights", path.name, path) for path in files]
+        root = Path(where)
+        entries = root.rglob("*") if is_iteration(root) else root.iterdir()  # ranks' directories
+        for path in sorted(path for path in entries if path.is_file()):
+            found.append(_of_path("weights", path.relative_to(root).as_posix(), path))
     found += [_of_path("import", Path(name).name, Path(name)) for name in inputs["import"]]
     return found
 
@@ -150,7 +182,7 @@ def _data_files(name: str) -> Iterable[tuple[str, Path]]:
 
 def _of_path(kind: str, name: str, path: Path) -> InputFile:
     try:
-        with open(path, "rb") as file:
+        with open(regular_file(path), "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return InputFile(kind, name, file.tell(), digest)
     except OSError as error:
@@ -169,15 +201,15 @@ def changed_files(then: list[InputFile], now: list[InputFile]) -> list[str]:
             lines.append(f"{old} had {old.bytes:,} bytes, and has {new.bytes:,}")
         elif new.sha256 != old.sha256:
             lines.append(f"{old} has as many bytes, but other contents")
-    return lines + [f"{after[key]} is new" for key in after.keys() - before.keys()]
+    return lines + [f"{new} is new" for key, new in after.items() if key not in before]
 
 
 def _numbered(files: list[InputFile]) -> dict[tuple[str, str, int], InputFile]:
     """Return files by kind, name, and how many of that name came before: a blend may have two."""
-    found = {}
+    found, seen = {}, Counter()
     for file in files:
-        number = sum((file.kind, file.name) == key[:2] for key in found)
-        found[file.kind, file.name, number] = file
+        found[file.kind, file.name, seen[file.kind, file.name]] = file
+        seen[file.kind, file.name] += 1
     return found
 
 
@@ -196,11 +228,8 @@ def settings_of_run(run, ctx) -> dict:
     if values["mock_data"]:
         values["data"] = None
     kept = {name: value for name, value in values.items() if name not in BESIDE}
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in kept.items()
-        if value is not None and value is not False
-    }
+    there = {name: value for name, value in kept.items() if value is not None}
+    return json.loads(json.dumps(there, default=str))  # of paths
 
 
 def versions() -> dict[str, str]:
@@ -211,13 +240,18 @@ def versions() -> dict[str, str]:
         found["megazoo"] = importlib.metadata.version("megazoo")
     except importlib.metadata.PackageNotFoundError:
         found["megazoo"] = "not installed"
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        found["commit"] = told.stdout.strip()
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # else it is another's repository
+        found["commit"] = _git("describe", "--always", "--dirty")
     except (OSError, subprocess.SubprocessError):  # it is installed, or there is no git
         pass
     return found
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 def machine(ctx) -> dict[str, str]:
@@ -236,9 +270,12 @@ def machine(ctx) -> dict[str, str]:
 
 
 def _source_checksum() -> str:
-    """Return the SHA-256 of this library's own files, by which two copies can be told apart."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    """Return the SHA-256 of this library's own files, and of the program in a clone, by which two
+    copies can be told apart."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    program = root / "pretrain_gpt.py"
+    files = [*Path(__file__).parents[1].rglob("*.py"), *([program] if program.is_file() else [])]
+    for path in sorted(files):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -246,41 +283,83 @@ def _source_checksum() -> str:
 def begin_record(directory: Path, run, ctx, run_id: str) -> None:
     """Write record.json, or, where the run goes on, what is to follow the steps before.
 
-    A run that torchrun starts again before its first checkpoint begins its record anew. UserError
-    if the directory has the record of another run, or can't be written.
+    Where the run goes on from where its record begins, and where torchrun starts it again before
+    its first checkpoint, the record begins anew. UserError if the directory has the record of
+    another run, or can't be written.
     """
-    recorded, steps = None, []
-    if (directory / RECORD).exists() and (run.resuming or not is_restart()):
-        recorded = read_record(directory)
-        if not run.resuming or recorded.run != run_id or recorded.first_step > run.first_step:
+    now = Recorded(
+        FORMAT,
+        run_id,
+        ["pretrain_gpt.py", *run.arguments],
+        family_of(run.config),
+        json.loads(json.dumps(asdict(run.config))),
+        settings_of_run(run, ctx),
+        ctx.dp_size,
+        run.first_step,
+        inputs_of(run),
+        run.files,
+        versions(),
+        machine(ctx),
+    )
+    steps = []
+    if (directory / RECORD).exists():
+        before, steps = read_record(directory), read_steps(directory)
+        goes_on = run.resuming and before.run == run_id and before.first_step <= run.first_step
+        if not goes_on and not (is_restart() and _began_so(before, steps, now)):
             raise UserError(
                 f"--record {directory} holds the record of another run: choose another directory"
             )
-        steps = [step for step in read_steps(directory) if step.step <= run.first_step]
-        recorded.resumed.append(run.first_step)
-    else:
-        recorded = Recorded(
-            FORMAT,
-            run_id,
-            ["pretrain_gpt.py", *run.arguments],
-            family_of(run.config),
-            json.loads(json.dumps(asdict(run.config))),
-            settings_of_run(run, ctx),
-            ctx.dp_size,
-            run.first_step,
-            inputs_of(run),
-            run.files,
-            versions(),
-            machine(ctx),
-        )
+        steps = [step for step in steps if step.step <= run.first_step]
+        if before.first_step < run.first_step:
+            before.resumed.append(Resumed(run.first_step, changes_since(before, now)))
+            now = before
     lines = "".join(f"{_line(step)}\n" for step in steps)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in ((STEPS, lines), (RECORD, json.dumps(asdict(recorded), indent=1) + "\n")):
-            with open(directory / name, "w", opener=open_at_once) as file:
-                file.write(text)
+        write_atomically(directory / STEPS, lines.encode())
+        write_atomically(directory / RECORD, json_bytes(asdict(now)))
     except OSError as error:
         raise UserError(f"--record {directory}: {reason_of(error)}", exit_code=1) from error
+
+
+def _began_so(before: Recorded, steps: list[Step], now: Recorded) -> bool:
+    """Say whether a record is what this run, before it was started again, had written."""
+    is_same = (before.command, before.settings) == (now.command, now.settings)
+    return is_same and all(step.step < now.settings["steps"] for step in steps)
+
+
+def changes_since(before: Recorded, now: Recorded) -> list[str]:
+    """Return a line for each thing that decides what a run computes and is not as it was when the
+    run began. Its weights are those of its checkpoint."""
+    groups = (ParallelOptions, TrainingOptions, OptimizerOptions, DataOptions)
+    names = {f.name for group in groups for f in fields(group)} - {*CARRIED, *BESIDE}
+    old, new = ({**each.settings, "dp": each.dp} for each in (before, now))
+    lines = [
+        f"{name}: {_told(old.get(name))} then, {_told(new.get(name))} now"
+        for name in sorted(names | {"dp"})
+        if old.get(name) != new.get(name)
+    ]
+    lines += different("config", before.config, now.config)
+    lines += different("version", before.versions, now.versions)
+    lines += different("machine", before.machine, now.machine)
+    files = ([file for file in each.files if file.kind != "weights"] for each in (before, now))
+    return lines + changed_files(*files)
+
+
+def different(what: str, then: dict, now: dict) -> list[str]:
+    """Return a line for each name that both have, with another value. what: they are of."""
+    return [
+        f"{what} {name}: {_told(then[name])} then, {_told(now[name])} now"
+        for name in sorted(then.keys() & now.keys())
+        if then[name] != now[name]
+    ]
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):
+        return value[:12]
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def record_step(directory: Path, step: Step) -> None:
@@ -289,7 +368,8 @@ def record_step(directory: Path, step: Step) -> None:
 
 
 def _line(step: Step) -> str:
-    return json.dumps({key: value for key, value in asdict(step).items() if value is not None})
+    values = {key: value for key, value in asdict(step).items() if value is not None}
+    return json.dumps({key: value for key, value in values.items() if math.isfinite(value)})
 
 
 def read_record(directory: Path) -> Recorded:

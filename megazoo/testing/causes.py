@@ -84,7 +84,7 @@ class Comparison:
             clue = self._clue([rank.activation_clues[step] for rank in self.ranks], key)
             yield Finding(
                 f"module {name}: its {kind} differs{when} {where}{self._told(clue)}",
-                usual.of_activations(kind, name, clue, step),
+                usual.of_activations(kind, name, clue, step, self.layout),
             )
 
     def _logits(self) -> Iterator[Finding]:
@@ -143,11 +143,12 @@ class Comparison:
 
     def _loss(self, step: int) -> Iterator[Finding]:
         if self.worst_loss(step, step + 1) > self.tolerance:
-            ours, theirs = self.ranks[0].losses[step], self.expected.losses[step]
+            theirs = self.expected.losses[step]
+            ours, where = self._unlike([rank.losses[step] for rank in self.ranks], theirs)
             compared = step < len(self.expected.activations)
             more = ", though no module's output differs" if compared else ""
             mean = self._other_mean(ours) if step == 0 else ""
-            text = f"loss: {ours:.7g} instead of {theirs:.7g}{_later(step)}{more}{mean}"
+            text = f"loss: {ours:.7g} instead of {theirs:.7g}{_later(step)}{where}{more}{mean}"
             yield Finding(text, usual.MEANS if mean else usual.LOSS)
 
     def _other_mean(self, loss: float) -> str:
@@ -167,34 +168,47 @@ class Comparison:
         if not wrong:
             return
         first, others = wrong[0], len(wrong) - 1
-        factors = sorted(factor for rank in self.ranks for factor in rank.factors.values())
-        if step == 0 and factors and factors[-1] - factors[0] < 1e-3 < abs(factors[0] - 1):
+        factor = _common(factor for rank in self.ranks for factor in rank.factors.values())
+        if step == 0 and abs(factor - 1) > 1e-3:
             yield Finding(
-                f"loss scale: every gradient is {factors[0]:.4g} x what it should be"
-                f"{self._axes_of_size(factors[0])}",
-                usual.of_loss_scale(factors[0]),
+                f"loss scale: every gradient is {factor:.4g} x what it should be"
+                f"{self._axes_of_size(factor)}",
+                usual.of_loss_scale(factor, micro_batches_of(self.layout.dp)),
             )
+        where = self._where(gradients, first)
         if set(wrong) <= set().union(*(rank.tied for rank in self.ranks)):
-            known = (rank.factors[first] for rank in self.ranks if first in rank.factors)
-            factor = next(known, math.nan)
+            factor = _common(r.factors[first] for r in self.ranks if first in r.factors)
+            what = "differs" if math.isnan(factor) else f"is {factor:.3g} x what it should be"
             yield Finding(
-                f"tie: the gradient of {first}, which stages share, "
-                f"is {factor:.3g} x what it should be",
+                f"tie: the gradient of {first}, which stages share, {what} at {_named(step)} "
+                f"{where}",
                 usual.of_ties(factor),
             )
         more = f", and of {others} more" if others else ""
         clue = self._clue([rank.gradient_clues for rank in self.ranks], first) if not step else None
-        copied = any(first in rank.copied for rank in self.ranks)
         yield Finding(
-            f"gradient of {first}: differs at {_named(step)} "
-            f"{self._where(gradients, first)}{more}{self._told(clue)}",
-            usual.of_gradients(clue, copied, self.layout),
+            f"gradient of {first}: differs at {_named(step)} {where}{more}{self._told(clue)}",
+            usual.of_gradients(clue, self._place_of(first, gradients), self.layout),
+        )
+
+    def _place_of(self, first: str, gradients: Sequence[dict]) -> usual.Place:
+        """Tell where the first gradient that differs is."""
+        compared = set().union(*gradients)
+        made_first = next(name for name in reversed(self.expected.initial) if name in compared)
+        wrong = set(self._ranks_where(gradients, first))
+        right = {n for n, each in enumerate(gradients) if first in each} - wrong
+        cut = [(rank.coordinates["tp"], rank.coordinates["pp"]) for rank in self.ranks]
+        return usual.Place(
+            made_first=first == made_first,
+            copied=any(first in rank.copied for rank in self.ranks),
+            on_some_replicas=bool({cut[n] for n in wrong} & {cut[n] for n in right}),
         )
 
     def _norm(self, step: int) -> Iterator[Finding]:
         if self.worst_norm(step, step + 1) > self.tolerance:
-            ours, theirs = self.ranks[0].norms[step], self.expected.norms[step]
-            text = f"gradient norm: {ours:.7g} instead of {theirs:.7g} at {_named(step)}"
+            theirs = self.expected.norms[step]
+            ours, where = self._unlike([rank.norms[step] for rank in self.ranks], theirs)
+            text = f"gradient norm: {ours:.7g} instead of {theirs:.7g} at {_named(step)}{where}"
             yield Finding(f"{text}, though no gradient differs", usual.NORM)
 
     def _weights(self, step: int) -> Iterator[Finding]:
@@ -224,6 +238,12 @@ class Comparison:
             last = len(self.ranks) - 1
             text = f"overflow: a step whose gradients overflow on rank {last} is not skipped"
             yield Finding(f"{text} {self._on(stepped)}", usual.OVERFLOW)
+
+    def _unlike(self, values: list[float], expected: float) -> tuple[float, str]:
+        """Return the first rank's value that differs, and say on which ranks, unless on all."""
+        wrong = [n for n, v in enumerate(values) if _worst([[v]], [expected]) > self.tolerance]
+        where = f" {self._on(wrong)}" if len(wrong) < len(values) else ""
+        return values[wrong[0]], where
 
     def _differing(self, distances: Sequence[dict], keys: Iterable[Hashable]) -> list:
         """Return the keys whose distance is above the tolerance on some rank."""
@@ -259,11 +279,11 @@ class Comparison:
         """Say what is noticeable."""
         if clue is None:
             return ""
+        if clue.everywhere:
+            return ": by the same features at every token"
         if not math.isnan(clue.factor):
             axes = self._axes_of_size(clue.factor)
             return f": it is {clue.factor:.4g} x what it should be{axes}"
-        if clue.everywhere:
-            return ": by the same features at every token"
         if clue.reordered:
             return ": the values are those expected, in another order"
         for axis, factor in clue.sums.items():
@@ -293,6 +313,13 @@ def _alike(one: Clue, other: Clue) -> bool:
     )
     factors = torch.tensor([one.factor, other.factor])
     return same and torch.allclose(factors[:1], factors[1:], rtol=1e-3, equal_nan=True)
+
+
+def _common(factors: Iterable[float]) -> float:
+    """Return the number that all are; nan if there is none."""
+    factors = list(factors)
+    alike = all(math.isclose(factor, factors[0], rel_tol=1e-3) for factor in factors)
+    return factors[0] if factors and alike else math.nan
 
 
 def _named(step: int) -> str:

@@ -73,11 +73,15 @@ def check_parallel(
     nothing. import_: the Python file that registers the model, if one does. lora_rank: train
     adapters of this rank, of all linear layers, instead of the weights. within: a function, that
     can be imported by name, which makes the context in which every process trains: what is patched
-    there is checked, too. UserError for a layout that can't be.
+    there is checked, too. UserError for a layout that can't be, and for a classifier; RankError if
+    the one process fails.
     """
+    check_number("steps", steps, 1, whole=True)
     check_number("tolerance", tolerance, 0)
     check_number("lora-rank", lora_rank, 0, whole=True)
     config = find_config(model) if isinstance(model, str) else model
+    if getattr(config, "num_labels", 0):
+        raise UserError("the check trains language models, and no classifier: num_labels must be 0")
     subject = Subject(
         family_of(config),
         asdict(config),
@@ -94,11 +98,22 @@ def check_parallel(
     with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
         record, pool = Path(directory) / "one_process.pt", RankPool()
         try:
-            pool.run(train_in_one_process, 1, subject, steps, record, timeout=TIMEOUT)
+            _train_in_one_process(pool, subject, steps, record)
             for layout in layouts:
                 yield _check_layout(pool, subject, layout, steps, record, tolerance)
         finally:
             pool.close()
+
+
+def _train_in_one_process(pool: RankPool, subject: Subject, steps: int, record: Path) -> None:
+    """Train in one process; a mistake of the user that it finds is told as one."""
+    try:
+        pool.run(train_in_one_process, 1, subject, steps, record, timeout=TIMEOUT)
+    except RankError as error:
+        kind, _, text = str(error).splitlines()[-1].partition(": ")
+        if kind == f"{UserError.__module__}.{UserError.__qualname__}":
+            raise UserError(text) from error
+        raise
 
 
 def _check_layout(

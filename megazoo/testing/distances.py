@@ -86,9 +86,10 @@ def parameter_distances(
 def gradient_factors(
     gradients: dict, expected: dict, model, ranges: dict | None = None
 ) -> dict[str, float]:
-    """Return, of each parameter, by what its expected gradient comes closest to this rank's."""
+    """Return, of each parameter, by what its expected gradient is multiplied on this rank; nan if
+    it is no multiple."""
     return {
-        name: relative(ours @ theirs, theirs @ theirs)
+        name: _factor(ours, theirs, UNEXPLAINED * ours.norm())
         for name, ours, theirs in parameter_pairs(gradients, expected, model, ranges)
         if theirs.norm() > 1e-6
     }
@@ -107,7 +108,8 @@ def activation_pairs(
             mine, whole = ours.get((kind, name)), expected.get((kind, name))
             if mine is None or whole is None or len(whole) != ROWS:
                 continue
-            parts = part_of(own_rows(whole, model.ctx), mine, module, dim, model.ctx)
+            rows = own_rows(whole, model.ctx)
+            parts = part_of(rows, mine, module, dim, model.ctx) if len(mine) == len(rows) else None
             if parts is not None:
                 yield (kind, name), *parts
 
@@ -169,9 +171,9 @@ def _sums(ours: torch.Tensor, theirs: torch.Tensor, groups: dict) -> dict[str, f
 def _clue(ours: torch.Tensor, theirs: torch.Tensor, sums: dict[str, float]) -> Clue:
     difference = (ours - theirs).double()
     left, everywhere = UNEXPLAINED * difference.norm(), False
-    if difference.dim() > 1 and difference.shape[-1] > 1:
-        each = difference.flatten(0, -2)
-        everywhere = bool((each - each[:1]).norm() <= left)
+    if difference.dim() > 1 and difference.shape[-1] > 1:  # and the rest is as it should be
+        rest = UNEXPLAINED * _without_bias(theirs).norm()
+        everywhere = bool(_without_bias(difference).norm() <= min(left, rest))
     a, b = (x.flatten().double().sort().values for x in (ours, theirs))
     reordered = bool((a - b).norm() <= left)
     return Clue(_factor(ours, theirs, left), sums, everywhere, reordered)

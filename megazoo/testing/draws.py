@@ -27,15 +27,17 @@ class Draws:
 
 
 def dropout_draws(config, schedule: str, ctx: ParallelContext) -> dict[str, Draws]:
-    """Return what each Dropout of a small model of the kind draws from.
+    """Return what each Dropout of a small model of the kind, of as many layers, draws from.
 
     It is trained one step, in which all replicas are given the same tokens, and once more, in which
     all layers are recomputed in backward.
     """
-    config, rates = shrink(config), _dropout_rates(config)
+    rates = dict.fromkeys(_dropout_rates(config), 0.1)
     if not rates:
         return {}
-    model = from_config(replace(config, **dict.fromkeys(rates, 0.1)), ctx, seed=3)
+    layers = {"layers": config.layers} if hasattr(config, "layers") else {}  # to fill the stages
+    config = replace(shrink(config), **layers, **rates)
+    model = from_config(config, ctx, seed=3)
     batch = make_batch(0, config.vocab_size, model.longest_sequence(config))
     drawn = []
     for mode in ("none", "full"):

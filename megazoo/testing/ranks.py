@@ -77,7 +77,7 @@ class RankPool:
                 rank = pipes.pop(pipe)
                 try:
                     value, failure = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, OSError):
                     value, failure = None, "the process died"
                 if failure:
                     failures[rank] = failure

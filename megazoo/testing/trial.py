@@ -109,9 +109,10 @@ class Findings:
 
     coordinates: its rank along each axis. tied: parameters that other stages have, too. copied:
     those of which several tp ranks have the same rows. factors: of each parameter, by what its
-    expected gradient of the first step is to be multiplied to come closest to the rank's. clues: of
-    the first activations of each step, and gradients of the first, that differ anywhere. skipped:
-    whether it skips a step whose gradients overflow on one rank, None if there is no such step.
+    expected gradient of the first step is multiplied on the rank, nan if it is no multiple. clues:
+    of the first activations of each step, and gradients of the first, that differ anywhere.
+    skipped: whether it skips a step whose gradients overflow on one rank, None if there is no such
+    step.
     """
 
     coordinates: dict[str, int]
@@ -198,7 +199,8 @@ def train_on_a_rank(
             found.norms.append(optimizer.step().item())
             found.weights.append(parameter_distances(_copies(model), stepped, model))
         for ours, whole in zip(record.activations, expected.activations, strict=True):
-            distances = activation_distances(model, ours, whole)
+            known = activation_distances(model, ours, whole)
+            distances = {key: known[key] for key in whole if key in known}  # as computed
             wrong = _first_differing(distances, tolerance, ctx)
             found.activations.append(distances)
             found.activation_clues.append(activation_clues(model, ours, whole, wrong))
@@ -313,17 +315,17 @@ def _recording(model, record: Record):
     handles, kept = [], {}
 
     def keep(kind: str, name: str, value) -> None:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
             kept.setdefault((kind, name), []).append(value.detach().clone())
 
     def watch(name: str, module: torch.nn.Module) -> None:
-        def before(_, given):
-            keep("input", name, given[0])
+        def before(_, given, named):
+            keep("input", name, next(iter((*given, *named.values())), None))
 
         def after(_, given, returned):
             keep("output", name, returned)
 
-        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
 
     for name, module in model.named_modules():
@@ -334,4 +336,9 @@ def _recording(model, record: Record):
     finally:
         for handle in handles:
             handle.remove()
-        record.activations.append({key: torch.cat(parts) for key, parts in kept.items()})
+        alike = {
+            key: parts  # of a module that is called for one kind of thing
+            for key, parts in kept.items()
+            if len({part.shape[1:] for part in parts}) == 1
+        }
+        record.activations.append({key: torch.cat(parts) for key, parts in alike.items()})

@@ -1,6 +1,7 @@
 """What usually causes a difference between a layout and one process, in a sentence each."""
 
 import math
+from dataclasses import dataclass
 
 from megazoo.testing.distances import Clue
 from megazoo.testing.layouts import Layout
@@ -43,57 +44,79 @@ _PARTS = (
 )
 
 
-def of_activations(kind: str, name: str, clue: Clue | None, step: int) -> str:
+@dataclass(frozen=True)
+class Place:
+    """Where in backward the first gradient is that differs.
+
+    made_first: before it, backward makes no other. copied: several tp ranks have the same rows of
+    it. on_some_replicas: others have it as it should be.
+    """
+
+    made_first: bool
+    copied: bool
+    on_some_replicas: bool
+
+
+def of_activations(kind: str, name: str, clue: Clue | None, step: int, layout: Layout) -> str:
     """Return what makes a module's input or output differ. step: the first in which it does."""
-    if clue and clue.everywhere:
+    if clue and clue.everywhere and layout.tp > 1:
         return "every rank adds the bias to its part before the sum over tp"
+    if clue and clue.everywhere:
+        return "a bias is added twice, left out, or another layer's"
     if clue and clue.reordered:
         return "parts are gathered in another order of the ranks, or cut in another"
     if clue and "tp" in clue.sums and math.isclose(clue.sums["tp"], 1, rel_tol=1e-3):
         return "the sum over tp after a row-parallel layer, or an embedding, is missing"
     if clue and not math.isnan(clue.factor):
-        return "a number of features or heads is this rank's, or something is summed over tp twice"
+        twice = ", or something is summed over tp twice" if layout.tp > 1 else ""
+        return f"a number of layers, features or heads is this rank's and not the whole's{twice}"
     if step and "attention" in name:
         return "masks of documents or of padding do not reach this stage or this part of sequences"
     if kind == "input" and name.endswith("attention.output"):
         return f"attention computes with other {_PARTS}"
-    if kind == "input" and name.endswith(".down"):
+    if kind == "input" and name.endswith(".down") and layout.tp > 1:
         return "gate and up are cut as one block, or an activation is applied to a partial sum"
     if "position" in name or name.startswith("embedding"):
         return "positions, or token ids, are those of this rank's part and not of the whole"
-    if kind == "output" and "norm" in name:
+    if kind == "output" and "norm" in name and layout.tp > 1:
         return "the moments are of this rank's features, and not of all"
-    if kind == "output":
+    if kind == "output" and layout.tp > 1:
         return "something is summed over tp twice, or added before the sum instead of after it"
-    return ""
+    return "the module computes with this rank's numbers, of layers or tokens, not with the whole's"
 
 
 def of_labels(ours: int, theirs: int, layout: Layout) -> str:
     """Return what makes the mean one over another number of labels."""
-    if ours * layout.dp < 2 * theirs and ours < theirs / 1.5:
+    if ours > theirs:
+        return "the same labels are counted by several ranks, or padding counts as labelled"
+    if layout.cp == 1 or (ours * layout.dp < 2 * theirs and ours < theirs / 1.5):
         return "labels are counted on this rank alone, and not over all replicas"
     return "labels are shifted after the sequence was cut, so that each part loses its last one"
 
 
-def of_loss_scale(factor: float) -> str:
+def of_loss_scale(factor: float, micro_batches: int) -> str:
     """Return what multiplies every gradient."""
+    if factor == 0:
+        return "no gradient comes back from the loss, or all are set to zero after backward"
     for power, what in ((1, "not taken out"), (-1, "taken out twice")):
         if math.isclose(factor, LOSS_SCALE**power, rel_tol=1e-3):
             return f"the loss scale, {LOSS_SCALE:g} in this check, is applied twice or {what}"
-    return "a mean where a sum belongs, or a sum where a mean does, over the ranks of an axis"
+    return (
+        "a mean where a sum belongs, or a sum where a mean does, over the ranks of an axis or over "
+        f"a replica's micro-batches, {micro_batches} in this check"
+    )
 
 
 def of_ties(factor: float) -> str:
-    """Return what is wrong with the gradient of a parameter that stages share."""
+    """Return what is wrong with the gradient of a parameter that stages share. factor: nan if it
+    is no multiple."""
     if factor > 1:
         return "the sum between the stages is made twice, or both the copies and the sum are added"
     return "the sum between the stages is missing, or comes after what shares it out"
 
 
-def of_gradients(clue: Clue | None, copied: bool, layout: Layout) -> str:
-    """Return what makes a gradient differ. copied: several tp ranks have the same rows of it."""
-    if copied:
-        return "the parts that the ranks with copies of a KV head have are not summed"
+def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:
+    """Return what makes a gradient differ."""
     if clue and clue.factor == 0:
         return "the gradient is lost on its way: a graph that is cut, or a parameter left out"
     if clue and not math.isnan(clue.factor):
@@ -101,14 +124,21 @@ def of_gradients(clue: Clue | None, copied: bool, layout: Layout) -> str:
     for axis, factor in clue.sums.items() if clue else ():
         if math.isclose(factor, 1, rel_tol=1e-3):
             return f"the gradient is never summed over {axis}"
-    if layout.pp > 1:
-        return (
+    if place.copied:
+        return "the parts that the ranks with copies of a KV head have are not summed"
+    replicas, reasons = layout.dp * layout.cp > 1, []
+    if replicas and place.on_some_replicas and not layout.zero:
+        return "a sum over the replicas left some of them out, or did not reach them"
+    if layout.pp > 1 and not place.made_first:  # which waits for no other stage
+        reasons.append(
             "backward pairs a micro-batch's gradient with another's activations, or a buffer is "
             "used again before it was read"
         )
-    if layout.dp * layout.cp > 1:
-        return (
+    if replicas:
+        reasons.append(
             "a sum over the replicas left before the last micro-batch, or left one out; or "
             "replicas are weighed by their own labels"
         )
-    return "the sum of the inputs' gradients over tp is missing where a region is entered"
+    if layout.tp > 1 and not reasons:
+        return "the sum of the inputs' gradients over tp is missing where a region is entered"
+    return "; or ".join(reasons) or "the loss's gradient lacks a micro-batch, or counts one twice"

@@ -150,7 +150,7 @@ def tied_gradient_twice():
 @bug(
     "2b",
     "Tied embedding's gradient on one stage only",
-    r"tie: the gradient of embedding\.weight, which stages share, is 0\.\d+ x",
+    r"tie: the gradient of embedding\.weight, which stages share, differs at",
     layout="pp2",
     source="uw-syfi/piper #13",
     link="https://github.com/uw-syfi/piper/issues/13",
@@ -163,7 +163,7 @@ def tied_gradient_of_one_stage():
 @bug(
     "2c",
     "Part of a tied embedding's gradient, with a distributed optimizer",
-    r"tie: the gradient of embedding\.weight, which stages share",
+    r"tie: the gradient of embedding\.weight, which stages share, differs at",
     layout="pp2dp2+zero",
     source="Megatron-LM #844",
     link="https://github.com/NVIDIA/Megatron-LM/issues/844",
@@ -188,13 +188,24 @@ def tied_gradient_after_sharing():
     source="DeepSpeed #7985",
     link="https://github.com/deepspeedai/DeepSpeed/pull/7985",
 )
+@contextmanager
 def sum_before_the_last_micro_batch():
-    """A bucket's sum over the replicas leaves after the first micro-batch."""
+    """A bucket's sum over the replicas leaves, and is there, after the first micro-batch."""
 
-    def make(start):
+    def make_start(start):
         return lambda self, backwards, deferred=(): start(self, 1, deferred)
 
-    return replaced(GradientBuckets, "start", make)
+    def make_launch(launch):
+        def launched(self, stop):
+            launch(self, stop)
+            while self.works:  # else a sum that is late has the others' gradients, too
+                self.works.pop(0).wait()
+
+        return launched
+
+    start = replaced(GradientBuckets, "start", make_start)
+    with start, replaced(GradientBuckets, "_launch", make_launch):
+        yield
 
 
 @bug(

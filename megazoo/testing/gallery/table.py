@@ -36,7 +36,10 @@ class Outcome:
 
 
 def self_test(bugs: Sequence[Bug]) -> Iterator[Outcome]:
-    """Plant each bug in a small model, check that, and yield what is said of it."""
+    """Plant each bug in a small model, check that, and yield what is said of it. UserError, before
+    anything, if one needs transformers, and they are not there."""
+    if any(bug.layout == "transformers" for bug in bugs):
+        _require_transformers()
     for bug in bugs:
         start = time.perf_counter()
         if bug.layout == "transformers":
@@ -49,14 +52,20 @@ def self_test(bugs: Sequence[Bug]) -> Iterator[Outcome]:
         yield Outcome(bug, cause, usual, time.perf_counter() - start)
 
 
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"the self-test compares with transformers, which can't be imported: {error} (pip "
+            "install transformers)"
+        ) from None
+
+
 def _beside_transformers(bug: Bug) -> str | None:
     """Compare a model that has the bug with transformers' of the same weights; return the cause."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise UserError(
-            "the self-test compares with transformers: pip install transformers"
-        ) from None
+    from transformers import AutoModelForCausalLM
+
     model = from_config(bug.config, ParallelContext(), seed=3)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, bug.config.vocab_size, (2, 16), generator=generator)
