@@ -112,8 +112,8 @@ def test_mistakes_are_told_in_one_line(directory, tmp_path, monkeypatch, capsys)
     for arguments, message in {
         ("--tasks", ""): "--tasks is empty: name it",
         ("--tasks", " , "): "--tasks is empty: name tasks, YAML files or directories",
-        ("--tasks", good, "--text", good): "give --text or --choices or --labels or --tasks, one",
-        ("--tasks", good, "--labels", good): "give --text or --choices or --labels or --tasks",
+        ("--tasks", good, "--text", good): "give --text or --choices or --labels, one of them",
+        ("--tasks", good, "--labels", good): "give --text or --choices or --labels, one of them",
         ("--text", good, "--limit", 1): "--limit needs --tasks",
         ("--text", good, "--num-fewshot", 0): "--num-fewshot needs --tasks",
         ("--choices", good, "--apply-chat-template"): "--apply-chat-template needs --tasks",

@@ -192,7 +192,7 @@ def test_evaluate_tells_mistakes_in_one_line(directories, tmp_path, monkeypatch,
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     for arguments, message in {
-        (): "give --text or --choices or --labels or --tasks, one of them",
+        (): "give --text or --choices or --labels, one of them, or --tasks",
         ("--text", tmp_path / "a.jsonl"): "a.jsonl, line 2 is not JSON",
         ("--text", tmp_path / "b.jsonl"): "b.jsonl, line 1 has no text 'text'",
         ("--choices", tmp_path / "c.jsonl"): 'c.jsonl, line 1 is not {"context"',

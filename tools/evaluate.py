@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     kinds = (options.text, options.choices, options.labels, options.tasks)
     if sum(kind is not None for kind in kinds) != 1:
-        raise UserError("give --text or --choices or --labels or --tasks, one of them")
+        raise UserError("give --text or --choices or --labels, one of them, or --tasks")
     check_task_flags(options)
     if options.batch_size < 1:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
