@@ -1,0 +1,153 @@
+"""Muon over this rank's part of a model: orthogonalised momentum for the matrices of linear layers,
+AdamW for all else."""
+
+import math
+
+import torch
+
+from megazoo.errors import UserError, check_number
+from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazoo.layers.lora import Adapter
+from megazoo.optim.adamw import MASTER, AdamW
+from megazoo.optim.newton_schulz import cost_of, orthogonalised
+from megazoo.optim.whole_matrices import Matrix, WholeMatrices
+from megazoo.parallel.module import Entry
+
+MOMENTUM = "momentum"  # a state, in checkpoints by this name
+LINEAR = (ColumnParallelLinear, RowParallelLinear, Adapter)
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Muon(AdamW):
+    """Muon (Jordan et al. 2024): the step of a matrix is its momentum, orthogonalised.
+
+        m <- momentum m + (1 - momentum) g
+        u  = momentum m + (1 - momentum) g        with nesterov, else m
+        W <- (1 - lr weight_decay) W - lr sqrt(max(1, rows / columns)) NewtonSchulz(u)
+
+    That is of each whole matrix of a linear layer: q, k and v of a fused projection are three, gate
+    and up two, and the factors of adapters are matrices, too. Embeddings, heads, norms and biases
+    are trained by AdamW. The result does not depend on the layout: each matrix is brought together
+    on one rank of (dp x cp x tp), which orthogonalises it for all; the work is balanced by cost.
+
+    Every rank makes it, together with the others.
+
+    Args:
+        model: its parameters are trained, but for those that are frozen by now.
+        lr: step size of matrices; assign to `opt.lr` to change it, and AdamW's in proportion.
+        momentum, nesterov, ns_steps: as above; ns_steps is how many iterations of Newton-Schulz.
+        weight_decay: of matrices.
+        adamw: settings of AdamW for the rest, by its names: lr (by default 3e-4), betas, eps,
+            weight_decay.
+        clip_grad, zero, loss_scale: as in AdamW; zero 1 shares the momentum, too.
+        precision: "float32" or "bfloat16", in which Newton-Schulz is computed; by default float32
+            on CPUs, bfloat16 on CUDA.
+
+    The state of a matrix: `momentum`, fp32, of the elements that this rank updates; and `master`, as
+    in AdamW. The factor sqrt(max(1, rows / columns)) is Jordan's, as in torch.optim.Muon.
+    """
+
+    def __init__(
+        self,
+        model,
+        lr: float = 2e-2,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        weight_decay: float = 0.1,
+        clip_grad: float = 1.0,
+        *,
+        adamw: dict | None = None,
+        zero: int = 0,
+        loss_scale=None,
+        precision: str | None = None,
+    ):
+        adamw = {"lr": 3e-4, **(adamw or {})}
+        unknown = adamw.keys() - {"lr", "betas", "eps", "weight_decay"}
+        if unknown:
+            raise UserError(
+                f"adamw has no setting {min(unknown)}: it has lr, betas, eps, weight_decay"
+            )
+        check_number("lr", lr, 0)
+        check_number("momentum", momentum, 0, 1)
+        check_number("ns_steps", ns_steps, 1, whole=True)
+        check_number("weight_decay", weight_decay, 0)
+        self._muon = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "weight_decay": weight_decay,
+        }
+        self._linear = linear_names(model)
+        super().__init__(model, **adamw, clip_grad=clip_grad, zero=zero, loss_scale=loss_scale)
+        default = "bfloat16" if self.ctx.device.type == "cuda" else "float32"
+        if (precision or default) not in PRECISIONS:
+            raise UserError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
+        self.precision = PRECISIONS[precision or default]
+        matrices = [entry for entry in self.entries if entry.name in self._linear]
+        others = [entry for entry in self.entries if entry.name not in self._linear]
+        decayed = [entry for entry in others if entry.parameter.dim() > 1]
+        vectors = [entry for entry in others if entry.parameter.dim() <= 1]
+        self.param_groups = [
+            {**self._group(matrices, weight_decay), **self._muon},
+            self._group(decayed, self.defaults["weight_decay"]),
+            self._group(vectors, 0.0),
+        ]
+        self.whole = WholeMatrices(
+            matrices, self.ctx, cost_of, self.range_of if self.sharded else None
+        )
+
+    @AdamW.lr.setter
+    def lr(self, lr: float) -> None:
+        adamw = self.defaults["lr"] / self._muon["lr"] if self._muon["lr"] else 1.0
+        for number, group in enumerate(self.param_groups):
+            group["lr"] = lr * adamw if number else lr
+
+    def _new_state(self, entry: Entry, offload: bool) -> dict[str, torch.Tensor]:
+        if entry.name not in self._linear:
+            return super()._new_state(entry, offload)
+        mine = self._mine(entry.parameter.detach(), entry)
+        state = {MOMENTUM: torch.zeros(mine.shape, dtype=torch.float32, device=self.device)}
+        if mine.dtype != torch.float32:
+            state[MASTER] = mine.float()
+        return state
+
+    def _update(self, entries: list[Entry], group: dict, scale: torch.Tensor | None) -> None:
+        if "momentum" not in group:
+            super()._update(entries, group, scale)
+            return
+        directions = {}
+        for entry in entries:
+            gradient = self._mine(entry.parameter.grad, entry).float()
+            gradient = gradient if scale is None else gradient / scale
+            buffer = self.state[entry.name][MOMENTUM]
+            buffer.lerp_(gradient, 1 - group["momentum"])
+            nesterov = group["nesterov"]
+            directions[entry.name] = (
+                gradient.lerp(buffer, group["momentum"]) if nesterov else buffer
+            )
+
+        def step_of(matrix: torch.Tensor, which: Matrix) -> torch.Tensor:
+            """Return by what a whole matrix changes, for a learning rate of 1."""
+            factor = math.sqrt(max(1.0, which.rows / which.columns))
+            return factor * orthogonalised(matrix, group["ns_steps"], self.precision)
+
+        steps = self.whole.apply(step_of, directions)
+        for entry in entries:
+            weights, state = self._mine(entry.parameter, entry), self.state[entry.name]
+            master = state.get(MASTER, weights)
+            master.mul_(1 - group["lr"] * group["weight_decay"])
+            master.sub_(steps[entry.name], alpha=group["lr"])
+            if master is not weights:
+                weights.copy_(master)
+
+
+def linear_names(model) -> set[str]:
+    """Return the names of the parameters that are matrices of linear layers, and of adapters."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, LINEAR)
+        for name in module.multiplied
+    }

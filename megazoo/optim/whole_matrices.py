@@ -1,0 +1,312 @@
+"""Matrices that tp ranks and replicas have parts of, brought together for work that needs them
+whole, each on one rank.
+
+What is whole here is a part of a linear weight: q, k and v of a fused projection are three. Each has
+an owner among the ranks of a pipeline stage, by cost; owners work at the same time, in rounds of at
+most one matrix each, so that the memory for whole matrices stays small.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from megazoo.parallel.collectives import exchange_parts
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import Entry
+from megazoo.parallel.shard import Piece
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix, [rows, columns] in all.
+
+    entry: the parameter that it is a part of. part: its number there. first: its first row in the
+    whole parameter. owner: the rank along the gradient axis, and along tp, that works on it.
+    """
+
+    entry: Entry
+    part: int
+    first: int
+    rows: int
+    columns: int
+    owner: tuple[int, int] = (0, 0)
+
+    def span(self, ctx: ParallelContext, tp_rank: int) -> tuple[int, int]:
+        """Return which elements of a tp rank's flattened part of the parameter are the matrix's:
+        first and last + 1."""
+        shape, shard = self.entry.spec.local_shape(ctx.tp_size, tp_rank), self.entry.spec.shard
+        if shard is None or shard.dim == 1:
+            return 0, shape[0] * shape[1]
+        ends = [0, *accumulate(shard.local_sizes(ctx.tp_size, tp_rank))]
+        return ends[self.part] * shape[1], ends[self.part + 1] * shape[1]
+
+    def pieces(self, ctx: ParallelContext, tp_rank: int) -> list[Piece]:
+        """Return the boxes of the parameter that a tp rank has of this matrix."""
+        rows = (self.first, self.first + self.rows)
+        return [
+            piece
+            for piece in self.entry.spec.pieces(ctx.tp_size, tp_rank)
+            if rows[0] <= piece.box[0][0] < rows[1]
+        ]
+
+
+def matrices_of(entries: list[Entry], ctx: ParallelContext, cost: Callable) -> list[Matrix]:
+    """Return the matrices of linear weights, each with an owner; the same list on all ranks of a
+    stage.
+
+    cost(rows, columns): of the work on one. The most costly first, each goes to the rank that has
+    least to do by then.
+    """
+    matrices = []
+    for entry in entries:
+        rows, columns = entry.spec.shape
+        shard = entry.spec.shard
+        parts = shard.parts if shard is not None and shard.dim == 0 else (rows,)
+        firsts = [0, *accumulate(parts)]
+        matrices += [
+            Matrix(entry, number, firsts[number], size, columns)
+            for number, size in enumerate(parts)
+        ]
+    ranks = [(d, t) for d in range(ctx.gradient_axis.size) for t in range(ctx.tp_size)]
+    load = dict.fromkeys(ranks, 0)
+    owned = []
+    for matrix in sorted(matrices, key=lambda m: -cost(m.rows, m.columns)):
+        owner = min(ranks, key=load.get)
+        load[owner] += cost(matrix.rows, matrix.columns)
+        owned.append(replace(matrix, owner=owner))
+    return owned
+
+
+class WholeMatrices:
+    """Applies a function to whole matrices, of which this rank has parts.
+
+    cost: as in `matrices_of`. ranges: of each parameter, by its name and a rank along the gradient
+    axis, which elements of the tp rank's flattened part that rank has; None where every replica has
+    all of it.
+    """
+
+    def __init__(
+        self,
+        entries: list[Entry],
+        ctx: ParallelContext,
+        cost: Callable[[int, int], float],
+        ranges: Callable[[Entry, int], tuple[int, int]] | None,
+    ):
+        self.ctx, self.replicas, self.ranges = ctx, ctx.gradient_axis, ranges
+        self.matrices = matrices_of(entries, ctx, cost)
+        self.rounds = _rounds(self.matrices)
+        self.me = (self.replicas.rank, ctx.tp_rank)
+
+    def apply(
+        self,
+        function: Callable[[torch.Tensor, Matrix], torch.Tensor],
+        given: dict[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Return, of each parameter, this rank's elements of what the function makes of its
+        matrices.
+
+        given: by the parameter's name this rank's elements, fp32, flat. function(matrix [rows,
+        columns], which): of the same shape; called on the owner alone. All ranks of a stage call
+        this together.
+        """
+        results = {name: torch.empty_like(tensor) for name, tensor in given.items()}
+        for matrices in self.rounds:
+            parts = self._to_replicas(matrices, given)
+            wholes = self._to_owners(matrices, parts)
+            made = {matrix: function(whole, matrix).float() for matrix, whole in wholes.items()}
+            parts = self._from_owners(matrices, made)
+            self._from_replicas(matrices, parts, results)
+        return results
+
+    def _range(self, matrix: Matrix, replica: int) -> tuple[int, int]:
+        """Return which elements of its tp rank's part of a parameter a replica has of a matrix."""
+        first, end = matrix.span(self.ctx, self.ctx.tp_rank)
+        if self.ranges is None:
+            return first, end
+        low, high = self.ranges(matrix.entry, replica)
+        low, high = max(first, low), min(end, high)
+        return low, max(low, high)
+
+    def _mine(self, matrix: Matrix, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return this rank's elements of a matrix, of tensors that hold its elements of the
+        parameters."""
+        first, end = self._range(matrix, self.me[0])
+        start = self.ranges(matrix.entry, self.me[0])[0] if self.ranges else 0
+        return tensors[matrix.entry.name][first - start : end - start]
+
+    def _to_replicas(self, matrices: list[Matrix], given: dict) -> dict[Matrix, torch.Tensor]:
+        """Bring the replicas' elements of each matrix to its owner's replica: this tp rank's part
+        of those that are owned in this one."""
+        here = [matrix for matrix in matrices if matrix.owner[0] == self.me[0]]
+        if self.ranges is None:
+            return {matrix: self._mine(matrix, given) for matrix in here}
+        leaving = [
+            [self._mine(m, given) for m in matrices if m.owner[0] == replica]
+            for replica in range(self.replicas.size)
+        ]
+        lengths = [
+            [_length(self._range(m, replica)) for m in here]
+            for replica in range(self.replicas.size)
+        ]
+        arrived = _exchange(leaving, lengths, self.replicas.group)
+        return {
+            matrix: torch.cat([parts[number] for parts in arrived])
+            for number, matrix in enumerate(here)
+        }
+
+    def _from_replicas(
+        self, matrices: list[Matrix], parts: dict[Matrix, torch.Tensor], results: dict
+    ) -> None:
+        """Give each replica its elements of the matrices that were owned in this one."""
+        replicas = range(self.replicas.size)
+        leaving = [
+            [self._cut(matrix, part, replica) for matrix, part in parts.items()]
+            for replica in replicas
+        ]
+        of_each = [[m for m in matrices if m.owner[0] == replica] for replica in replicas]
+        lengths = [[_length(self._range(m, self.me[0])) for m in owned] for owned in of_each]
+        arrived = _exchange(leaving, lengths, self.replicas.group)
+        for owned, tensors in zip(of_each, arrived, strict=True):
+            for matrix, tensor in zip(owned, tensors, strict=True):
+                self._mine(matrix, results).copy_(tensor)
+
+    def _cut(self, matrix: Matrix, part: torch.Tensor, replica: int) -> torch.Tensor:
+        """Return a replica's elements of this tp rank's part of a matrix."""
+        start = matrix.span(self.ctx, self.ctx.tp_rank)[0]
+        first, end = self._range(matrix, replica)
+        return part[first - start : end - start]
+
+    def _to_owners(
+        self, matrices: list[Matrix], parts: dict[Matrix, torch.Tensor]
+    ) -> dict[Matrix, torch.Tensor]:
+        """Bring the tp ranks' parts of each matrix to its owner: those that this rank owns,
+        whole."""
+        ctx = self.ctx
+        leaving, lengths = [], []
+        for rank in range(ctx.tp_size):
+            theirs = [m for m in parts if m.owner[1] == rank]
+            leaving.append([self._pieces(m, parts[m], ctx.tp_rank, True) for m in theirs])
+            mine = [m for m in parts if m.owner == self.me]
+            lengths.append([self._count(m, rank, True) for m in mine])
+        arrived = _exchange(leaving, lengths, ctx.tp_group)
+        wholes = {}
+        for number, matrix in enumerate(m for m in parts if m.owner == self.me):
+            whole = arrived[0][number].new_empty(matrix.rows, matrix.columns)
+            for rank, tensors in enumerate(arrived):
+                self._place(matrix, whole, tensors[number], rank)
+            wholes[matrix] = whole
+        return wholes
+
+    def _from_owners(
+        self, matrices: list[Matrix], made: dict[Matrix, torch.Tensor]
+    ) -> dict[Matrix, torch.Tensor]:
+        """Give each tp rank its part of the matrices that this one owns: this rank's parts of those
+        that are owned in its replica."""
+        ctx = self.ctx
+        here = [matrix for matrix in matrices if matrix.owner[0] == self.me[0]]
+        leaving, lengths = [], []
+        for rank in range(ctx.tp_size):
+            leaving.append([self._boxes(matrix, whole, rank) for matrix, whole in made.items()])
+            theirs = [m for m in here if m.owner[1] == rank]
+            lengths.append([self._count(m, ctx.tp_rank, False) for m in theirs])
+        arrived = _exchange(leaving, lengths, ctx.tp_group)
+        parts = {}
+        for rank, tensors in enumerate(arrived):
+            theirs = [m for m in here if m.owner[1] == rank]
+            for matrix, tensor in zip(theirs, tensors, strict=True):
+                parts[matrix] = self._assembled(matrix, tensor)
+        return {matrix: parts[matrix] for matrix in here}
+
+    def _local(self, matrix: Matrix, tp_rank: int, piece: Piece) -> tuple[slice, ...]:
+        """Return where a piece lies in a tp rank's part of a matrix."""
+        columns = matrix.entry.spec.local_shape(self.ctx.tp_size, tp_rank)[1]
+        start = matrix.span(self.ctx, tp_rank)[0] // columns
+        rows, cols = piece.index()
+        return slice(rows.start - start, rows.stop - start), cols
+
+    def _shape(self, matrix: Matrix, tp_rank: int) -> tuple[int, int]:
+        """Return the shape of a tp rank's part of a matrix."""
+        columns = matrix.entry.spec.local_shape(self.ctx.tp_size, tp_rank)[1]
+        return _length(matrix.span(self.ctx, tp_rank)) // columns, columns
+
+    def _chosen(self, matrix: Matrix, tp_rank: int, once: bool) -> list[Piece]:
+        """Return a tp rank's pieces of a matrix; once: without copies of what another has."""
+        return [p for p in matrix.pieces(self.ctx, tp_rank) if p.owned or not once]
+
+    def _count(self, matrix: Matrix, tp_rank: int, once: bool) -> int:
+        """Count the elements of a tp rank's pieces."""
+        return sum(
+            (piece.box[0][1] - piece.box[0][0]) * (piece.box[1][1] - piece.box[1][0])
+            for piece in self._chosen(matrix, tp_rank, once)
+        )
+
+    def _pieces(self, matrix: Matrix, part: torch.Tensor, tp_rank: int, once: bool) -> torch.Tensor:
+        """Return a tp rank's pieces of a matrix, flat, one after the other."""
+        local = part.view(self._shape(matrix, tp_rank))
+        chosen = self._chosen(matrix, tp_rank, once)
+        flat = [local[self._local(matrix, tp_rank, piece)].reshape(-1) for piece in chosen]
+        return torch.cat(flat) if flat else part[:0]
+
+    def _boxes(self, matrix: Matrix, whole: torch.Tensor, tp_rank: int) -> torch.Tensor:
+        """Return what a tp rank has of a whole matrix, flat, one piece after the other."""
+        flat = [
+            whole[self._box(matrix, piece)].reshape(-1)
+            for piece in self._chosen(matrix, tp_rank, False)
+        ]
+        return torch.cat(flat) if flat else whole.view(-1)[:0]
+
+    def _place(self, matrix: Matrix, whole: torch.Tensor, flat: torch.Tensor, tp_rank: int) -> None:
+        """Write a tp rank's pieces, as `_pieces` returns them, into the whole matrix."""
+        start = 0
+        for piece in self._chosen(matrix, tp_rank, True):
+            box = whole[self._box(matrix, piece)]
+            box.copy_(flat[start : start + box.numel()].view_as(box))
+            start += box.numel()
+
+    def _assembled(self, matrix: Matrix, flat: torch.Tensor) -> torch.Tensor:
+        """Return this tp rank's part of a matrix, flat, of its pieces."""
+        rank, start = self.ctx.tp_rank, 0
+        part = flat.new_empty(self._shape(matrix, rank))
+        for piece in self._chosen(matrix, rank, False):
+            box = part[self._local(matrix, rank, piece)]
+            box.copy_(flat[start : start + box.numel()].view_as(box))
+            start += box.numel()
+        return part.view(-1)
+
+    def _box(self, matrix: Matrix, piece: Piece) -> tuple[slice, slice]:
+        """Return where a piece lies in the whole matrix."""
+        (top, bottom), (left, right) = piece.box
+        return slice(top - matrix.first, bottom - matrix.first), slice(left, right)
+
+
+def _rounds(matrices: list[Matrix]) -> list[list[Matrix]]:
+    """Deal matrices into rounds, in each of which every owner has one at most."""
+    rounds, seen = [], {}
+    for matrix in matrices:
+        number = seen[matrix.owner] = seen.get(matrix.owner, -1) + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(matrix)
+    return rounds
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def _exchange(
+    leaving: list[list[torch.Tensor]], lengths: list[list[int]], group
+) -> list[list[torch.Tensor]]:
+    """Send leaving[r] to each rank r of a group, and return what each sends, of lengths[r]
+    elements."""
+    if group is None or group.size() == 1:
+        return leaving
+    flat = [torch.cat(tensors) if tensors else None for tensors in leaving]
+    some = next((x for x in flat if x is not None), torch.empty(0))
+    flat = [some[:0] if x is None else x for x in flat]
+    receives = [sum(each) for each in lengths]
+    arrived = exchange_parts(torch.cat(flat), group, [len(x) for x in flat], receives)
+    each = arrived.split(receives)
+    return [list(x.split(sizes)) for x, sizes in zip(each, lengths, strict=True)]
