@@ -22,6 +22,7 @@ from megazoo.cli.classifier import measures_of, settle_labels
 from megazoo.cli.deaths import naming_dead_ranks
 from megazoo.cli.elastic import is_restart
 from megazoo.cli.launch import after_rank_zero, data_parallel_size, run_program, start_missing_ranks
+from megazoo.cli.options import Options
 from megazoo.cli.parsing import parse_options, run_file
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.rules import check_run, model_config, parse_stage_layers
@@ -48,6 +49,7 @@ from megazoo.models.pretrained import load_weights
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.loss_scale import LossScale
+from megazoo.optim.muon import Muon
 from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stage
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
@@ -186,22 +188,33 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
     model.recompute(training.recompute, training.recompute_interval)
     if training.compile:
         model.compile()
-    optimizer = AdamW(
-        model,
-        betas=(options.optimizer.beta1, options.optimizer.beta2),
-        weight_decay=options.optimizer.weight_decay,
-        clip_grad=options.optimizer.clip_grad,
-        zero=options.parallel.zero,
-        offload=options.parallel.offload_optimizer,
-        loss_scale=LossScale(
-            training.initial_loss_scale, training.loss_scale_window, training.hysteresis
-        ),
-    )
+    optimizer = make_optimizer(options, model)
     if run.resuming:
         load(adapters or run.source, model, optimizer)
     if is_rank_zero():
         take_along_tokenizer(run, model)
     return model, optimizer
+
+
+def make_optimizer(options: Options, model: Model) -> AdamW:
+    """Make the optimizer that the settings name."""
+    training, chosen, zero = options.training, options.optimizer, options.parallel.zero
+    adamw = {"betas": (chosen.beta1, chosen.beta2), "weight_decay": chosen.weight_decay}
+    loss_scale = LossScale(
+        training.initial_loss_scale, training.loss_scale_window, training.hysteresis
+    )
+    common = {"clip_grad": chosen.clip_grad, "zero": zero, "loss_scale": loss_scale}
+    if chosen.optimizer == "adamw":
+        return AdamW(model, **adamw, **common, offload=options.parallel.offload_optimizer)
+    return Muon(
+        model,
+        chosen.muon_lr,
+        chosen.muon_momentum,
+        ns_steps=chosen.ns_steps,
+        weight_decay=chosen.weight_decay,
+        adamw={"lr": chosen.lr, **adamw},
+        **common,
+    )
 
 
 def introduce(run: Run, ctx: ParallelContext) -> None:

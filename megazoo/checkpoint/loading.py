@@ -12,7 +12,8 @@ from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.schema import OptimizerState, checked_state
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
-from megazoo.optim.adamw import MASTER, AdamW
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.base import MASTER
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.module import Entry
 
@@ -116,3 +117,12 @@ def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:
             f"{checkpoint.path} has no optimizer state of {missing[0]}: it was frozen then; "
             "freeze the same, or start a new run with the weights alone"
         )
+    for entry in optimizer.entries:
+        found = set(checkpoint.states_of(entry.name)) - {MASTER}
+        wanted = optimizer.state[entry.name].keys() - {MASTER}
+        if found != wanted:
+            raise UserError(
+                f"{checkpoint.path} has {' and '.join(sorted(found))} of {entry.name}, not the "
+                f"{' and '.join(sorted(wanted))} of {type(optimizer).__name__}: it is another "
+                "optimizer's state; load its weights alone"
+            )

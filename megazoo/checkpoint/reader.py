@@ -25,7 +25,7 @@ from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
 from megazoo.files import brief, json_object
-from megazoo.optim.adamw import MASTER, MOMENTS
+from megazoo.optim.base import STATES
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 
@@ -114,7 +114,7 @@ class Checkpoint(TensorSource):
         return {key: self.manifest[key] for key in ("adapters", "base") if self.manifest.get(key)}
 
     def states_of(self, name: str) -> list[str]:
-        return [state for state in (*MOMENTS, MASTER) if f"{name}.{state}" in self.tensors]
+        return [state for state in STATES if f"{name}.{state}" in self.tensors]
 
     def dtype_of(self, name: str) -> torch.dtype:
         return next(dtype for dtype, text in DTYPES.items() if text == self._stored(name)["dtype"])

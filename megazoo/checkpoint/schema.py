@@ -15,7 +15,7 @@ from msgspec import Meta
 from megazoo.checkpoint.format import DTYPES, FORMAT_VERSION, file_of_rank
 from megazoo.errors import UserError
 from megazoo.files import brief, convert
-from megazoo.optim.adamw import MASTER, MOMENTS
+from megazoo.optim.base import STATES
 
 MOST = 2**53  # the integers that every reader of JSON has exactly
 Count = Annotated[int, Meta(ge=0, le=MOST)]
@@ -203,7 +203,7 @@ def _check_tensors(manifest: Manifest) -> None:
     left: dict[tuple[str, int], int] = {}  # bytes of files that no tensor has yet
     for name, tensor in manifest.tensors.items():
         base, _, state = name.rpartition(".")
-        if state in (*MOMENTS, MASTER) and base in manifest.tensors:
+        if state in STATES and base in manifest.tensors:
             _check_same_cut(name, tensor, base, manifest.tensors[base])
         writers = manifest.layout.tp if tensor.shard else 1
         elements = _elements_held(name, tensor, writers)

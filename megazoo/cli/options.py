@@ -202,10 +202,18 @@ class LoRAOptions:
 
 @dataclass
 class OptimizerOptions:
-    """AdamW, its learning rate and clipping."""
+    """The optimizer, its learning rate and clipping."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: the matrices of linear layers by Muon, with --muon-lr; all else by AdamW, with --lr."""
     lr: float = 5e-3
     """Largest learning rate."""
+    muon_lr: float = 2e-2
+    """Largest learning rate of Muon; it rises and falls as --lr does."""
+    muon_momentum: float = 0.95
+    """Of Muon, with Nesterov's correction."""
+    ns_steps: int = 5
+    """Iterations of Newton-Schulz with which Muon orthogonalises."""
     min_lr: optional(float, "FLOAT", "lr / 10") = None
     """Learning rate at the end of its fall."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

@@ -20,7 +20,7 @@ from megazoo.parallel.schedule import check_schedule
 AT_LEAST_1 = (
     "tp pp virtual_pp cp steps epochs global_batch_size micro_batch_size seq_length log_interval "
     "hidden_size layers heads kv_heads ffn_size vocab_size max_positions num_labels "
-    "recompute_interval initial_loss_scale loss_scale_window hysteresis"
+    "recompute_interval initial_loss_scale loss_scale_window hysteresis ns_steps"
 ).split()
 # Far above what any run needs, and small enough that nothing that is counted with them overflows.
 MOST = 10**12
@@ -35,12 +35,13 @@ AT_MOST = {
     "micro_batch_size": 2**20,
     "seq_length": 2**27,
     "data_workers": 1000,
+    "ns_steps": 100,
     "seed": 2**63 - 1,
     "vocab_size": 2**63 - 1,  # the model's sizes have limits of their own: see `check_sizes`
     "max_positions": 2**63 - 1,
 }
 LONGEST_PATTERN = 1000
-BELOW_1 = ("dropout", "lora_dropout", "beta1", "beta2")
+BELOW_1 = ("dropout", "lora_dropout", "beta1", "beta2", "muon_momentum")
 LABELS = ("num_labels", "problem_type", "pad_token_id")  # of a classifier's config
 
 
@@ -116,6 +117,8 @@ def check_run(
 
     model: the family's class. dp: the data-parallel size. weights: what the run begins with.
     """
+    if options.optimizer.optimizer == "muon" and options.parallel.offload_optimizer:
+        raise UserError("offload-optimizer keeps AdamW's state on the CPU: leave it out with muon")
     _check_layout(options, model, config)
     check_trained(options, config, weights)
     _check_batch(options.training, dp)

@@ -114,13 +114,15 @@ class Run:
         return training.global_batch_size // ctx.dp_size // training.micro_batch_size
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """The learning rate of a step: with Muon that of matrices, to which AdamW's is in
+        proportion."""
         optimizer = self.options.optimizer
+        lr = optimizer.muon_lr if optimizer.optimizer == "muon" else optimizer.lr
         return learning_rate(
             step,
             schedule=optimizer.lr_schedule,
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
+            lr=lr,
+            min_lr=optimizer.min_lr * lr / optimizer.lr if optimizer.lr else 0.0,
             warmup_steps=optimizer.warmup_steps,
             steps=optimizer.lr_decay_steps,
         )

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from megazoo.errors import UserError, check_number
-from megazoo.optim.base import ModelOptimizer
+from megazoo.optim.base import MASTER, MOMENTS, ModelOptimizer
 from megazoo.optim.clip import (
     check_max_norm,
     check_model,
@@ -23,8 +23,6 @@ from megazoo.parallel.collectives import all_reduce_over, gather_ranges
 from megazoo.parallel.failure import failing_together, together
 from megazoo.parallel.module import Entry
 from megazoo.torch_internals import copy_each, fused_adamw, norm_of_each
-
-MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"  # states, in checkpoints by these names
 
 
 class AdamW(ModelOptimizer):

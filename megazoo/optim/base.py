@@ -8,6 +8,11 @@ from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.module import Entry
 from megazoo.torch_internals import zero_each
 
+# States of a parameter, in checkpoints by these names: AdamW's moments, Muon's momentum, and the
+# fp32 weights behind those of lower precision.
+MOMENTS, MOMENTUM, MASTER = ("exp_avg", "exp_avg_sq"), "momentum", "master"
+STATES = (*MOMENTS, MOMENTUM, MASTER)
+
 
 class ModelOptimizer(torch.optim.Optimizer):
     """An optimizer of this rank's part of a model, to torch's learning-rate schedulers like any

@@ -8,12 +8,12 @@ import torch
 from megazoo.errors import UserError, check_number
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.lora import Adapter
-from megazoo.optim.adamw import MASTER, AdamW
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.base import MASTER, MOMENTUM
 from megazoo.optim.newton_schulz import cost_of, orthogonalised
 from megazoo.optim.whole_matrices import Matrix, WholeMatrices
 from megazoo.parallel.module import Entry
 
-MOMENTUM = "momentum"  # a state, in checkpoints by this name
 LINEAR = (ColumnParallelLinear, RowParallelLinear, Adapter)
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -43,8 +43,8 @@ class Muon(AdamW):
         precision: "float32" or "bfloat16", in which Newton-Schulz is computed; by default float32
             on CPUs, bfloat16 on CUDA.
 
-    The state of a matrix: `momentum`, fp32, of the elements that this rank updates; and `master`, as
-    in AdamW. The factor sqrt(max(1, rows / columns)) is Jordan's, as in torch.optim.Muon.
+    The state of a matrix: `momentum`, fp32, of the elements that this rank updates; and `master`,
+    as in AdamW. The factor sqrt(max(1, rows / columns)) is Jordan's, as in torch.optim.Muon.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Matrices that tp ranks and replicas have parts of, brought together for work that needs them
 whole, each on one rank.
 
-What is whole here is a part of a linear weight: q, k and v of a fused projection are three. Each has
-an owner among the ranks of a pipeline stage, by cost; owners work at the same time, in rounds of at
-most one matrix each, so that the memory for whole matrices stays small.
+What is whole here is a part of a linear weight: q, k and v of a fused projection are three. Each
+has an owner among the ranks of a pipeline stage, by cost; owners work at the same time, in rounds
+of at most one matrix each, so that the memory for whole matrices stays small.
 """
 
 from collections.abc import Callable

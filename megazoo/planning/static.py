@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from megazoo.cli.options import ParallelOptions
 from megazoo.models.base import Model
-from megazoo.optim.adamw import MOMENTS, AdamW
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.base import MOMENTS
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.module import sum_over_copies
 
