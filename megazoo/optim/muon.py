@@ -131,7 +131,7 @@ class Muon(AdamW):
         def step_of(matrix: torch.Tensor, which: Matrix) -> torch.Tensor:
             """Return by what a whole matrix changes, for a learning rate of 1."""
             factor = math.sqrt(max(1.0, which.rows / which.columns))
-            return factor * orthogonalised(matrix, group["ns_steps"], self.precision)
+            return factor * orthogonalised(matrix, group["ns_steps"], self.precision).float()
 
         steps = self.whole.apply(step_of, directions)
         for entry in entries:

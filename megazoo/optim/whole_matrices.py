@@ -115,7 +115,7 @@ class WholeMatrices:
         for matrices in self.rounds:
             parts = self._to_replicas(matrices, given)
             wholes = self._to_owners(matrices, parts)
-            made = {matrix: function(whole, matrix).float() for matrix, whole in wholes.items()}
+            made = {matrix: function(whole, matrix) for matrix, whole in wholes.items()}
             parts = self._from_owners(matrices, made)
             self._from_replicas(matrices, parts, results)
         return results
