@@ -104,6 +104,8 @@ class BatchOptions:
     activations, or all."""
     recompute_interval: int = 1
     """Layers that are recomputed as one unit under full."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon keeps one moment of matrices, and takes FLOPs and traffic to orthogonalise them."""
     train_only: optional(str, "PATTERN", "everything") = None
     """Regular expression: parameters in whose name it is not found stay frozen: they get no
     gradient and no optimizer state."""
@@ -149,7 +151,12 @@ def main(arguments: list[str]) -> None:
             "memory, for its logits"
         )
     training = training_of(options, config)
-    planner = Planner(config, quick=options.search, lora=options.lora.settings)
+    planner = Planner(
+        config,
+        quick=options.search,
+        lora=options.lora.settings,
+        optimizer=options.batch.optimizer,
+    )
     values, lines = (searched if options.search else planned)(planner, options, training)
     text = json.dumps(values, indent=1)
     if str(options.json) == "-":

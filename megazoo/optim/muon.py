@@ -104,6 +104,13 @@ class Muon(AdamW):
         for number, group in enumerate(self.param_groups):
             group["lr"] = lr * adamw if number else lr
 
+    @property
+    def step_flops(self) -> float:
+        """The FLOPs with which this rank orthogonalises the matrices that it owns, in a step."""
+        mine = (matrix for matrix in self.whole.matrices if matrix.owner == self.whole.me)
+        cost = sum(cost_of(matrix.rows, matrix.columns) for matrix in mine)
+        return 2.0 * self.param_groups[0]["ns_steps"] * cost
+
     def _new_state(self, entry: Entry, offload: bool) -> dict[str, torch.Tensor]:
         if entry.name not in self._linear:
             return super()._new_state(entry, offload)

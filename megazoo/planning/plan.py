@@ -123,12 +123,19 @@ class Planner(Builder):
     too.
 
     quick: meter a few layers of each stage only (see estimate_costs). lora: the model's adapters;
-    None: it has none. What of it is trained the runs' TrainingOptions say (train_only).
+    None: it has none. optimizer: as --optimizer. What of it is trained the runs' TrainingOptions
+    say (train_only).
     """
 
-    def __init__(self, config, quick: bool = False, lora: LoRASettings | None = None):
+    def __init__(
+        self,
+        config,
+        quick: bool = False,
+        lora: LoRASettings | None = None,
+        optimizer: str = "adamw",
+    ):
         super().__init__(config, lora)
-        self.quick = quick
+        self.quick, self.optimizer = quick, optimizer
         self._costs: dict[tuple, dict[str, Cost]] = {}  # of a kind of stage
         self._static: dict[tuple, Static] = {}  # of a kind of rank
 
@@ -138,6 +145,7 @@ class Planner(Builder):
         # The model that check_run makes has no adapters, which a pattern may be of.
         options = Options(parallel=parallel, training=replace(training, train_only=None))
         options.data.data, options.optimizer.min_lr = ("mock",), 0.0  # data play no part
+        options.optimizer.optimizer = self.optimizer
         check_values(options)
         if dp < 1:
             raise UserError(f"dp {dp} must be at least 1")
@@ -280,7 +288,7 @@ class Planner(Builder):
             activations=activations,
             total=activations + static.device_bytes,
             in_flight=in_flight(table),
-            flops=sum(cost.flops for cost in taken),
+            flops=sum(cost.flops for cost in taken) + static.optimizer_flops,
             sent_tp=sum(cost.sent_tp for cost in taken) + static.sent_tp,
             sent_pp=sends * boundary + static.sent_tied,
             sent_cp=sum(cost.sent_cp for cost in taken),
@@ -302,7 +310,7 @@ class Planner(Builder):
         if key not in self._static:
             dtype = getattr(torch, training.dtype)
             metered = self.build_in(model.ctx, training.train_only, dtype)
-            self._static[key] = measure_static(metered, parallel)
+            self._static[key] = measure_static(metered, parallel, self.optimizer)
         return self._static[key]
 
 

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from megazoo.cli.options import ParallelOptions
 from megazoo.models.base import Model
 from megazoo.optim.adamw import AdamW
-from megazoo.optim.base import MOMENTS
+from megazoo.optim.base import MOMENTS, MOMENTUM
 from megazoo.optim.loss_scale import LossScale
+from megazoo.optim.muon import Muon
 from megazoo.parallel.module import sum_over_copies
 
 
 @dataclass(frozen=True)
 class Static:
-    """What a rank has all the time, in bytes as in RankPlan, and the bytes that it sends after the
-    last backward of a step."""
+    """What a rank has all the time, in bytes as in RankPlan; the bytes that it sends after the last
+    backward of a step, and the FLOPs of its optimizer's matrix products."""
 
     parameters: int
     trainable_parameters: int
@@ -24,25 +25,33 @@ class Static:
     sent_tp: float
     sent_tied: float
     sent_dp: float
+    optimizer_flops: float
 
     @property
     def device_bytes(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
 
-def measure_static(model: Model, parallel: ParallelOptions) -> Static:
-    """Measure what a rank of a model on meta has all the time.
+def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str) -> Static:
+    """Measure what a rank of a model on meta has all the time. optimizer_name: as --optimizer.
 
-    It sums the gradients as after the last backward of a step, to see what that sends.
+    It sums the gradients as after the last backward of a step, and has Muon bring matrices
+    together, to see what that sends.
     """
     ctx, entries, trained = model.ctx, list(model.entries()), model.trained_entries()
-    states = []
+    states, optimizer = [], None
     if trained:  # a rank by itself, as this one is, can't make an optimizer of nothing
-        optimizer = AdamW(model, zero=parallel.zero, loss_scale=LossScale())
+        kind = {"adamw": AdamW, "muon": Muon}[optimizer_name]
+        optimizer = kind(model, zero=parallel.zero, loss_scale=LossScale())
         states = list(optimizer.state.values())
     here = sum(tensor.nbytes for state in states for tensor in state.values())
     # Offloaded, it has fp32 masters whatever the dtype: as much again as one of the two moments.
-    there = sum(state[name].nbytes for state in states for name in (*MOMENTS, MOMENTS[0]))
+    there = sum(
+        state[name].nbytes
+        for state in states
+        if MOMENTS[0] in state
+        for name in (*MOMENTS, MOMENTS[0])
+    )
     replicas, buckets = ctx.gradient_axis.group, model.gradient_buckets
     before = ctx.tp_group.sent if ctx.tp_group else 0.0
     before_dp = replicas.sent if replicas else 0.0
@@ -53,6 +62,13 @@ def measure_static(model: Model, parallel: ParallelOptions) -> Static:
     buckets.finish()
     if buckets.sharded:
         buckets.gather()
+    flops = 0.0
+    if isinstance(optimizer, Muon):
+        momenta = {
+            name: state[MOMENTUM] for name, state in optimizer.state.items() if MOMENTUM in state
+        }
+        optimizer.whole.apply(lambda whole, _: whole, momenta)
+        flops = optimizer.step_flops
     return Static(
         parameters=sum(e.parameter.numel() for e in entries),
         trainable_parameters=sum(e.parameter.numel() for e in trained),
@@ -63,4 +79,5 @@ def measure_static(model: Model, parallel: ParallelOptions) -> Static:
         sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
         sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in trained),
         sent_dp=replicas.sent - before_dp if replicas else 0.0,
+        optimizer_flops=flops,
     )
