@@ -211,6 +211,7 @@ def make_optimizer(options: Options, model: Model) -> AdamW:
         chosen.muon_lr,
         chosen.muon_momentum,
         ns_steps=chosen.ns_steps,
+        ns_dtype=chosen.ns_dtype,
         weight_decay=chosen.weight_decay,
         adamw={"lr": chosen.lr, **adamw},
         **common,

@@ -146,7 +146,7 @@ def test_one_process_is_torchs_muon(nesterov):
     """To the bit, in the precision of torch's: of fused projections each part is a matrix."""
     config = CONFIGS["llama"]
     model = built(config, megazoo.ParallelContext())
-    ours = Muon(model, lr=0.02, nesterov=nesterov, clip_grad=0, precision="bfloat16")
+    ours = Muon(model, lr=0.02, nesterov=nesterov, clip_grad=0, ns_dtype="bfloat16")
     matrices = {}
     for entry in model.entries():
         if entry.name in linear_names(model):
@@ -287,7 +287,7 @@ def test_the_learning_rates_keep_their_proportion():
         ({"momentum": 1.5}, "momentum 1.5"),
         ({"ns_steps": 0}, "ns_steps 0"),
         ({"adamw": {"momentum": 0.9}}, "adamw has no setting momentum"),
-        ({"precision": "float16"}, "precision 'float16' is none of float32, bfloat16"),
+        ({"ns_dtype": "float16"}, "ns_dtype 'float16' is none of auto, float32, bfloat16"),
     ],
 )
 def test_settings_that_cant_be(settings, message):

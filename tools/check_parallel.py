@@ -18,7 +18,7 @@ named than what was planted.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -59,6 +59,8 @@ class Options(ImportOption):
     ] = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
     lora_rank: int = 0
     """Train adapters of this rank, of all linear layers, instead of the weights."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: the matrices of linear layers by Muon, all else by AdamW."""
     ranks: int = 4
     """The most ranks of --layouts all, which are processes of this machine."""
     steps: int = 3
@@ -107,6 +109,7 @@ def main(arguments: list[str]) -> None:
         load=None if options.shrink else options.load,
         import_=options.import_,
         lora_rank=options.lora_rank,
+        optimizer=options.optimizer,
         steps=options.steps,
         tolerance=options.tolerance,
     )

@@ -214,6 +214,8 @@ class OptimizerOptions:
     """Of Muon, with Nesterov's correction."""
     ns_steps: int = 5
     """Iterations of Newton-Schulz with which Muon orthogonalises."""
+    ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """In which Newton-Schulz is computed; auto: float32 on CPUs, bfloat16 on CUDA."""
     min_lr: optional(float, "FLOAT", "lr / 10") = None
     """Learning rate at the end of its fall."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

@@ -15,7 +15,7 @@ from megazoo.optim.whole_matrices import Matrix, WholeMatrices
 from megazoo.parallel.module import Entry
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, Adapter)
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Muon(AdamW):
@@ -40,8 +40,8 @@ class Muon(AdamW):
         adamw: settings of AdamW for the rest, by its names: lr (by default 3e-4), betas, eps,
             weight_decay.
         clip_grad, zero, loss_scale: as in AdamW; zero 1 shares the momentum, too.
-        precision: "float32" or "bfloat16", in which Newton-Schulz is computed; by default float32
-            on CPUs, bfloat16 on CUDA.
+        ns_dtype: in which Newton-Schulz is computed, "float32" or "bfloat16"; "auto" is float32 on
+            CPUs, bfloat16 on CUDA.
 
     The state of a matrix: `momentum`, fp32, of the elements that this rank updates; and `master`,
     as in AdamW. The factor sqrt(max(1, rows / columns)) is Jordan's, as in torch.optim.Muon.
@@ -60,7 +60,7 @@ class Muon(AdamW):
         adamw: dict | None = None,
         zero: int = 0,
         loss_scale=None,
-        precision: str | None = None,
+        ns_dtype: str = "auto",
     ):
         adamw = {"lr": 3e-4, **(adamw or {})}
         unknown = adamw.keys() - {"lr", "betas", "eps", "weight_decay"}
@@ -81,10 +81,11 @@ class Muon(AdamW):
         }
         self._linear = linear_names(model)
         super().__init__(model, **adamw, clip_grad=clip_grad, zero=zero, loss_scale=loss_scale)
-        default = "bfloat16" if self.ctx.device.type == "cuda" else "float32"
-        if (precision or default) not in PRECISIONS:
-            raise UserError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
-        self.precision = PRECISIONS[precision or default]
+        if ns_dtype == "auto":
+            ns_dtype = "bfloat16" if self.ctx.device.type == "cuda" else "float32"
+        if ns_dtype not in DTYPES:
+            raise UserError(f"ns_dtype {ns_dtype!r} is none of auto, {', '.join(DTYPES)}")
+        self.ns_dtype = DTYPES[ns_dtype]
         matrices = [entry for entry in self.entries if entry.name in self._linear]
         others = [entry for entry in self.entries if entry.name not in self._linear]
         decayed = [entry for entry in others if entry.parameter.dim() > 1]
@@ -138,7 +139,7 @@ class Muon(AdamW):
         def step_of(matrix: torch.Tensor, which: Matrix) -> torch.Tensor:
             """Return by what a whole matrix changes, for a learning rate of 1."""
             factor = math.sqrt(max(1.0, which.rows / which.columns))
-            return factor * orthogonalised(matrix, group["ns_steps"], self.precision).float()
+            return factor * orthogonalised(matrix, group["ns_steps"], self.ns_dtype).float()
 
         steps = self.whole.apply(step_of, directions)
         for entry in entries:

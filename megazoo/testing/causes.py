@@ -220,10 +220,13 @@ class Comparison:
             yield Finding(text, usual.WEIGHTS)
 
     def _optimizer(self) -> Iterator[Finding]:
-        """Compare one process with AdamW as the paper has it."""
+        """Compare one process with AdamW and Muon as their papers have them."""
         trained = set(self.expected.gradients[0]) if self.expected.gradients else set()
         for name in self._differing([self.expected.plain], self.expected.plain):
-            what = f"optimizer: the weights of {name} are not those of AdamW, in one process either"
+            kind = "Muon" if name in self.expected.matrices else "AdamW"
+            what = (
+                f"optimizer: the weights of {name} are not those of {kind}, in one process either"
+            )
             if name not in trained:
                 yield Finding(f"{what}: they are frozen, and have changed", usual.DECAY)
             elif self.expected.decaying[name] <= self.tolerance:

@@ -5,8 +5,8 @@ One process trains a few steps on whole batches, which take turns: plain rows, p
 rows with padding, of an odd length (see batches.py). It keeps what each module was given and
 returned, the gradients, norms and weights. The ranks of a layout do the same with their parts, and
 each compares its own. The first thing in the order of the computation that differs is the cause
-that is told. What no layout can show is checked in one process: the optimizer against AdamW as the
-paper has it.
+that is told. What no layout can show is checked in one process: the optimizer against AdamW and
+Muon as their papers have them.
 """
 
 import math
@@ -23,6 +23,7 @@ from megazoo.models.registry import family_of, find_config
 from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Comparison
 from megazoo.testing.layouts import Layout
+from megazoo.testing.optimizer_trial import OPTIMIZERS
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.trial import Subject, train_in_one_process, train_on_a_rank
 
@@ -61,6 +62,7 @@ def check_parallel(
     load: Path | None = None,
     import_: Path | None = None,
     lora_rank: int = 0,
+    optimizer: str = "adamw",
     steps: int = 3,
     tolerance: float = 1e-5,
     within: Callable[[], AbstractContextManager] = nullcontext,
@@ -71,14 +73,16 @@ def check_parallel(
     model: a config object, or a name as `from_config` takes it. load: a checkpoint or Hugging Face
     directory of it, for its weights; biases and norms are random in any case, so that zeros hide
     nothing. import_: the Python file that registers the model, if one does. lora_rank: train
-    adapters of this rank, of all linear layers, instead of the weights. within: a function, that
-    can be imported by name, which makes the context in which every process trains: what is patched
-    there is checked, too. UserError for a layout that can't be, and for a classifier; RankError if
-    the one process fails.
+    adapters of this rank, of all linear layers, instead of the weights. optimizer: adamw or muon.
+    within: a function, that can be imported by name, which makes the context in which every process
+    trains: what is patched there is checked, too. UserError for a layout that can't be, and for a
+    classifier; RankError if the one process fails.
     """
     check_number("steps", steps, 1, whole=True)
     check_number("tolerance", tolerance, 0)
     check_number("lora-rank", lora_rank, 0, whole=True)
+    if optimizer not in OPTIMIZERS:
+        raise UserError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
     config = find_config(model) if isinstance(model, str) else model
     if getattr(config, "num_labels", 0):
         raise UserError("the check trains language models, and no classifier: num_labels must be 0")
@@ -88,6 +92,7 @@ def check_parallel(
         load and Path(load),
         import_ and Path(import_).resolve(),
         lora_rank,
+        optimizer,
         within,
     )
     layouts = [Layout.named(layout) if isinstance(layout, str) else layout for layout in layouts]

@@ -1,36 +1,141 @@
-"""Check the optimizer by itself: its weights against AdamW as the paper has it, and whether all
-ranks skip a step whose gradients overflow on one."""
+"""Check the optimizer by itself: its weights against AdamW and Muon as their papers have them, and
+whether all ranks skip a step whose gradients overflow on one."""
 
 import math
+from itertools import accumulate, pairwise
 
 import torch
 
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.muon import Muon, linear_names
+from megazoo.testing.distances import parameter_distances
+
+OPTIMIZERS = ("adamw", "muon")
+# Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as
+# any.
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+OF_MATRICES = {"lr": 1e-3, "momentum": 0.95, "ns_steps": 5, "weight_decay": 0.1}
+CLIP = 0.1  # small enough to be active
 LOSS_SCALE = 2.0**10  # of the ranks of a layout, beside one process without: exact in fp32
+
+
+def make_optimizer(name: str, model, zero: int) -> AdamW:
+    """Make the optimizer of a check: one of OPTIMIZERS."""
+    if name == "adamw":
+        return AdamW(model, **SETTINGS, clip_grad=CLIP, zero=zero)
+    return Muon(model, **OF_MATRICES, adamw=SETTINGS, clip_grad=CLIP, zero=zero)
+
+
+def matrices_of(name: str, model) -> dict[str, tuple[int, ...]]:
+    """Return the weights that an optimizer steps as matrices, and how many rows each matrix of one
+    has, one below the other: q, k and v of a fused projection."""
+    if name == "adamw":
+        return {}
+    parts = {}
+    for entry in model.entries():
+        shard, shape = entry.spec.shard, entry.spec.shape
+        parts[entry.name] = shard.parts if shard is not None and shard.dim == 0 else shape[:1]
+    return {name: rows for name, rows in parts.items() if name in linear_names(model)}
+
+
+def beside_plain_steps(
+    model,
+    initial: dict[str, torch.Tensor],
+    gradients: list[dict[str, torch.Tensor]],
+    weights: dict[str, torch.Tensor],
+    matrices: dict[str, tuple[int, ...]],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how far weights are from those of plain AdamW and Muon, and from those of an AdamW
+    that decays all that is trained.
+
+    initial, gradients: as in `plain_steps`. matrices: as `matrices_of` gives them.
+    """
+    ours = {entry.name for entry in model.entries()}  # a module's own parameters are not stepped
+    initial = {name: weight for name, weight in initial.items() if name in ours}
+    gradients = [{name: g for name, g in step.items() if name in ours} for step in gradients]
+    plain, decaying = (
+        parameter_distances(weights, plain_steps(initial, gradients, matrices, decay_all), model)
+        for decay_all in (False, True)
+    )
+    return plain, decaying
+
+
+def plain_steps(
+    initial: dict[str, torch.Tensor],
+    gradients: list[dict[str, torch.Tensor]],
+    matrices: dict[str, tuple[int, ...]],
+    decay_all: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Return the weights after an optimizer's steps, in double precision: of matrices by Muon, of
+    all else by AdamW. Arguments: as in `plain_adamw`."""
+    of_muon = [{name: g for name, g in step.items() if name in matrices} for step in gradients]
+    others = [{name: g for name, g in step.items() if name not in matrices} for step in gradients]
+    scales = [clip_scale(step) for step in gradients]
+    stepped = plain_adamw(initial, others, scales, **SETTINGS, decay_all=decay_all)
+    return plain_muon(stepped, of_muon, scales, matrices, **OF_MATRICES)
+
+
+def clip_scale(gradients: dict[str, torch.Tensor]) -> float:
+    """Return by what gradients are multiplied, for a global norm of at most CLIP."""
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    return min(1.0, CLIP / (norm + 1e-6))
+
+
+def plain_muon(
+    initial: dict[str, torch.Tensor],
+    gradients: list[dict[str, torch.Tensor]],
+    scales: list[float],
+    matrices: dict[str, tuple[int, ...]],
+    *,
+    lr: float,
+    momentum: float,
+    ns_steps: int,
+    weight_decay: float,
+) -> dict[str, torch.Tensor]:
+    """Return the weights after Muon's steps, with Nesterov's correction, in double precision
+    (Jordan et al. 2024). Arguments: as in `plain_adamw`; matrices: as `matrices_of` gives them."""
+    weights = {name: weight.double() for name, weight in initial.items()}
+    moments = {name: torch.zeros_like(weights[name]) for name in matrices}
+    for of_step, scale in zip(gradients, scales, strict=True):
+        for name, gradient in of_step.items():
+            g, w = scale * gradient.double(), weights[name]
+            moments[name] = momentum * moments[name] + (1 - momentum) * g
+            update = momentum * moments[name] + (1 - momentum) * g
+            ends = [0, *accumulate(matrices[name])]
+            steps = [_plain_direction(update[i:j], ns_steps) for i, j in pairwise(ends)]
+            weights[name] = (1 - lr * weight_decay) * w - lr * torch.cat(steps)
+    return weights
+
+
+def _plain_direction(matrix: torch.Tensor, ns_steps: int) -> torch.Tensor:
+    """Return a matrix of momentum, orthogonalised: G of the article, and Jordan's factor."""
+    x = matrix / max(matrix.norm(), 1e-7)
+    for _ in range(ns_steps):
+        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    return math.sqrt(max(1.0, len(matrix) / len(matrix.T))) * x
 
 
 def plain_adamw(
     initial: dict[str, torch.Tensor],
     gradients: list[dict[str, torch.Tensor]],
+    scales: list[float],
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    clip: float,
     decay_all: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the weights after AdamW's steps, in double precision (Loshchilov and Hutter 2019).
 
-    initial: weights by name; gradients: of each step, of those that are trained. Gradients are
-    clipped to a global norm; parameters of two and more dimensions decay, or with decay_all every
+    initial: weights by name; gradients: of each step, of those that are trained; scales: by what
+    each step's are multiplied. Parameters of two and more dimensions decay, or with decay_all every
     one that is trained.
     """
     weights = {name: weight.double() for name, weight in initial.items()}
     first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for step, of_step in enumerate(gradients, start=1):
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in of_step.values()))
-        scale = min(1.0, clip / (norm + 1e-6))
+    for step, (of_step, scale) in enumerate(zip(gradients, scales, strict=True), start=1):
         for name, gradient in of_step.items():
             g, w = scale * gradient.double(), weights[name]
             first[name] = betas[0] * first[name] + (1 - betas[0]) * g

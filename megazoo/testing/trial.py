@@ -15,7 +15,6 @@ from megazoo.layers import Dropout
 from megazoo.models.adapters import ALL, is_adapter
 from megazoo.models.pretrained import from_pretrained
 from megazoo.models.registry import config_from_dict, from_config
-from megazoo.optim.adamw import AdamW
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
@@ -34,12 +33,14 @@ from megazoo.testing.distances import (
 )
 from megazoo.testing.draws import Draws, dropout_draws
 from megazoo.testing.layouts import Layout
-from megazoo.testing.optimizer_trial import LOSS_SCALE, plain_adamw, skips_overflow
+from megazoo.testing.optimizer_trial import (
+    LOSS_SCALE,
+    beside_plain_steps,
+    make_optimizer,
+    matrices_of,
+    skips_overflow,
+)
 
-# Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as
-# any.
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
-CLIP = 0.1  # small enough to be active
 CLUES = 3  # things that differ, of each kind, that are looked at closely
 
 _imported: set[Path] = set()
@@ -58,7 +59,8 @@ class Subject:
 
     family, values: its config. load: a directory with its weights. import_: a file that registers
     it. lora_rank: of adapters of all its linear layers, which alone are trained; 0 for none.
-    within: makes the context in which every process trains, by default none.
+    optimizer: one of OPTIMIZERS. within: makes the context in which every process trains, by
+    default none.
     """
 
     family: str
@@ -66,6 +68,7 @@ class Subject:
     load: Path | None
     import_: Path | None
     lora_rank: int = 0
+    optimizer: str = "adamw"
     within: Callable[[], AbstractContextManager] = nullcontext
 
     @property
@@ -83,8 +86,9 @@ class Record:
     its forwards were given or returned, [rows of the batch, ...], in the order of the computation.
     gradients: of each step; weights: after each. logits, labelled, rows: of the first batch, before
     it is trained on: the logits of its first rows, how many labelled tokens its mean is over, and
-    of each row the sum of their losses and their number, [rows, 2]. draws: of each Dropout. plain,
-    decaying: how far the weights are from those of plain AdamW, and of one that decays whatever is
+    of each row the sum of their losses and their number, [rows, 2]. draws: of each Dropout.
+    matrices: of the weights that Muon steps, how many rows each matrix has. plain, decaying: how
+    far the weights are from those of a plain optimizer, and of an AdamW that decays whatever is
     trained.
     """
 
@@ -98,6 +102,7 @@ class Record:
     labelled: int = 0
     rows: torch.Tensor | None = None
     draws: dict[str, Draws] = field(default_factory=dict)
+    matrices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     plain: dict[str, float] = field(default_factory=dict)
     decaying: dict[str, float] = field(default_factory=dict)
 
@@ -143,13 +148,17 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
         record.initial = _copies(model)
         record.logits, record.labelled = _evaluated(model, micro_batches=1)
         record.rows = _losses_of_rows(model)
-        for loss, optimizer in _train(model, Layout(), steps, record, micro_batches=1):
+        record.matrices = matrices_of(subject.optimizer, model)
+        optimizer = make_optimizer(subject.optimizer, model, zero=0)
+        for loss in _train(model, Layout(), steps, record, micro_batches=1):
             record.losses.append(loss)
             gradients = _gradients(model)
             record.gradients.append({name: grad.clone() for name, grad in gradients.items()})
             record.norms.append(optimizer.step().item())
             record.weights.append(_copies(model))
-        record.plain, record.decaying = _beside_plain_adamw(model, record)
+        record.plain, record.decaying = beside_plain_steps(
+            model, record.initial, record.gradients, record.weights[-1], record.matrices
+        )
         torch.save(record, path)
 
 
@@ -183,9 +192,10 @@ def train_on_a_rank(
         if logits is not None:
             whole = expected.logits
             found.logits = relative((logits - whole).norm(), whole.norm())
+        optimizer = make_optimizer(subject.optimizer, model, layout.zero)
         training = _train(model, layout, steps, record, micro_batches_of(layout.dp))
         steps_of_one = zip(expected.gradients, expected.weights, strict=True)
-        for (loss, optimizer), (theirs, stepped) in zip(training, steps_of_one, strict=True):
+        for loss, (theirs, stepped) in zip(training, steps_of_one, strict=True):
             found.losses.append(loss)
             ours = _gradients(model)
             ranges = optimizer.ranges if layout.zero else None
@@ -235,22 +245,6 @@ def _losses_of_rows(model) -> torch.Tensor:
     return torch.stack([-scores.log_likelihood, scores.tokens.double()], dim=1)
 
 
-def _beside_plain_adamw(model, record: Record) -> tuple[dict[str, float], dict[str, float]]:
-    """Return how far the weights are from plain AdamW's, and from those of one that decays all that
-    is trained."""
-    ours = {entry.name for entry in model.entries()}  # a module's own parameters are not stepped
-    initial = {name: weight for name, weight in record.initial.items() if name in ours}
-    gradients = [
-        {name: grad for name, grad in step.items() if name in ours} for step in record.gradients
-    ]
-    weights = [
-        plain_adamw(initial, gradients, **SETTINGS, clip=CLIP, decay_all=decay_all)
-        for decay_all in (False, True)
-    ]
-    plain, decaying = (parameter_distances(record.weights[-1], each, model) for each in weights)
-    return plain, decaying
-
-
 def _build(subject: Subject, ctx: ParallelContext):
     """Build the model, with random biases, norms and adapters, and without dropout."""
     config = subject.config
@@ -272,14 +266,13 @@ def _build(subject: Subject, ctx: ParallelContext):
 
 def _train(
     model, layout: Layout, steps: int, record: Record, micro_batches: int
-) -> Iterator[tuple[float, AdamW]]:
-    """Yield the loss of each step, and the optimizer, which the caller then steps.
+) -> Iterator[float]:
+    """Yield the loss of each step, after which the caller steps the optimizer.
 
     Before that the gradients are those that backward made; stepping clips them. `record` gets the
     activations of the first steps.
     """
     config = model.config
-    optimizer = AdamW(model, **SETTINGS, clip_grad=CLIP, zero=layout.zero)
     longest = model.longest_sequence(config)
     for step in range(steps):
         batch = make_batch(step, config.vocab_size, longest)
@@ -290,7 +283,7 @@ def _train(
                 schedule=layout.schedule,
                 step=step,
             )
-        yield loss.item(), optimizer
+        yield loss.item()
 
 
 def _gradients(model) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ WEIGHTS = (
     "part, or normalises a shard"
 )
 DECAY = "a parameter is in the wrong group of the optimizer: frozen, norms and biases don't decay"
-OPTIMIZER = "the optimizer's step is not that of AdamW, whatever the layout"
+OPTIMIZER = "the optimizer's step is not that of the paper, whatever the layout"
 OVERFLOW = "each rank looks at its own gradients, and no maximum is taken over all ranks"
 _PARTS = (
     "heads, positions, masks, another order of tokens or another cut of a fused weight: often "

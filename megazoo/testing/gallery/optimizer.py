@@ -1,9 +1,12 @@
 """Mistakes in the optimizer: the norm, clipping, decay, overflow, and updates of shards."""
 
+from dataclasses import replace
+
 import torch
 
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.clip import clip_scale
+from megazoo.optim.whole_matrices import WholeMatrices
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.module import Entry
 from megazoo.testing.gallery.planting import bug, replaced
@@ -115,7 +118,7 @@ def overflow_on_one_rank():
 
 
 @bug(
-    "24",
+    "24a",
     "An update normalised over a shard as if it were the matrix",
     r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
     layout="tp2",
@@ -139,3 +142,56 @@ def update_normalised_by_shard():
         return normalised
 
     return replaced(AdamW, "_row", make)
+
+
+@bug(
+    "24b",
+    "Muon's step of a shard, as if it were the matrix",
+    r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
+    layout="tp2",
+    optimizer="muon",
+    source="DeepSpeed #8437",
+    link="https://github.com/deepspeedai/DeepSpeed/issues/8437",
+)
+def shards_orthogonalised():
+    """Each rank orthogonalises the rows or columns that it has of a matrix."""
+
+    def make(_):
+        def applied(self, function, given):
+            results = {name: torch.empty_like(tensor) for name, tensor in given.items()}
+            for matrix in self.matrices:
+                mine = self._mine(matrix, given)
+                shard = mine.view(self._shape(matrix, self.ctx.tp_rank))
+                self._mine(matrix, results).copy_(function(shard, matrix).reshape(-1))
+            return results
+
+        return applied
+
+    return replaced(WholeMatrices, "apply", make)
+
+
+@bug(
+    "",
+    "Muon's step of q, k and v, or gate and up, as one matrix",
+    r"optimizer: the weights of .*\.(qkv|gate_up)\.weight are not those of Muon, in one process",
+    layout="dp2",
+    model="llama",
+    optimizer="muon",
+    source="rule: each is a matrix (Jordan et al. 2024)",
+    link="https://kellerjordan.github.io/posts/muon/",
+)
+def fused_matrices_orthogonalised():
+    """What is stored as one parameter is orthogonalised as one matrix."""
+
+    def make(_):
+        def applied(self, function, given):
+            fused = {m.entry.name: m for m in reversed(self.matrices)}
+            for name, tensor in given.items():
+                rows, columns = fused[name].entry.spec.shape
+                matrix = replace(fused[name], rows=rows)
+                given[name] = function(tensor.view(rows, columns), matrix).reshape(-1)
+            return given
+
+        return applied
+
+    return replaced(WholeMatrices, "apply", make)

@@ -22,8 +22,9 @@ class Bug:
     check names it, must match from its beginning. plant: makes the context in which the program has
     it. layout: in which it shows; "transformers" for what is as wrong in one process, which a
     comparison with that library finds. model, settings: a preset, which is shrunk, with other
-    values of its config. lora_rank: of adapters, which then are what is trained. source, link:
-    where it was published; "rule: ..." where only the rule stands that it breaks.
+    values of its config. lora_rank: of adapters, which then are what is trained. optimizer: adamw
+    or muon. source, link: where it was published; "rule: ..." where only the rule stands that it
+    breaks.
     """
 
     number: str
@@ -34,6 +35,7 @@ class Bug:
     model: str = "gpt2"
     settings: dict = field(default_factory=dict)
     lora_rank: int = 0
+    optimizer: str = "adamw"
     source: str = ""
     link: str = ""
 

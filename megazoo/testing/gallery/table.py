@@ -46,7 +46,11 @@ def self_test(bugs: Sequence[Bug]) -> Iterator[Outcome]:
             cause, usual = _beside_transformers(bug), ""
         else:
             (verdict,) = check_parallel(
-                bug.config, [bug.layout], lora_rank=bug.lora_rank, within=bug.plant
+                bug.config,
+                [bug.layout],
+                lora_rank=bug.lora_rank,
+                optimizer=bug.optimizer,
+                within=bug.plant,
             )
             cause, usual = verdict.cause, verdict.usual
         yield Outcome(bug, cause, usual, time.perf_counter() - start)
@@ -89,8 +93,9 @@ def header() -> str:
 def line_of(outcome: Outcome) -> str:
     """Return an outcome as a line of a Markdown table."""
     bug = outcome.bug
-    family = family_of(bug.config) + (f", LoRA of rank {bug.lora_rank}" if bug.lora_rank else "")
-    where = f"{family}, {bug.layout}"
+    adapted = f", LoRA of rank {bug.lora_rank}" if bug.lora_rank else ""
+    stepped = ", Muon" if bug.optimizer == "muon" else ""
+    where = f"{family_of(bug.config)}{adapted}{stepped}, {bug.layout}"
     found = "yes" if outcome.found else "NO"
     told = (outcome.cause or "it passed").replace("|", "\\|")
     if outcome.usual:
