@@ -68,7 +68,7 @@ class AdamW(ModelOptimizer):
         offload: bool = False,
         loss_scale: LossScale | None = None,
     ):
-        check_model(model, "AdamW(model, lr=...)")
+        check_model(model, f"{type(self).__name__}(model, lr=...)")
         self.model, self.ctx, self.clip_grad = model, model.ctx, clip_grad
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         with failing_together(self.ctx):
@@ -105,7 +105,7 @@ class AdamW(ModelOptimizer):
         made with another `zero`.
         """
         if closure is not None:
-            raise UserError("AdamW takes no closure: run backward before the step")
+            raise UserError(f"{type(self).__name__} takes no closure: run backward before the step")
         for group in self.param_groups:
             check_number("lr", float(group["lr"]), 0)
         self._check_gradients()
@@ -170,11 +170,13 @@ class AdamW(ModelOptimizer):
         self.buckets = self.model.fit_buckets()
         if not self.buckets.are_of(entry.parameter for entry in self.entries):
             raise UserError(
-                "parameters were frozen or unfrozen after AdamW was made: make a new one"
+                f"parameters were frozen or unfrozen after {type(self).__name__} was made: make a "
+                "new one"
             )
         if self.buckets.sharded != self.sharded:
             raise UserError(
-                "another AdamW was made for this model, with another zero: step that one"
+                f"another {type(self).__name__} was made for this model, with another zero: step "
+                "that one"
             )
         self.buckets.check()
 

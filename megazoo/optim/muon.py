@@ -86,17 +86,17 @@ class Muon(AdamW):
         if ns_dtype not in DTYPES:
             raise UserError(f"ns_dtype {ns_dtype!r} is none of auto, {', '.join(DTYPES)}")
         self.ns_dtype = DTYPES[ns_dtype]
-        matrices = [entry for entry in self.entries if entry.name in self._linear]
+        self.matrices = [entry for entry in self.entries if entry.name in self._linear]
         others = [entry for entry in self.entries if entry.name not in self._linear]
         decayed = [entry for entry in others if entry.parameter.dim() > 1]
         vectors = [entry for entry in others if entry.parameter.dim() <= 1]
         self.param_groups = [
-            {**self._group(matrices, weight_decay), **self._muon},
+            {**self._group(self.matrices, weight_decay), **self._muon},
             self._group(decayed, self.defaults["weight_decay"]),
             self._group(vectors, 0.0),
         ]
         self.whole = WholeMatrices(
-            matrices, self.ctx, cost_of, self.range_of if self.sharded else None
+            self.matrices, self.ctx, cost_of, self.range_of if self.sharded else None
         )
 
     @AdamW.lr.setter
@@ -135,6 +135,10 @@ class Muon(AdamW):
             directions[entry.name] = (
                 gradient.lerp(buffer, group["momentum"]) if nesterov else buffer
             )
+
+        for entry in self.matrices:  # one that got no gradient is not stepped
+            if entry.name not in directions:
+                directions[entry.name] = torch.zeros_like(self.state[entry.name][MOMENTUM])
 
         def step_of(matrix: torch.Tensor, which: Matrix) -> torch.Tensor:
             """Return by what a whole matrix changes, for a learning rate of 1."""
