@@ -308,3 +308,39 @@ def test_every_matrix_has_one_owner_and_the_work_is_balanced():
         load_of[matrix.owner] = load_of.get(matrix.owner, 0) + cost_of(matrix.rows, matrix.columns)
     assert len({(m.entry.name, m.part) for m in matrices}) == len(matrices) == 32 * 7
     assert max(load_of.values()) < 1.25 * sum(load_of.values()) / 64
+
+
+def test_a_matrix_without_a_gradient_stays_as_it_is():
+    """In a loop of one's own, whose loss does not reach it."""
+    model = built(CONFIGS["gpt2"], megazoo.ParallelContext())
+    optimizer = Muon(model, lr=0.1)
+    ids, _ = make_batch(0)
+    model(ids, labels=ids).loss.backward()
+    up = model.layers["0"].mlp.up.weight
+    up.grad, before, down = None, parts(model), model.layers["0"].mlp.down.weight.detach().clone()
+    model.sync_gradients()
+    optimizer.step()
+    ((_, same),) = [item for item in before.items() if item[0][0] == "layers.0.mlp.up.weight"]
+    assert torch.equal(up, same)
+    assert not torch.equal(model.layers["0"].mlp.down.weight, down)
+
+
+def test_its_state_dict_goes_on_under_torchs_scheduler():
+    """Both rates fall together, and what is loaded steps as what was saved."""
+    results = []
+    for resumed in (False, True):
+        model = built(CONFIGS["llama"], megazoo.ParallelContext())
+        optimizer = Muon(model, lr=0.02, adamw={"lr": 0.01})
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(4):
+            if resumed and step == 2:
+                state = optimizer.state_dict(), schedule.state_dict()
+                optimizer = Muon(model, lr=0.02, adamw={"lr": 0.01})
+                schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+                optimizer.load_state_dict(state[0])
+                schedule.load_state_dict(state[1])
+            step_of(model, optimizer, step)
+            schedule.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.00125, 0.000625, 0.000625]
+        results.append(parts(model))
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])

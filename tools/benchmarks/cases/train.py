@@ -9,6 +9,7 @@ from benchmarks.results import Result, Setup
 from benchmarks.turns import CORES, Job, alone, jobs_in_turn, seconds_in_turn
 
 ROWS, SEQUENCE, VOCABULARY = 8, 256, 8192
+NS_DTYPES = ("float32", "bfloat16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -26,6 +27,19 @@ def cases(setup: Setup) -> Iterator[Result]:
             steps, products = alone(rates_of_products, directory, setup.pairs)
             name = f"train {model} in fp32, against bare products of its sizes"
             yield Result(name, steps, products, unit="GFLOP/s")
+    yield from of_muon(setup)
+
+
+def of_muon(setup: Setup) -> Iterator[Result]:
+    """Compare Muon with AdamW, its matrices orthogonalised in either precision."""
+    with tempfile.TemporaryDirectory() as directory:
+        alone(make, "gpt2", directory)
+        jobs = [Job(1, ours, (directory, "fp32"))]
+        jobs += [Job(1, ours_by_muon, (directory, ns_dtype)) for ns_dtype in NS_DTYPES]
+        adamw, *found = jobs_in_turn(jobs, setup.pairs)
+    for ns_dtype, muon in zip(NS_DTYPES, found, strict=True):
+        name = f"train gpt2 in fp32 by Muon, Newton-Schulz in {ns_dtype}, against AdamW"
+        yield rates(name, [muon, adamw], ROWS)
 
 
 def rates(name: str, found: list[tuple[list[float], int]], rows: int) -> Result:
@@ -90,6 +104,21 @@ def ours(
 
     def step():
         model.train_batch(mine, labels=mine, num_microbatches=micro_batches, schedule=schedule)
+        optimizer.step()
+
+    return step
+
+
+def ours_by_muon(directory: str, ns_dtype: str) -> Callable[[], object]:
+    """Return the same by Muon, in one process."""
+    import megazoo
+
+    torch.set_num_threads(CORES)
+    model, ids = megazoo.from_pretrained(directory), batch()
+    optimizer = megazoo.optim.Muon(model, lr=1e-3, adamw={"lr": 1e-4}, ns_dtype=ns_dtype)
+
+    def step():
+        model.train_batch(ids, labels=ids)
         optimizer.step()
 
     return step
