@@ -5,7 +5,7 @@ import torch
 from fakecuda import WHY_NOT, in_own_process
 from fakecuda.measure import build, context, seen, training, watched
 
-from megazoo.optim import AdamW, clip_grad_norm
+from megazoo.optim import AdamW, Muon, clip_grad_norm
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT))
 GROUPS = {
@@ -19,7 +19,7 @@ GROUPS = {
 }
 
 
-def stepped(cuda: int = 13, layout=None, dtype=torch.bfloat16, own=False, **settings):
+def stepped(cuda=13, layout=None, dtype=torch.bfloat16, own=False, kind=AdamW, **settings):
     """Sum gradients of gpt2-1.5b, all of it, over the replicas, then step, by torch built for CUDA
     12 or 13; returns what was seen of each. own: clip, as for an optimizer of one's own."""
     from fakecuda import audit
@@ -28,7 +28,7 @@ def stepped(cuda: int = 13, layout=None, dtype=torch.bfloat16, own=False, **sett
     try:
         with watched():
             model = build("gpt2-1.5b", context(**(layout or {})), dtype)
-            optimizer = AdamW(model, **settings)
+            optimizer = kind(model, **settings)
             buckets = model.gradient_buckets
             buckets.start(1)
             buckets.complete()
@@ -54,6 +54,15 @@ def test_a_step_is_a_few_kernels_and_waits_for_none(name, waits, cuda, limit):
     assert summed.launches <= 200
     assert step.bytes > 10e9, "nothing was updated"
     assert not summed.syncs + summed.faults + step.faults
+
+
+@pytest.mark.parametrize("name", ["plain", "ZeRO-1 of 8"])
+def test_muons_step_waits_for_nothing_and_computes_its_share(name):
+    """A matrix takes 15 products, and some passes to bring it together and to step it."""
+    _, step = in_own_process(stepped, kind=Muon, **GROUPS[name])
+    assert not step.syncs + step.faults
+    matrices = 48 * 6 / GROUPS[name].get("layout", {"dp": 1})["dp"]
+    assert 15 * matrices < step.launches < 40 * matrices + 20 * 48 * 6
 
 
 @pytest.mark.parametrize(("name", "most"), [("ZeRO-1 of 2", 60), ("ZeRO-1 of 64", 30)])
