@@ -125,34 +125,37 @@ class Muon(AdamW):
         if "momentum" not in group:
             super()._update(entries, group, scale)
             return
-        directions = {}
-        for entry in entries:
-            gradient = self._mine(entry.parameter.grad, entry).float()
+        stepped = {entry.name for entry in entries}  # what got a gradient
+
+        def direction_of(which: Matrix) -> torch.Tensor:
+            """Return this rank's elements of u, the momentum that the gradient has gone into."""
+            entry, mine = which.entry, self.whole.mine(which)
+            buffer = self.state[entry.name][MOMENTUM][mine]
+            if entry.name not in stepped:
+                return torch.zeros_like(buffer)
+            gradient = self._mine(entry.parameter.grad, entry)[mine].float()
             gradient = gradient if scale is None else gradient / scale
-            buffer = self.state[entry.name][MOMENTUM]
             buffer.lerp_(gradient, 1 - group["momentum"])
-            nesterov = group["nesterov"]
-            directions[entry.name] = (
-                gradient.lerp(buffer, group["momentum"]) if nesterov else buffer
-            )
+            return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-        for entry in self.matrices:  # one that got no gradient is not stepped
-            if entry.name not in directions:
-                directions[entry.name] = torch.zeros_like(self.state[entry.name][MOMENTUM])
-
-        def step_of(matrix: torch.Tensor, which: Matrix) -> torch.Tensor:
+        def step_of(whole: torch.Tensor, which: Matrix) -> torch.Tensor:
             """Return by what a whole matrix changes, for a learning rate of 1."""
             factor = math.sqrt(max(1.0, which.rows / which.columns))
-            return factor * orthogonalised(matrix, group["ns_steps"], self.ns_dtype).float()
+            return factor * orthogonalised(whole, group["ns_steps"], self.ns_dtype).float()
 
-        steps = self.whole.apply(step_of, directions)
-        for entry in entries:
-            weights, state = self._mine(entry.parameter, entry), self.state[entry.name]
-            master = state.get(MASTER, weights)
-            master.mul_(1 - group["lr"] * group["weight_decay"])
-            master.sub_(steps[entry.name], alpha=group["lr"])
-            if master is not weights:
-                weights.copy_(master)
+        def change(which: Matrix, step: torch.Tensor) -> None:
+            entry, mine = which.entry, self.whole.mine(which)
+            if entry.name not in stepped:
+                return
+            weights = self._mine(entry.parameter, entry)[mine]
+            master = self.state[entry.name].get(MASTER)
+            changed = weights if master is None else master[mine]
+            changed.mul_(1 - group["lr"] * group["weight_decay"])
+            changed.sub_(step, alpha=group["lr"])
+            if master is not None:
+                weights.copy_(changed)
+
+        self.whole.apply(step_of, direction_of, change)
 
 
 def linear_names(model) -> set[str]:

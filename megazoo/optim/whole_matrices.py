@@ -6,7 +6,7 @@ has an owner among the ranks of a pipeline stage, by cost; owners work at the sa
 of at most one matrix each, so that the memory for whole matrices stays small.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -102,23 +102,30 @@ class WholeMatrices:
     def apply(
         self,
         function: Callable[[torch.Tensor, Matrix], torch.Tensor],
-        given: dict[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
-        """Return, of each parameter, this rank's elements of what the function makes of its
-        matrices.
+        give: Callable[[Matrix], torch.Tensor],
+        take: Callable[[Matrix, torch.Tensor], None],
+    ) -> None:
+        """Call give(matrix) for this rank's elements of each matrix, and take(matrix, elements)
+        with what the function makes of them; the elements are those of `mine`, fp32, flat.
 
-        given: by the parameter's name this rank's elements, fp32, flat. function(matrix [rows,
-        columns], which): of the same shape; called on the owner alone. All ranks of a stage call
-        this together.
+        function(whole [rows, columns], matrix): of the same shape; called on the owner alone. All
+        ranks of a stage call this together. A round's matrices are given, made and taken before
+        those of the next.
         """
-        results = {name: torch.empty_like(tensor) for name, tensor in given.items()}
         for matrices in self.rounds:
-            parts = self._to_replicas(matrices, given)
-            wholes = self._to_owners(matrices, parts)
+            given = {matrix: give(matrix) for matrix in matrices}
+            wholes = self._to_owners(matrices, self._to_replicas(matrices, given))
             made = {matrix: function(whole, matrix) for matrix, whole in wholes.items()}
+            del given, wholes
             parts = self._from_owners(matrices, made)
-            self._from_replicas(matrices, parts, results)
-        return results
+            for matrix, elements in self._from_replicas(matrices, parts):
+                take(matrix, elements)
+
+    def mine(self, matrix: Matrix) -> slice:
+        """Return where a matrix lies in what this replica has of its parameter, flattened."""
+        first, end = self._range(matrix, self.me[0])
+        start = self.ranges(matrix.entry, self.me[0])[0] if self.ranges else 0
+        return slice(first - start, end - start)
 
     def _range(self, matrix: Matrix, replica: int) -> tuple[int, int]:
         """Return which elements of its tp rank's part of a parameter a replica has of a matrix."""
@@ -129,21 +136,14 @@ class WholeMatrices:
         low, high = max(first, low), min(end, high)
         return low, max(low, high)
 
-    def _mine(self, matrix: Matrix, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return this rank's elements of a matrix, of tensors that hold its elements of the
-        parameters."""
-        first, end = self._range(matrix, self.me[0])
-        start = self.ranges(matrix.entry, self.me[0])[0] if self.ranges else 0
-        return tensors[matrix.entry.name][first - start : end - start]
-
     def _to_replicas(self, matrices: list[Matrix], given: dict) -> dict[Matrix, torch.Tensor]:
         """Bring the replicas' elements of each matrix to its owner's replica: this tp rank's part
         of those that are owned in this one."""
         here = [matrix for matrix in matrices if matrix.owner[0] == self.me[0]]
         if self.ranges is None:
-            return {matrix: self._mine(matrix, given) for matrix in here}
+            return {matrix: given[matrix] for matrix in here}
         leaving = [
-            [self._mine(m, given) for m in matrices if m.owner[0] == replica]
+            [given[m] for m in matrices if m.owner[0] == replica]
             for replica in range(self.replicas.size)
         ]
         lengths = [
@@ -157,9 +157,10 @@ class WholeMatrices:
         }
 
     def _from_replicas(
-        self, matrices: list[Matrix], parts: dict[Matrix, torch.Tensor], results: dict
-    ) -> None:
-        """Give each replica its elements of the matrices that were owned in this one."""
+        self, matrices: list[Matrix], parts: dict[Matrix, torch.Tensor]
+    ) -> Iterator[tuple[Matrix, torch.Tensor]]:
+        """Give each replica its elements of the matrices that were owned in this one; yield each
+        matrix, and this rank's elements."""
         replicas = range(self.replicas.size)
         leaving = [
             [self._cut(matrix, part, replica) for matrix, part in parts.items()]
@@ -169,8 +170,7 @@ class WholeMatrices:
         lengths = [[_length(self._range(m, self.me[0])) for m in owned] for owned in of_each]
         arrived = _exchange(leaving, lengths, self.replicas.group)
         for owned, tensors in zip(of_each, arrived, strict=True):
-            for matrix, tensor in zip(owned, tensors, strict=True):
-                self._mine(matrix, results).copy_(tensor)
+            yield from zip(owned, tensors, strict=True)
 
     def _cut(self, matrix: Matrix, part: torch.Tensor, replica: int) -> torch.Tensor:
         """Return a replica's elements of this tp rank's part of a matrix."""

@@ -64,10 +64,12 @@ def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str)
         buckets.gather()
     flops = 0.0
     if isinstance(optimizer, Muon):
-        momenta = {
-            name: state[MOMENTUM] for name, state in optimizer.state.items() if MOMENTUM in state
-        }
-        optimizer.whole.apply(lambda whole, _: whole, momenta)
+        whole = optimizer.whole
+        whole.apply(
+            lambda matrix, _: matrix,
+            lambda which: optimizer.state[which.entry.name][MOMENTUM][whole.mine(which)],
+            lambda *_: None,
+        )
         flops = optimizer.step_flops
     return Static(
         parameters=sum(e.parameter.numel() for e in entries),

@@ -1,6 +1,7 @@
 """Mistakes in the optimizer: the norm, clipping, decay, overflow, and updates of shards."""
 
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 
@@ -157,13 +158,10 @@ def shards_orthogonalised():
     """Each rank orthogonalises the rows or columns that it has of a matrix."""
 
     def make(_):
-        def applied(self, function, given):
-            results = {name: torch.empty_like(tensor) for name, tensor in given.items()}
+        def applied(self, function, give, take):
             for matrix in self.matrices:
-                mine = self._mine(matrix, given)
-                shard = mine.view(self._shape(matrix, self.ctx.tp_rank))
-                self._mine(matrix, results).copy_(function(shard, matrix).reshape(-1))
-            return results
+                shard = give(matrix).view(self._shape(matrix, self.ctx.tp_rank))
+                take(matrix, function(shard, matrix).reshape(-1))
 
         return applied
 
@@ -184,13 +182,16 @@ def fused_matrices_orthogonalised():
     """What is stored as one parameter is orthogonalised as one matrix."""
 
     def make(_):
-        def applied(self, function, given):
-            fused = {m.entry.name: m for m in reversed(self.matrices)}
-            for name, tensor in given.items():
-                rows, columns = fused[name].entry.spec.shape
-                matrix = replace(fused[name], rows=rows)
-                given[name] = function(tensor.view(rows, columns), matrix).reshape(-1)
-            return given
+        def applied(self, function, give, take):
+            for name in {matrix.entry.name for matrix in self.matrices}:
+                parts = sorted(
+                    (m for m in self.matrices if m.entry.name == name), key=attrgetter("first")
+                )
+                rows, columns = parts[0].entry.spec.shape
+                whole = torch.cat([give(matrix) for matrix in parts]).view(rows, columns)
+                made = function(whole, replace(parts[0], rows=rows))
+                for matrix, step in zip(parts, made.split([m.rows for m in parts]), strict=True):
+                    take(matrix, step.reshape(-1))
 
         return applied
 
