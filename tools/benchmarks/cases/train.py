@@ -31,15 +31,17 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def of_muon(setup: Setup) -> Iterator[Result]:
-    """Compare Muon with AdamW, its matrices orthogonalised in either precision."""
+    """Compare Muon with AdamW, its matrices orthogonalised in either precision, in a step of ROWS
+    rows and in one of eight times as many."""
     with tempfile.TemporaryDirectory() as directory:
         alone(make, "gpt2", directory)
-        jobs = [Job(1, ours, (directory, "fp32"))]
-        jobs += [Job(1, ours_by_muon, (directory, ns_dtype)) for ns_dtype in NS_DTYPES]
-        adamw, *found = jobs_in_turn(jobs, setup.pairs)
-    for ns_dtype, muon in zip(NS_DTYPES, found, strict=True):
-        name = f"train gpt2 in fp32 by Muon, Newton-Schulz in {ns_dtype}, against AdamW"
-        yield rates(name, [muon, adamw], ROWS)
+        for rows in (ROWS, 8 * ROWS):
+            jobs = [Job(1, ours, (directory, "fp32", (1, 1, 1), rows, rows // ROWS))]
+            jobs += [Job(1, ours_by_muon, (directory, rows, ns_dtype)) for ns_dtype in NS_DTYPES]
+            adamw, *found = jobs_in_turn(jobs, setup.pairs)
+            for ns_dtype, muon in zip(NS_DTYPES, found, strict=True):
+                name = f"train gpt2 in fp32, {rows} rows, by Muon in {ns_dtype}, against AdamW"
+                yield rates(name, [muon, adamw], rows)
 
 
 def rates(name: str, found: list[tuple[list[float], int]], rows: int) -> Result:
@@ -109,16 +111,16 @@ def ours(
     return step
 
 
-def ours_by_muon(directory: str, ns_dtype: str) -> Callable[[], object]:
-    """Return the same by Muon, in one process."""
+def ours_by_muon(directory: str, rows: int, ns_dtype: str) -> Callable[[], object]:
+    """Return the same by Muon, in one process. ns_dtype: as in `Muon`."""
     import megazoo
 
     torch.set_num_threads(CORES)
-    model, ids = megazoo.from_pretrained(directory), batch()
+    model, ids = megazoo.from_pretrained(directory), batch(rows)
     optimizer = megazoo.optim.Muon(model, lr=1e-3, adamw={"lr": 1e-4}, ns_dtype=ns_dtype)
 
     def step():
-        model.train_batch(ids, labels=ids)
+        model.train_batch(ids, labels=ids, num_microbatches=rows // ROWS)
         optimizer.step()
 
     return step
