@@ -1,5 +1,6 @@
 """Muon: torch's own of the same matrices, and the same in every layout."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -293,6 +294,29 @@ def test_the_learning_rates_keep_their_proportion():
 def test_settings_that_cant_be(settings, message):
     with pytest.raises(UserError, match=message):
         Muon(built(CONFIGS["gpt2"], megazoo.ParallelContext()), **settings)
+
+
+def test_parameters_are_no_model():
+    model = built(CONFIGS["gpt2"], megazoo.ParallelContext())
+    with pytest.raises(UserError, match=r"give a megazoo model, not its parameters: Muon\(model"):
+        Muon(model.parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_who_has_nothing_to_send_takes_part_on_the_same_device(zero):
+    """Of six matrices, in a round of 20 owners, most ranks own none: on a device other than the CPU
+    a message of theirs from there would be in another collective than the others'."""
+    meta = torch.device("meta")
+    for rank in range(20):
+        ctx = replace(megazoo.ParallelContext.virtual(4, 1, 5, rank=rank), device=meta)
+        optimizer = Muon(FAMILIES["gpt2"].on_meta(tiny_config(layers=1), ctx), zero=zero)
+        momenta = {entry.name: optimizer.state[entry.name] for entry in optimizer.matrices}
+        given = {name: state["momentum"] for name, state in momenta.items()}
+        found = optimizer.whole.apply(lambda whole, _: whole, given)
+        assert {name: part.shape for name, part in found.items()} == {
+            name: part.shape for name, part in given.items()
+        }
+        assert all(part.is_meta for part in found.values())
 
 
 def test_every_matrix_has_one_owner_and_the_work_is_balanced():

@@ -10,8 +10,10 @@ from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.lora import Adapter
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER, MOMENTUM
+from megazoo.optim.clip import check_model
 from megazoo.optim.newton_schulz import cost_of, orthogonalised
 from megazoo.optim.whole_matrices import Matrix, WholeMatrices
+from megazoo.parallel.failure import failing_together
 from megazoo.parallel.module import Entry
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, Adapter)
@@ -62,16 +64,8 @@ class Muon(AdamW):
         loss_scale=None,
         ns_dtype: str = "auto",
     ):
+        check_model(model, f"{type(self).__name__}(model, lr=...)")
         adamw = {"lr": 3e-4, **(adamw or {})}
-        unknown = adamw.keys() - {"lr", "betas", "eps", "weight_decay"}
-        if unknown:
-            raise UserError(
-                f"adamw has no setting {min(unknown)}: it has lr, betas, eps, weight_decay"
-            )
-        check_number("lr", lr, 0)
-        check_number("momentum", momentum, 0, 1)
-        check_number("ns_steps", ns_steps, 1, whole=True)
-        check_number("weight_decay", weight_decay, 0)
         self._muon = {
             "lr": lr,
             "momentum": momentum,
@@ -79,12 +73,12 @@ class Muon(AdamW):
             "ns_steps": ns_steps,
             "weight_decay": weight_decay,
         }
+        with failing_together(model.ctx):
+            _check_settings(self._muon, adamw, ns_dtype)
         self._linear = linear_names(model)
         super().__init__(model, **adamw, clip_grad=clip_grad, zero=zero, loss_scale=loss_scale)
         if ns_dtype == "auto":
             ns_dtype = "bfloat16" if self.ctx.device.type == "cuda" else "float32"
-        if ns_dtype not in DTYPES:
-            raise UserError(f"ns_dtype {ns_dtype!r} is none of auto, {', '.join(DTYPES)}")
         self.ns_dtype = DTYPES[ns_dtype]
         self.matrices = [entry for entry in self.entries if entry.name in self._linear]
         others = [entry for entry in self.entries if entry.name not in self._linear]
@@ -156,6 +150,19 @@ class Muon(AdamW):
                 weights.copy_(changed)
 
         self.whole.apply(step_of, direction_of, change)
+
+
+def _check_settings(muon: dict, adamw: dict, ns_dtype: str) -> None:
+    """Raise UserError for a setting of Muon that can't be, or one that AdamW has not."""
+    unknown = adamw.keys() - {"lr", "betas", "eps", "weight_decay"}
+    if unknown:
+        raise UserError(f"adamw has no setting {min(unknown)}: it has lr, betas, eps, weight_decay")
+    check_number("lr", muon["lr"], 0)
+    check_number("momentum", muon["momentum"], 0, 1)
+    check_number("ns_steps", muon["ns_steps"], 1, whole=True)
+    check_number("weight_decay", muon["weight_decay"], 0)
+    if ns_dtype not in ("auto", *DTYPES):
+        raise UserError(f"ns_dtype {ns_dtype!r} is none of auto, {', '.join(DTYPES)}")
 
 
 def linear_names(model) -> set[str]:

@@ -8,7 +8,7 @@ of at most one matrix each, so that the memory for whole matrices stays small.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -150,7 +150,7 @@ class WholeMatrices:
             [_length(self._range(m, replica)) for m in here]
             for replica in range(self.replicas.size)
         ]
-        arrived = _exchange(leaving, lengths, self.replicas.group)
+        arrived = _exchange(leaving, lengths, self.ctx, self.replicas.group)
         return {
             matrix: torch.cat([parts[number] for parts in arrived])
             for number, matrix in enumerate(here)
@@ -168,7 +168,7 @@ class WholeMatrices:
         ]
         of_each = [[m for m in matrices if m.owner[0] == replica] for replica in replicas]
         lengths = [[_length(self._range(m, self.me[0])) for m in owned] for owned in of_each]
-        arrived = _exchange(leaving, lengths, self.replicas.group)
+        arrived = _exchange(leaving, lengths, self.ctx, self.replicas.group)
         for owned, tensors in zip(of_each, arrived, strict=True):
             yield from zip(owned, tensors, strict=True)
 
@@ -190,7 +190,7 @@ class WholeMatrices:
             leaving.append([self._pieces(m, parts[m], ctx.tp_rank, True) for m in theirs])
             mine = [m for m in parts if m.owner == self.me]
             lengths.append([self._count(m, rank, True) for m in mine])
-        arrived = _exchange(leaving, lengths, ctx.tp_group)
+        arrived = _exchange(leaving, lengths, ctx, ctx.tp_group)
         wholes = {}
         for number, matrix in enumerate(m for m in parts if m.owner == self.me):
             whole = arrived[0][number].new_empty(matrix.rows, matrix.columns)
@@ -211,7 +211,7 @@ class WholeMatrices:
             leaving.append([self._boxes(matrix, whole, rank) for matrix, whole in made.items()])
             theirs = [m for m in here if m.owner[1] == rank]
             lengths.append([self._count(m, ctx.tp_rank, False) for m in theirs])
-        arrived = _exchange(leaving, lengths, ctx.tp_group)
+        arrived = _exchange(leaving, lengths, ctx, ctx.tp_group)
         parts = {}
         for rank, tensors in enumerate(arrived):
             theirs = [m for m in here if m.owner[1] == rank]
@@ -297,16 +297,18 @@ def _length(span: tuple[int, int]) -> int:
 
 
 def _exchange(
-    leaving: list[list[torch.Tensor]], lengths: list[list[int]], group
+    leaving: list[list[torch.Tensor]], lengths: list[list[int]], ctx: ParallelContext, group
 ) -> list[list[torch.Tensor]]:
-    """Send leaving[r] to each rank r of a group, and return what each sends, of lengths[r]
-    elements."""
+    """Send leaving[r], flat and fp32, to each rank r of a group, and return what each sends, of
+    lengths[r] elements."""
     if group is None or group.size() == 1:
         return leaving
-    flat = [torch.cat(tensors) if tensors else None for tensors in leaving]
-    some = next((x for x in flat if x is not None), torch.empty(0))
-    flat = [some[:0] if x is None else x for x in flat]
+    # who has nothing to send takes part on the same device as the others
+    nothing = torch.empty(0, dtype=torch.float32, device=ctx.device)
+    sends = [sum(map(len, tensors)) for tensors in leaving]
     receives = [sum(each) for each in lengths]
-    arrived = exchange_parts(torch.cat(flat), group, [len(x) for x in flat], receives)
+    arrived = exchange_parts(
+        torch.cat([nothing, *chain.from_iterable(leaving)]), group, sends, receives
+    )
     each = arrived.split(receives)
     return [list(x.split(sizes)) for x, sizes in zip(each, lengths, strict=True)]
