@@ -111,21 +111,6 @@ def ours(
     return step
 
 
-def ours_by_muon(directory: str, rows: int, ns_dtype: str) -> Callable[[], object]:
-    """Return the same by Muon, in one process. ns_dtype: as in `Muon`."""
-    import megazoo
-
-    torch.set_num_threads(CORES)
-    model, ids = megazoo.from_pretrained(directory), batch(rows)
-    optimizer = megazoo.optim.Muon(model, lr=1e-3, adamw={"lr": 1e-4}, ns_dtype=ns_dtype)
-
-    def step():
-        model.train_batch(ids, labels=ids, num_microbatches=rows // ROWS)
-        optimizer.step()
-
-    return step
-
-
 def theirs(directory: str, dtype: str) -> Callable[[], object]:
     """Return the same of transformers, with torch's fused AdamW, the fastest there is."""
     import transformers
@@ -140,6 +125,22 @@ def theirs(directory: str, dtype: str) -> Callable[[], object]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def ours_by_muon(directory: str, rows: int, ns_dtype: str) -> Callable[[], object]:
+    """Return a function that trains a step of ours by Muon, in one process. ns_dtype: as in
+    `Muon`."""
+    import megazoo
+
+    torch.set_num_threads(CORES)
+    model, ids = megazoo.from_pretrained(directory), batch(rows)
+    optimizer = megazoo.optim.Muon(model, lr=1e-3, adamw={"lr": 1e-4}, ns_dtype=ns_dtype)
+
+    def step():
+        model.train_batch(ids, labels=ids, num_microbatches=rows // ROWS)
+        optimizer.step()
 
     return step
 
