@@ -310,13 +310,18 @@ def test_who_has_nothing_to_send_takes_part_on_the_same_device(zero):
     for rank in range(20):
         ctx = replace(megazoo.ParallelContext.virtual(4, 1, 5, rank=rank), device=meta)
         optimizer = Muon(FAMILIES["gpt2"].on_meta(tiny_config(layers=1), ctx), zero=zero)
-        momenta = {entry.name: optimizer.state[entry.name] for entry in optimizer.matrices}
-        given = {name: state["momentum"] for name, state in momenta.items()}
-        found = optimizer.whole.apply(lambda whole, _: whole, given)
-        assert {name: part.shape for name, part in found.items()} == {
-            name: part.shape for name, part in given.items()
-        }
-        assert all(part.is_meta for part in found.values())
+        state, mine, taken = optimizer.state, optimizer.whole.mine, []
+
+        def give(matrix, state=state, mine=mine):
+            return state[matrix.entry.name]["momentum"][mine(matrix)]
+
+        def take(matrix, part, give=give, taken=taken):
+            assert part.is_meta
+            assert part.shape == give(matrix).shape
+            taken.append(matrix)
+
+        optimizer.whole.apply(lambda whole, _: whole, give, take)
+        assert len(set(taken)) == len(taken) == 6
 
 
 def test_every_matrix_has_one_owner_and_the_work_is_balanced():
