@@ -24,7 +24,10 @@ from megazoo.cli.launch import run_program
 from megazoo.errors import UserError
 from megazoo.files import write_text
 
-CASES = ("train", "parallel", "pipeline", "build", "generate", "checkpoint", "data", "plan", "gpu")
+CASES = (
+    "train", "sequence", "lora", "parallel", "pipeline", "build", "generate", "checkpoint", "data",
+    "plan", "gpu",
+)  # fmt: skip
 COLUMNS = (
     "case",
     "ours",

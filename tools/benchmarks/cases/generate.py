@@ -1,4 +1,4 @@
-"""Generate from random GPT-2s of transformers, against its own generate, in one process on the same
+"""Generate from random models of transformers, against its own generate, in one process on the same
 weights."""
 
 import tempfile
@@ -8,19 +8,24 @@ import torch
 from benchmarks.results import Result, Setup
 from benchmarks.turns import CORES, alone, seconds_in_turn
 
-CASES = [("30M", 512, 1, 1), ("30M", 512, 1, 3), ("30M", 512, 8, 1), ("5M", 192, 1, 1)]
+CASES = [
+    ("gpt2", "30M", 512, 1, 1), ("gpt2", "30M", 512, 1, 3), ("gpt2", "30M", 512, 8, 1),
+    ("gpt2", "5M", 192, 1, 1), ("mpt", "30M", 512, 1, 1),
+]  # fmt: skip
 NEW_TOKENS = 128
 
 
 def cases(setup: Setup) -> Iterator[Result]:
-    for size, hidden, rows, beams in CASES:
+    for model, size, hidden, rows, beams in CASES:
         search = f"beam {beams}" if beams > 1 else "greedy"
-        name = f"generate {NEW_TOKENS} tokens, {size}, {search}, batch {rows}, against transformers"
-        ours, reference = alone(seconds_of_both, hidden, rows, beams, setup.pairs)
-        yield Result(name, ours, reference)
+        name = f"generate {NEW_TOKENS} tokens, {model} {size}, {search}, batch {rows}"
+        ours, reference = alone(seconds_of_both, model, hidden, rows, beams, setup.pairs)
+        yield Result(f"{name}, against transformers", ours, reference)
 
 
-def seconds_of_both(hidden: int, rows: int, beams: int, pairs: int) -> list[list[float]]:
+def seconds_of_both(
+    model: str, hidden: int, rows: int, beams: int, pairs: int
+) -> list[list[float]]:
     """Return the seconds of each run, ours and transformers'; both must say the same."""
     import transformers
 
@@ -28,10 +33,15 @@ def seconds_of_both(hidden: int, rows: int, beams: int, pairs: int) -> list[list
 
     torch.set_num_threads(CORES)
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=8192, n_positions=512, n_embd=hidden, n_layer=8, n_head=8
-    )
-    theirs = transformers.GPT2LMHeadModel(config).eval()
+    if model == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=8192, n_positions=512, n_embd=hidden, n_layer=8, n_head=8
+        )
+    else:
+        config = transformers.MptConfig(
+            vocab_size=8192, max_seq_len=512, d_model=hidden, n_layers=8, n_heads=8
+        )
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     with tempfile.TemporaryDirectory() as directory:
         theirs.save_pretrained(directory)
         ours = megazoo.from_pretrained(directory)

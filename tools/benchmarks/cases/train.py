@@ -14,7 +14,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def cases(setup: Setup) -> Iterator[Result]:
-    for model in ("gpt2", "llama"):
+    for model in ("gpt2", "llama", "mpt"):
         with tempfile.TemporaryDirectory() as directory:
             alone(make, model, directory)
             for our_dtype, their_dtype in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
@@ -44,47 +44,52 @@ def of_muon(setup: Setup) -> Iterator[Result]:
                 yield rates(name, [muon, adamw], rows)
 
 
-def rates(name: str, found: list[tuple[list[float], int]], rows: int) -> Result:
-    """Compare the tokens/s of two jobs that train so many rows a step.
+def rates(
+    name: str, found: list[tuple[list[float], int]], rows: int, sequence: int = SEQUENCE
+) -> Result:
+    """Compare the tokens/s of two jobs that train so many rows of so many tokens a step.
 
     found: the seconds of each one's steps, and its peak of memory.
     """
-    ours, reference = ([rows * SEQUENCE / each for each in seconds] for seconds, _ in found)
+    ours, reference = ([rows * sequence / each for each in seconds] for seconds, _ in found)
     return Result(name, ours, reference, tuple(peak for _, peak in found), "tokens/s")
 
 
-def make(model: str, directory: str) -> None:
+def make(model: str, directory: str, layers: int = 8, positions: int = SEQUENCE) -> None:
     """Write a Hugging Face directory with random weights."""
     import transformers
 
     if model == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=VOCABULARY,
-            n_positions=SEQUENCE,
+            n_positions=positions,
             n_embd=512,
-            n_layer=8,
+            n_layer=layers,
             n_head=8,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
         )
-        transformers.GPT2LMHeadModel(config).save_pretrained(directory)
-    else:
+    elif model == "llama":
         config = transformers.LlamaConfig(
             vocab_size=VOCABULARY,
-            max_position_embeddings=SEQUENCE,
+            max_position_embeddings=positions,
             hidden_size=512,
-            num_hidden_layers=8,
+            num_hidden_layers=layers,
             num_attention_heads=8,
             intermediate_size=1408,
         )
-        transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    else:
+        config = transformers.MptConfig(
+            vocab_size=VOCABULARY, max_seq_len=positions, d_model=512, n_layers=layers, n_heads=8
+        )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
-def batch(rows: int = ROWS) -> torch.Tensor:
-    """Return the same random tokens each time, [rows, SEQUENCE]."""
+def batch(rows: int = ROWS, sequence: int = SEQUENCE) -> torch.Tensor:
+    """Return the same random tokens each time, [rows, sequence]."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, VOCABULARY, (rows, SEQUENCE), generator=generator)
+    return torch.randint(0, VOCABULARY, (rows, sequence), generator=generator)
 
 
 def ours(
