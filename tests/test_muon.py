@@ -1,5 +1,7 @@
 """Muon: torch's own of the same matrices, and the same in every layout."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache
 
@@ -373,3 +375,21 @@ def test_its_state_dict_goes_on_under_torchs_scheduler():
         assert [group["lr"] for group in optimizer.param_groups] == [0.00125, 0.000625, 0.000625]
         results.append(parts(model))
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+def freed_without_collecting(layout):
+    """Whether an optimizer and its model go when nothing names them."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = built(CONFIGS["gpt2"], context(**layout))
+        optimizer = Muon(model, zero=1)
+        alive = [weakref.ref(optimizer), weakref.ref(model)]
+        del optimizer, model
+        return [each() is None for each in alive]
+    finally:
+        gc.enable()
+
+
+def test_nothing_keeps_a_dropped_optimizer_and_its_model(ranks):
+    assert run_in_layout(ranks, freed_without_collecting, dict(dp=2)) == [[True, True]] * 2

@@ -67,6 +67,7 @@ def test_another_optimizers_checkpoint_is_refused(
     [
         ("--offload-optimizer", "offload-optimizer keeps AdamW's state on the CPU"),
         ("--muon-lr -1", "muon-lr"),
+        ("--muon-lr 0", "muon-lr must be above 0"),
         ("--muon-momentum 1", "muon-momentum"),
         ("--ns-steps 0", "ns-steps"),
         ("--ns-dtype float16", "ns-dtype"),

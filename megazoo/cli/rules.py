@@ -119,6 +119,8 @@ def check_run(
     """
     if options.optimizer.optimizer == "muon" and options.parallel.offload_optimizer:
         raise UserError("offload-optimizer keeps AdamW's state on the CPU: leave it out with muon")
+    if options.optimizer.optimizer == "muon" and not options.optimizer.muon_lr:
+        raise UserError("muon-lr must be above 0: AdamW's rate rises and falls in proportion to it")
     _check_layout(options, model, config)
     check_trained(options, config, weights)
     _check_batch(options.training, dp)

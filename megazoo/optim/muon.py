@@ -2,6 +2,7 @@
 AdamW for all else."""
 
 import math
+from functools import partial
 
 import torch
 
@@ -10,9 +11,10 @@ from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.lora import Adapter
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER, MOMENTUM
-from megazoo.optim.clip import check_model
+from megazoo.optim.clip import check_model, element_range
 from megazoo.optim.newton_schulz import cost_of, orthogonalised
 from megazoo.optim.whole_matrices import Matrix, WholeMatrices
+from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.failure import failing_together
 from megazoo.parallel.module import Entry
 
@@ -89,9 +91,9 @@ class Muon(AdamW):
             self._group(decayed, self.defaults["weight_decay"]),
             self._group(vectors, 0.0),
         ]
-        self.whole = WholeMatrices(
-            self.matrices, self.ctx, cost_of, self.range_of if self.sharded else None
-        )
+        # not self.range_of, by which optimizer and matrices would keep each other alive
+        ranges = partial(_range_of, self.buckets) if self.sharded else None
+        self.whole = WholeMatrices(self.matrices, self.ctx, cost_of, ranges)
 
     @AdamW.lr.setter
     def lr(self, lr: float) -> None:
@@ -150,6 +152,11 @@ class Muon(AdamW):
                 weights.copy_(changed)
 
         self.whole.apply(step_of, direction_of, change)
+
+
+def _range_of(buckets: GradientBuckets, entry: Entry, replica: int) -> tuple[int, int]:
+    """Return which elements of a parameter, flattened, a replica has the state of."""
+    return element_range(entry, buckets, replica)
 
 
 def _check_settings(muon: dict, adamw: dict, ns_dtype: str) -> None:
