@@ -138,9 +138,12 @@ def test_an_update_and_twenty_losses_are_those_of_one_process(ranks, name, layou
     assert_alike(results, one_process(name, how))
 
 
-def test_everything_at_once(ranks):
-    layout = dict(tp=2, pp=2, dp=2, sp=True)
-    results = run_in_layout(ranks, train, layout, CONFIGS["llama"], zero=1)
+@pytest.mark.parametrize(
+    ("layout", "zero"), [(dict(tp=2, pp=2, dp=2, sp=True), 1), (dict(tp=4), 0)]
+)
+def test_everything_at_once_and_copies_of_kv_heads(ranks, layout, zero):
+    """With 2 KV heads, which at tp 4 two ranks each have."""
+    results = run_in_layout(ranks, train, layout, CONFIGS["llama"], zero=zero)
     assert_alike(results, one_process("llama", "plain"))
 
 
