@@ -117,12 +117,15 @@ class Run:
         """The learning rate of a step: with Muon that of matrices, to which AdamW's is in
         proportion."""
         optimizer = self.options.optimizer
-        lr = optimizer.muon_lr if optimizer.optimizer == "muon" else optimizer.lr
+        lr, min_lr = optimizer.lr, optimizer.min_lr
+        if optimizer.optimizer == "muon":
+            min_lr = min_lr * optimizer.muon_lr / lr if lr else 0.0
+            lr = optimizer.muon_lr
         return learning_rate(
             step,
             schedule=optimizer.lr_schedule,
             lr=lr,
-            min_lr=optimizer.min_lr * lr / optimizer.lr if optimizer.lr else 0.0,
+            min_lr=min_lr,
             warmup_steps=optimizer.warmup_steps,
             steps=optimizer.lr_decay_steps,
         )
