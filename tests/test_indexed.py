@@ -5,6 +5,7 @@ import struct
 import numpy as np
 import pytest
 
+from megazoo.data import indexed
 from megazoo.data.indexed import IndexedTokens, dtype_for, write_index
 from megazoo.errors import UserError
 
@@ -144,9 +145,11 @@ def test_broken_files_are_refused_by_name(prefix, name):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_slice_of_a_stream_is_what_the_sequences_hold_or_is_refused(tmp_path):
+@pytest.mark.parametrize("block", [1024, 4, 1])
+def test_a_slice_of_a_stream_is_what_the_sequences_hold_or_is_refused(tmp_path, monkeypatch, block):
     """Against all runs of sequences that lie end to end, in an index with empty ones and one wrong
-    number."""
+    number; however many are looked at together."""
+    monkeypatch.setattr(indexed, "BLOCK", block)
     generator = np.random.default_rng(0)
     lengths = generator.integers(0, 4, 20)
     np.arange(lengths.sum(), dtype=np.uint16).tofile(tmp_path / "a.bin")

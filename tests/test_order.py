@@ -157,3 +157,12 @@ def test_three_epochs_are_the_same_for_every_dp_and_after_a_resume_at_another(dp
             )
         assert epochs[0] != epochs[1] != epochs[2]
         assert sum(documents[source], ()) == tuple(stream)
+
+
+def test_places_are_the_same_however_many_are_asked_for():
+    """They are found in blocks, of which the last one is kept."""
+    blend = Blend([range(70), range(300)], [1, 3], seed=5)
+    expected = blend.places(0, 1200)
+    for first, count in ((0, 1), (255, 2), (256, 256), (250, 600), (1, 1199), (700, 1), (10, 3)):
+        assert blend.places(first, count) == expected[first : first + count]
+    assert len(set(expected)) == 370

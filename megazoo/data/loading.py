@@ -140,9 +140,13 @@ def _own_chunks(batch: dict[str, torch.Tensor], ctx: ParallelContext) -> dict[st
 
 def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     """Pad samples to the longest of them, each a row of the batch."""
-    shape = len(samples), max(len(sample.input_ids) for sample in samples)
-    batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE_INDEX)}
+    lengths = {len(sample.input_ids) for sample in samples}
     separate = any(sample.documents is not None for sample in samples)
+    if len(lengths) == 1 and not separate:
+        names = ("input_ids", "targets")
+        return {n: torch.from_numpy(np.stack([getattr(s, n) for s in samples])) for n in names}
+    shape = len(samples), max(lengths)
+    batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE_INDEX)}
     if separate:
         batch["document_ids"] = np.full(shape, -1)  # padding sees nothing else
     for row, sample in enumerate(samples):

@@ -14,6 +14,7 @@ from megazoo.errors import UserError
 from megazoo.parallel.random import derive_seed
 
 ROUNDS = 12  # of the network behind a permutation; with 8 those of five things are not quite even
+BLOCK = 256  # samples whose places are found together
 SHARES = 1 << 20  # a blend's weights are multiples of one in so many
 
 
@@ -107,12 +108,29 @@ class Blend:
         self, datasets: Sequence, weights: Sequence[float] = (1.0,), seed: int | None = None
     ):
         self.datasets, self.seed, self.shares = list(datasets), seed, shares_of(weights)
+        self._kept: tuple[int, list] = -1, []  # a block's number, and its places
 
     def __len__(self) -> int:
         return sum(map(len, self.datasets))
 
     def places(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return the dataset and the index in it of each sample from number `first` on."""
+        number, places = first // BLOCK, []
+        start = number * BLOCK
+        while len(places) < first - start + count:
+            places = places + self._block(number)
+            number += 1
+        return places[first - start : first - start + count]
+
+    def _block(self, number: int) -> list[tuple[int, int]]:
+        """Return the places of a block of samples. The last block's are kept: numpy takes hardly
+        longer for all of them than for one."""
+        kept = self._kept
+        if kept[0] != number:
+            self._kept = kept = number, self._places(number * BLOCK, BLOCK)
+        return kept[1]
+
+    def _places(self, first: int, count: int) -> list[tuple[int, int]]:
         sources, numbers = interleaved(self.shares, first, count)
         indices = np.empty_like(numbers)
         for source, dataset in enumerate(self.datasets):
@@ -128,10 +146,26 @@ class Blend:
 
     def samples(self, first: int, count: int) -> list:
         """Return so many samples, from number `first` on."""
-        return [self.datasets[source][index] for source, index in self.places(first, count)]
+        places, samples = self.places(first, count), [None] * count
+        for source, dataset in enumerate(self.datasets):
+            rows = [row for row, place in enumerate(places) if place[0] == source]
+            for row, sample in zip(
+                rows, _several(dataset, [places[row][1] for row in rows]), strict=True
+            ):
+                samples[row] = sample
+        return samples
 
     def tokens(self, first: int, count: int) -> int:
         """Return how many tokens those samples hold, without padding."""
         return sum(
             self.datasets[source].tokens_of(index) for source, index in self.places(first, count)
         )
+
+
+def _several(dataset, indices: list[int]) -> list:
+    """Return samples of a dataset, at once if it can."""
+    if not indices:
+        return []
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]

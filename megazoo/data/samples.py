@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -52,19 +52,37 @@ class PackedDataset:
         return max(0, (len(self.tokens) - 1) // self.seq_length)
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start = index * self.seq_length
-        tokens = self.tokens[start : start + self.seq_length + 1].astype(np.int64)
-        if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
-            place = int(((tokens < 0) | (tokens >= self.vocab_size)).argmax())
-            raise UserError(
-                f"{self.name}: token {tokens[place]} at place {self.first + start + place:,} "
-                f"is outside the vocabulary of {self.vocab_size}",
-                exit_code=1,
-            )
-        documents = None if self.eod is None else np.cumsum(np.append(0, tokens[:-2] == self.eod))
-        return Sample(tokens[:-1], tokens[1:], documents)
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Sample]:
+        """Return several samples at once, as torch's loaders ask for them."""
+        if not 0 <= min(indices) <= max(indices) < len(self):
+            raise IndexError(indices)
+        starts, length = np.array(indices) * self.seq_length, self.seq_length + 1
+        if isinstance(self.tokens, Stream):
+            parts = self.tokens.slices(starts, length)
+        else:
+            parts = [self.tokens[start : start + length] for start in starts.tolist()]
+        rows = np.empty((len(parts), length), np.int64)
+        for row, part in zip(rows, parts, strict=True):
+            row[:] = part
+        # negative numbers are large ones without a sign
+        if self.vocab_size is not None and rows.view(np.uint64).max() >= self.vocab_size:
+            self._refuse(rows, starts)
+        return [Sample(row[:-1], row[1:], self._documents(row)) for row in rows]
+
+    def _documents(self, tokens: np.ndarray) -> np.ndarray | None:
+        return None if self.eod is None else np.cumsum(np.append(0, tokens[:-2] == self.eod))
+
+    def _refuse(self, rows: np.ndarray, starts: np.ndarray) -> NoReturn:
+        """Raise UserError for the first token outside the vocabulary."""
+        number, place = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
+        raise UserError(
+            f"{self.name}: token {rows[number, place]} at place "
+            f"{self.first + int(starts[number]) + place:,} is outside the vocabulary of "
+            f"{self.vocab_size}",
+            exit_code=1,
+        )
 
     def tokens_of(self, index: int) -> int:
         """Return the number of a sample's tokens."""
