@@ -24,6 +24,8 @@ __all__ = [
     "flop_formulas",
     "fused_adamw",
     "has_gradient_hooks",
+    "int8_product",
+    "linear_by_onednn",
     "norm_of_each",
     "product_in_fp32",
     "profiler_runs",
@@ -35,6 +37,7 @@ __all__ = [
     "silu_backward",
     "storage_key",
     "store_of_a_thread",
+    "takes_int8_product",
     "timeout_of",
     "varlen_attention",
     "zero_each",
@@ -178,6 +181,33 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def int8_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return (x W^T) * scale: bfloat16 [rows, inputs] -> [rows, outputs], of int8 weights [outputs,
+    inputs] and a scale for each output, in bfloat16.
+
+    Nothing public multiplies 8 bits without a copy of the weight that is wider.
+    """
+    return torch._weight_int8pack_mm(x, weight, scale)
+
+
+def takes_int8_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Say whether int8_product multiplies such tensors: on CPUs, in blocks of 16, beyond whose ends
+    it would read."""
+    blocks = not any(size % 16 for size in weight.shape)
+    return x.device.type == "cpu" and len(x) > 0 and weight.numel() > 0 and blocks
+
+
+def linear_by_onednn(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return F.linear(x, weight, bias), of fp32 on a CPU, without a gradient, by oneDNN.
+
+    F.linear gives fp32 to the BLAS library, and nothing public chooses another; a MkldnnLinear of
+    torch.utils.mkldnn keeps a second copy of the weight.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

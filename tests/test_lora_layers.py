@@ -64,7 +64,7 @@ def test_several_products_of_one_input(dtype, recompute, deferred, frozen):
 
 
 def test_products_of_bfloat16_widened_on_cpus(monkeypatch):
-    monkeypatch.setattr(products, "widening_pays", lambda: True)
+    monkeypatch.setattr(products, "verdicts", lambda: products.Verdicts(True, False))
     inputs = inputs_of(torch.bfloat16, tokens=64)
     exact = results(plain, *(x.float() for x in inputs))
     ours = results(lambda x, *w: fused_linear.linears(x, w[:3], w[3]), *inputs)
@@ -141,7 +141,7 @@ def kept(function, *inputs):
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
 def test_frozen_weights_need_no_input(layer, dtype, monkeypatch):
     """In bfloat16 as it is widened on CPUs, too."""
-    monkeypatch.setattr(products, "widening_pays", lambda: True)
+    monkeypatch.setattr(products, "verdicts", lambda: products.Verdicts(True, False))
     module, x = layer(24, 16).to(dtype), numbers(2, 64, 24, dtype=dtype).requires_grad_() * 1
     assert x.shape in kept(module, x) or (128, 24) in kept(module, x)
     module.weight.requires_grad_(False)

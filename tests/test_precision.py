@@ -2,8 +2,6 @@
 moments."""
 
 import json
-import os
-from itertools import cycle
 
 import pytest
 import torch
@@ -45,7 +43,9 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
     expected = (wide_x @ wide_weight.t() + bias.double()).detach(), wide_grad @ wide_weight
     weight_grad = (wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)).float()
     for pays, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        monkeypatch.setattr(products, "widening_pays", lambda answer=pays: answer)
+        monkeypatch.setattr(
+            products, "verdicts", lambda answer=pays: products.Verdicts(answer, False)
+        )
         x.grad = weight.grad = bias.grad = None
         assert products.product_dtype(x) == dtype
         y = fused_linear.linear(x, weight, bias)
@@ -58,51 +58,9 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
         torch.testing.assert_close(
             bias.grad.double(), wide_grad.sum((0, 1)), rtol=2**-7, atol=2**-7
         )
-    monkeypatch.setattr(products, "widening_pays", lambda: True)
+    monkeypatch.setattr(products, "verdicts", lambda: products.Verdicts(True, False))
     # a few tokens: the weights would take longer to widen
     assert products.product_dtype(x[:, :4]) == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("seconds", "pays"),
-    [
-        ({torch.bfloat16: [3.0], torch.float32: [1.0]}, True),
-        ({torch.bfloat16: [1.0], torch.float32: [3.0]}, False),
-        ({torch.bfloat16: [1.1], torch.float32: [1.0]}, False),  # too near to be worth it
-        ({torch.bfloat16: [3.0], torch.float32: [9.0, 9.0, 1.0, 9.0]}, True),  # others were busy
-        ({torch.bfloat16: [9.0, 9.0, 1.0, 9.0], torch.float32: [3.0]}, False),
-    ],
-    ids=str,
-)
-def test_the_width_of_products_is_measured(monkeypatch, seconds, pays):
-    """On a clock that only products move, each as long as the next of the seconds given."""
-    clock, takes = [0.0], {dtype: cycle(each) for dtype, each in seconds.items()}
-
-    def linear(x, weight):
-        clock[0] += next(takes[x.dtype])
-        return x
-
-    monkeypatch.setattr(products.F, "linear", linear)
-    monkeypatch.setattr(products.time, "perf_counter", lambda: clock[0])
-    assert products._measured.__wrapped__() == pays
-
-
-def verdicts(measured):
-    """What this rank says when rank 0 has measured one thing, and the others another."""
-    rank = int(os.environ["RANK"])
-    products.follow(None)  # what this process was told before
-    usual, products._measured = products._measured, lambda: measured == (rank == 0)
-    try:
-        context(dp=2)
-        return products.widening_pays()
-    finally:
-        products._measured = usual
-        products.follow(None)
-
-
-@pytest.mark.parametrize("measured", [True, False])
-def test_all_ranks_follow_the_measurement_of_rank_0(ranks, measured):
-    assert ranks(verdicts, 2, measured) == [measured] * 2
 
 
 def test_masters_add_up_steps_that_bfloat16_would_lose():

@@ -18,6 +18,8 @@ from megazoo.parallel.buckets import GradientBuckets, accumulate_in_fp32
 from megazoo.parallel.cpu import products
 from megazoo.parallel.deferred import AT_ONCE
 
+NOT_WIDENED = products.Verdicts(widened=False, by_onednn=False)
+
 
 def product(total, a, b):
     wide = a.float() @ b.float()
@@ -37,7 +39,7 @@ def products_in_fp32():
     with (
         mock.patch.object(deferred, "multiplies_in_fp32", lambda x: x.element_size() == 2),
         mock.patch.object(deferred, "product_in_fp32", counted),
-        mock.patch.object(products, "widening_pays", return_value=False),
+        mock.patch.object(products, "verdicts", return_value=NOT_WIDENED),
     ):
         yield made
 
@@ -69,7 +71,7 @@ def gradients(config, layout, dtype, train=".", schedule="1f1b", recompute=("non
 
 
 def both_ways(config, layout, dtype, **how):
-    with mock.patch.object(products, "widening_pays", return_value=False):
+    with mock.patch.object(products, "verdicts", return_value=NOT_WIDENED):
         plain = gradients(config, layout, dtype, **{**how, "schedule": "1f1b"})
     with products_in_fp32() as made:
         return plain, gradients(config, layout, dtype, **how), len(made)

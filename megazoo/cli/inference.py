@@ -15,7 +15,8 @@ from megazoo.cli.rules import parse_stage_layers
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.environment import world_size
 from megazoo.errors import UserError
-from megazoo.lora import load_from
+from megazoo.layers import round_to_int8
+from megazoo.lora import load_from, merge
 from megazoo.models.adapter_source import open_beside
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
@@ -45,6 +46,9 @@ class InferenceOptions(ImportOption, VerifyOption):
     stage: 5,6,6,5."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Type of weights and activations."""
+    int8: bool = False
+    """Round the weights of the layers' matrices to 8 bits: a quarter of fp32's memory, and on CPUs
+    faster answers, nearly as good ones."""
     fp32_precision: Literal["tf32", "ieee"] = "tf32"
     """How CUDA multiplies matrices of float32. tf32: on tensor cores, several times as fast, of
     numbers rounded to 10 bits of mantissa; ieee: as they are, like CPUs."""
@@ -97,4 +101,8 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
     load_weights(source, model)
     if adapters:
         load_from(model, adapters)
+    if options.int8:
+        if adapters:
+            merge(model)
+        round_to_int8(model)
     return model.eval(), tokenizer

@@ -32,7 +32,7 @@ from megazoo.layers.classification import ClassificationHead
 from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
-from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear, round_to_int8
 from megazoo.layers.masks import OfChunks, OfWindows, Packed, segment_mask, window_mask
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
@@ -64,6 +64,7 @@ __all__ = [
     "alibi_slopes",
     "gelu_tanh",
     "rotate",
+    "round_to_int8",
     "segment_mask",
     "units_of_heads",
     "vocab_parallel_cross_entropy",

@@ -44,6 +44,8 @@ def split_heads(
 
     The three gradients are written into one tensor, where autograd would make three and join them.
     """
+    if rotary is None and not torch.is_grad_enabled():
+        return _views_of_heads(qkv, parts, head_size)
     return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
 
 

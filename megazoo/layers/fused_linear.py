@@ -7,7 +7,6 @@ two, values and gradients.
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from megazoo.layers.aligned import aligned, aligned_product, needs_alignment
 from megazoo.parallel.collectives import (
@@ -18,7 +17,7 @@ from megazoo.parallel.collectives import (
 )
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.cpu.products import product_dtype
+from megazoo.parallel.cpu.products import product, product_dtype
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.recompute import replay
 
@@ -74,7 +73,7 @@ def linears(
 
 def _plain(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> tuple:
     first, *others = weights
-    return F.linear(x, first, bias), *(F.linear(x, weight) for weight in others)
+    return product(x, first, bias), *(product(x, weight, None) for weight in others)
 
 
 def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weights) -> tuple:

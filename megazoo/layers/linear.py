@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers.aligned import needs_alignment
 from megazoo.layers.fused_linear import entered_linears, hides_communication, linears
+from megazoo.layers.int8 import int8_linear, rounded_to_int8
 from megazoo.layers.lora import Adapters
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AtOnce, WeightQueue
@@ -62,6 +64,7 @@ class ColumnParallelLinear(ShardedModule):
     ):
         super().__init__(ctx)
         self.lora: Adapters | None = None  # see megazoo.lora
+        self.register_buffer("int8_scale", None, persistent=False)  # see round_to_int8
         parts = out_features if isinstance(out_features, tuple) else (out_features,)
         shard = Shard(0, parts, units or units_for(parts, self.ctx.tp_size))
         shard.check(self.ctx.tp_size, "outputs")
@@ -81,7 +84,10 @@ class ColumnParallelLinear(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.replicated("weight"), self.replicated("bias")
         multiply = partial(column_parallel_linears, ctx=self.ctx, queue=self.weight_queue)
-        if self.lora is None:
+        if self.int8_scale is not None:
+            x = enter_tensor_parallel(x, self.ctx)
+            y = int8_linear(x, weight, self.int8_scale, bias)
+        elif self.lora is None:
             (y,) = multiply(x, (weight,), bias)
         else:
             enter = partial(enter_tensor_parallel, ctx=self.ctx)
@@ -162,6 +168,7 @@ class RowParallelLinear(ShardedModule):
     ):
         super().__init__(ctx)
         self.lora: Adapters | None = None  # see megazoo.lora
+        self.register_buffer("int8_scale", None, persistent=False)  # see round_to_int8
         units = (unit,) if unit else units_for((in_features,), self.ctx.tp_size)
         shard = Shard(1, (in_features,), units)
         shard.check(self.ctx.tp_size, "inputs")
@@ -193,9 +200,33 @@ class RowParallelLinear(ShardedModule):
         alone = self.ctx.tp_size == 1  # there is no sum over ranks that the bias has to wait for
         bias = self.bias if alone else None
         multiply = partial(linears, recompute=recompute, queue=self.weight_queue)
-        if self.lora is None:
+        if self.int8_scale is not None:
+            x = recompute(x) if recompute else x
+            y = int8_linear(x, self.weight, self.int8_scale, bias)
+        elif self.lora is None:
             (y,) = multiply(x, (self.weight,), bias)
         else:  # what the adapters add is partial, as y is: both leave by one sum
             y = self.lora(x, self.weight, bias, multiply, recompute, self.weight_queue)
         y = leave_tensor_parallel(y, self.ctx)
         return y if alone or self.bias is None else y + self.replicated("bias")
+
+
+def round_to_int8(model: nn.Module) -> None:
+    """Round the weight of each parallel linear layer in a model to 8 bits, in place, for inference.
+
+    Of a row, int8 = round(weight / scale) with scale = max |weight| / 127, the same in every
+    layout. Biases, norms, embeddings and heads stay as they are; all parameters are frozen, and the
+    model can't be saved any more. UserError if a layer has adapters.
+    """
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.int8_scale is None
+    ]
+    if any(layer.lora is not None for layer in layers):
+        raise UserError("megazoo.lora.merge(model) first: adapters can't change rounded weights")
+    model.requires_grad_(False)
+    for layer in layers:
+        cut_inputs = layer.ctx.tp_group if isinstance(layer, RowParallelLinear) else None
+        weight, scale = rounded_to_int8(layer.weight.detach(), cut_inputs)
+        layer.weight, layer.int8_scale = nn.Parameter(weight, requires_grad=False), scale

@@ -289,7 +289,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
 
     # What users call.
 

@@ -215,6 +215,8 @@ def save_parallelized(
             "the model has adapters beside its weights: megazoo.lora.save(model, DIR) writes them, "
             "and megazoo.lora.merge(model) makes one of both, which can be saved"
         )
+    if any(parameter.dtype == torch.int8 for parameter in model.parameters()):
+        raise UserError("weights that are rounded to 8 bits are not saved: save before rounding")
     together = partial(run_together, directory=directory, ctx=ctx)
 
     def begin() -> Path:

@@ -379,9 +379,9 @@ def _initialize(device: torch.device, world: int, timeout: timedelta) -> None:
 
 def _agree(rank: int, device: torch.device) -> str:
     """Return a name for a context, the same on all ranks; and have all follow rank 0 in how CPUs
-    multiply bfloat16."""
+    multiply."""
     measures = rank == 0 and device.type == "cpu"
-    told = [uuid.uuid4().hex, products.widening_pays() if measures else None]
+    told = [uuid.uuid4().hex, products.verdicts() if measures else None]
     dist.broadcast_object_list(told)
     name, verdict = told
     products.follow(verdict)

@@ -1,0 +1,45 @@
+"""The arithmetic of linear layers whose weights are rounded to 8 bits: see `round_to_int8`."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.cpu.products import product_dtype
+from megazoo.torch_internals import int8_product, takes_int8_product
+
+LARGEST = 127  # of 8 bits with a sign
+FEW_ROWS = 16  # up to which int8_product is faster than widening the weight
+
+
+def rounded_to_int8(weight: torch.Tensor, group=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight [outputs, inputs] as int8, and the scale of each output, fp32 [outputs].
+
+    weight = int8 * scale[:, None], up to rounding; scale = max |weight| / 127 of the whole row,
+    whose inputs may be cut over the ranks of `group`, to the nearest number of bfloat16.
+    """
+    largest = weight.abs().amax(dim=1).float()
+    all_reduce(largest, group, dist.ReduceOp.MAX)
+    scale = (largest / LARGEST).bfloat16().float()
+    scale.masked_fill_(scale == 0, 1)  # a row of zeros
+    rounded = (weight / scale[:, None]).round_().clamp_(-LARGEST, LARGEST)
+    return rounded.to(torch.int8), scale
+
+
+def int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x W^T + b of a rounded weight: [..., inputs] -> [..., outputs].
+
+    Same as: F.linear(x, weight * scale[:, None], bias). weight, scale: of `rounded_to_int8`. On a
+    CPU a few rows are multiplied as bfloat16 by a kernel that reads the 8 bits; more of them, and
+    on other devices all, by a copy of the weight in x's dtype, which is gone afterwards.
+    """
+    rows = x.flatten(0, -2)
+    if len(rows) <= FEW_ROWS and takes_int8_product(rows, weight):
+        y = int8_product(rows.bfloat16(), weight, scale.bfloat16()).to(x.dtype)
+    else:
+        dtype = product_dtype(x)
+        y = (F.linear(rows.to(dtype), weight.to(dtype)) * scale).to(x.dtype)
+    y = y.unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
