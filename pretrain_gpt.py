@@ -11,6 +11,18 @@ from contextlib import closing
 from datetime import timedelta
 from typing import NamedTuple
 
+from megazoo.cli.launch import (
+    after_rank_zero,
+    data_parallel_size,
+    help_at_once,
+    run_program,
+    start_missing_ranks,
+)
+from megazoo.cli.options import Options
+
+if __name__ == "__main__":
+    help_at_once(Options, __doc__)  # what is imported below takes seconds
+
 import torch
 import torch.distributed as dist
 
@@ -21,8 +33,6 @@ from megazoo.cli.adapters import add_adapters, flag_to_go_on, note_on_trained, o
 from megazoo.cli.classifier import measures_of, settle_labels
 from megazoo.cli.deaths import naming_dead_ranks
 from megazoo.cli.elastic import is_restart
-from megazoo.cli.launch import after_rank_zero, data_parallel_size, run_program, start_missing_ranks
-from megazoo.cli.options import Options
 from megazoo.cli.parsing import parse_options, run_file
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.rules import check_run, model_config, parse_stage_layers

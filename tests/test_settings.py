@@ -321,7 +321,9 @@ def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
     assert done.stdout == ""
 
 
-def test_help_names_every_setting():
+def test_help_names_every_setting_and_needs_no_torch(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = start([], "--help", executable=sys.executable)
     assert done.returncode == 0
     for setting in settings_of(Options):

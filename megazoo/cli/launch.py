@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.mistakes import is_of_network, line_of, tell_bug
 from megazoo.environment import (
     adopt_launcher,
@@ -124,6 +125,13 @@ def _lives(pid: int) -> bool:
         except ProcessLookupError:
             return False
     return True
+
+
+def help_at_once(kind: type, description: str) -> None:
+    """Print the help of a program and exit, if that is all that its command line asks for. A
+    program that calls this before it imports torch answers without."""
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        run_program(lambda arguments: parse_flags(kind, arguments, description))
 
 
 def run_program(main: Callable[[list[str]], None]) -> None:

@@ -1,19 +1,22 @@
 """The settings of the training program and of the tools: one set of dataclasses makes the flags,
 their help and the TOML keys.
 
-The fields' docstrings are the flags' help.
+The fields' docstrings are the flags' help. Nothing here loads torch, which --help does without.
 """
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 
 from megazoo.cli.flags import Argument, File, Name, optional
 from megazoo.data.conversations import CHATML
-from megazoo.models.adapters import LoRASettings
 from megazoo.parallel.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    import torch
+
+    from megazoo.models.adapters import LoRASettings
 
 Size = optional(int, "INT", "the preset's")
 Rate = optional(float, "FLOAT", "the preset's")
@@ -182,8 +185,10 @@ class LoRAOptions:
     a checkpoint the run goes on, on the base of --load, or that which the checkpoint names."""
 
     @property
-    def settings(self) -> LoRASettings | None:
+    def settings(self) -> "LoRASettings | None":
         """What the adapters are that the flags ask for; None without."""
+        from megazoo.models.adapters import LoRASettings
+
         if not self.lora_rank:
             return None
         given = {name.removeprefix("lora_"): value for name, value in self.given.items()}
@@ -347,7 +352,9 @@ class ConversionOptions(ImportOption, VerifyOption):
     """Replace the output if it is there, and megazoo wrote all that it holds."""
 
     @property
-    def torch_dtype(self) -> torch.dtype | None:
+    def torch_dtype(self) -> "torch.dtype | None":
+        import torch
+
         return self.dtype and getattr(torch, self.dtype)
 
 

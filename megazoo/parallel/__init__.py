@@ -3,9 +3,19 @@
 Layers and models stand on this; it knows neither. Read first: context.py, shard.py, module.py.
 """
 
-from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.module import ShardedModule
-from megazoo.parallel.shard import ParameterSpec, Shard
-from megazoo.parallel.stages import Stage
+from megazoo.lazy import lazily
+
+# What needs torch is imported when it is first used: the flags' help names the schedules without.
+__getattr__ = lazily(
+    __name__,
+    {
+        "ParallelContext": "megazoo.parallel.context",
+        "ParameterSpec": "megazoo.parallel.shard",
+        "Shard": "megazoo.parallel.shard",
+        "ShardedModule": "megazoo.parallel.module",
+        "Stage": "megazoo.parallel.stages",
+        "current_context": "megazoo.parallel.context",
+    },
+)
 
 __all__ = ["ParallelContext", "ParameterSpec", "Shard", "ShardedModule", "Stage", "current_context"]
