@@ -69,11 +69,11 @@ class Program:
     def find_ranks(self):
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        self.ranks = [child for child in map(int, children) if rank_of(child) is not None]
+        self.ranks = [child for child in map(int, children) if is_rank(child)]
 
     def rank(self, number) -> int:
         """The process of a rank."""
-        return next(pid for pid in self.ranks if rank_of(pid) == number)
+        return self.ranks[number]  # in the order in which they were started
 
     def interrupt(self):
         """What a terminal does at Ctrl-C."""
@@ -97,13 +97,11 @@ class Program:
         self.process.wait(10)
 
 
-def rank_of(pid) -> int | None:
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended meanwhile
-        return None
-    found = re.search(rb"(?:^|\0)RANK=(\d+)\0", environment)
-    return int(found[1]) if found else None
+def is_rank(pid) -> bool:
+    """Whether a launcher's child is a rank: torchrun may have others."""
+    with suppress(OSError):  # it has ended meanwhile
+        return JOB[0].encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def lives(pid) -> bool:

@@ -81,15 +81,20 @@ def after_rank_zero(work: Callable[[], None]):
 
 def start_missing_ranks(tp: int, pp: int, cp: int = 1) -> None:
     """In a world of one, become the launcher of tp x pp x cp local ranks of this program, if more
-    than one is needed: start them, wait for their end, and exit."""
+    than one is needed: start them, wait for their end, and exit. Ranks that are forked return from
+    here; others run the program from its beginning."""
     ranks = tp * pp * cp
     if world_size() > 1 or ranks == 1:
         return
     print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
     # This loads torch, which --help does not need.
-    from megazoo.cli.local_ranks import LocalRanks
+    from megazoo.cli.local_ranks import LocalRanks, can_fork
 
-    sys.exit(LocalRanks(tp, pp, [sys.executable, "-u", *sys.argv], cp).run())
+    command = None if can_fork() else [sys.executable, "-u", *sys.argv]
+    code = LocalRanks(tp, pp, command, cp).run()
+    if code is not None:
+        sys.exit(code)
+    end_with_launcher()
 
 
 def end_with_launcher() -> None:

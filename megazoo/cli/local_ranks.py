@@ -1,22 +1,29 @@
 """The launcher of ranks on this machine, for a program that was started as one process.
 
 It does what `torchrun --standalone` does, without its reports of 60 lines, and knows what the ranks
-do with signals. Ctrl-C: they save and end; a second one ends them at once.
+do with signals. Ctrl-C: they save and end; a second one ends them at once. Where it can, it forks
+the ranks, which then need not import torch again.
 """
 
+import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from torch.distributed import TCPStore
 
 from megazoo.cli.deaths import death_by, name_of
 from megazoo.cli.elastic import SAME
+from megazoo.cli.mistakes import user_files
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES, of_local_rank
 from megazoo.parallel.context import ParallelContext
 
@@ -25,32 +32,65 @@ PATIENCE = 30.0  # seconds that ranks have to end after one has failed, as with 
 POLL = 0.05
 
 
+class Fork:
+    """A child that this process has forked, with what is used here of a subprocess.Popen."""
+
+    def __init__(self, pid: int):
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        """Return the exit code, below 0 the signal, of a child that has ended; else None."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+
 class LocalRanks:
     """The ranks of a program, as processes of this machine.
 
-    output: the file that gets what they print, as subprocess has it; by default where this process
-    prints.
+    command: what starts a rank; None to fork this process instead. output: the file that gets what
+    they print, as subprocess has it; by default where this process prints.
     """
 
-    def __init__(self, tp: int, pp: int, command: list[str], cp: int = 1, dp: int = 1, output=None):
+    def __init__(
+        self,
+        tp: int,
+        pp: int,
+        command: list[str] | None,
+        cp: int = 1,
+        dp: int = 1,
+        output=None,
+    ):
         self.output = output
         self.layout, self.command = ParallelContext.virtual(tp, pp, dp, cp=cp), command
         # The ranks meet here: no port has to be chosen that another program could take meanwhile.
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.processes: list[subprocess.Popen] = []
+        self.socket = socket.create_server(("localhost", 0))
+        self.processes: list[subprocess.Popen | Fork] = []
         self.told: int | None = None  # the first signal that was sent to the launcher
         self.at_once = False
         self._first_interrupt: float | None = None
 
-    def run(self) -> int:
-        """Start the ranks, wait for their end, and return the exit code of them all."""
+    def run(self) -> int | None:
+        """Start the ranks, wait for their end, and return the exit code of them all. In a rank that
+        was forked, return None at once: there the program goes on."""
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._pass_on)
+        gc.freeze()  # else each rank that is forked would copy all objects when it ends
         try:
             for rank in range(self.layout.world_size):
-                if self.told is None:
-                    self._start(rank)
+                if self.told is None and not self._start(rank):
+                    return None
+            # After the forks, which would not have its thread. The ranks wait for it meanwhile.
+            port, descriptor = self.socket.getsockname()[1], self.socket.detach()
+            _store = TCPStore(
+                "localhost",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )
             if self.told is not None:  # it may have come before the last rank could be told
                 self._send(self.told)
             return self._exit_code(self._wait())
@@ -74,13 +114,13 @@ class LocalRanks:
                 self._send(signal.SIGKILL)
         return failed
 
-    def _start(self, rank: int) -> None:
-        ranks, environment = self.layout.world_size, os.environ.copy()
-        for name in os.environ:
-            if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
-                del environment[name]
+    def _start(self, rank: int) -> bool:
+        """Start a rank. Return False in the rank itself, if it was forked."""
+        environment = of_local_rank(rank, self.layout.world_size, self.socket.getsockname()[1])
+        if self.command is None:
+            return self._fork(environment)
+        environment = _without_launcher(os.environ) | environment
         environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores
-        environment |= of_local_rank(rank, ranks, self.store.port)
         # Of a session of its own: a terminal's Ctrl-C comes to the launcher alone, which passes it
         # on.
         self.processes.append(
@@ -88,8 +128,33 @@ class LocalRanks:
                 self.command, env=environment, start_new_session=True, stdout=self.output
             )
         )
+        return True
 
-    def _running(self) -> list[subprocess.Popen]:
+    def _fork(self, environment: dict[str, str]) -> bool:
+        """Fork a rank. Return False in the rank, which is then as if it had been started anew."""
+        caught = [number for number in PASSED_ON if signal.getsignal(number) == self._pass_on]
+        sys.stdout.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        try:
+            pid = os.fork()
+            if pid:
+                self.processes.append(Fork(pid))
+                return True
+            self.processes = []
+            self.socket.close()
+            os.setsid()
+            kept = _without_launcher(os.environ)
+            os.environ.clear()
+            os.environ.update(kept | environment)
+            for number in caught:
+                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, usual)
+            sys.stdout.reconfigure(line_buffering=True)
+            return False
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _running(self) -> list[subprocess.Popen | Fork]:
         return [process for process in self.processes if process.poll() is None]
 
     def _pass_on(self, number: int, _frame) -> None:
@@ -133,6 +198,27 @@ class LocalRanks:
         if self.told and code in ended:
             return 128 + self.told
         return 128 - code if code < 0 else code
+
+
+def can_fork() -> bool:
+    """Say whether ranks can be forked from this process: a child has none of its threads, nor can
+    it use CUDA devices once this process has asked for them. What a file of the user's may have
+    started, nobody knows."""
+    return (
+        sys.platform == "linux"
+        and threading.active_count() == 1
+        and not torch.cuda.is_available()
+        and not user_files
+    )
+
+
+def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what a launcher has said in it."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+    }
 
 
 def _catches(pid: int, number: int) -> bool:
