@@ -8,25 +8,28 @@ import torch
 from benchmarks.results import Result, Setup
 from benchmarks.turns import CORES, alone, seconds_in_turn
 
+# family, its size, hidden size, rows, beams, and how ours holds its weights
 CASES = [
-    ("gpt2", "30M", 512, 1, 1), ("gpt2", "30M", 512, 1, 3), ("gpt2", "30M", 512, 8, 1),
-    ("gpt2", "5M", 192, 1, 1), ("mpt", "30M", 512, 1, 1),
+    ("gpt2", "30M", 512, 1, 1, "fp32"), ("gpt2", "30M", 512, 1, 3, "fp32"),
+    ("gpt2", "30M", 512, 8, 1, "fp32"), ("gpt2", "5M", 192, 1, 1, "fp32"),
+    ("gpt2", "30M", 512, 1, 1, "bf16"), ("gpt2", "30M", 512, 1, 1, "int8"),
+    ("gpt2", "30M", 512, 8, 1, "int8"), ("mpt", "30M", 512, 1, 1, "fp32"),
 ]  # fmt: skip
 NEW_TOKENS = 128
 
 
 def cases(setup: Setup) -> Iterator[Result]:
-    for model, size, hidden, rows, beams in CASES:
+    for model, size, hidden, rows, beams, weights in CASES:
         search = f"beam {beams}" if beams > 1 else "greedy"
-        name = f"generate {NEW_TOKENS} tokens, {model} {size}, {search}, batch {rows}"
-        ours, reference = alone(seconds_of_both, model, hidden, rows, beams, setup.pairs)
-        yield Result(f"{name}, against transformers", ours, reference)
+        name = f"generate {NEW_TOKENS} tokens, {model} {size}, {search}, batch {rows}, {weights}"
+        ours, reference = alone(seconds_of_both, model, hidden, rows, beams, weights, setup.pairs)
+        yield Result(f"{name}, against transformers in fp32", ours, reference)
 
 
 def seconds_of_both(
-    model: str, hidden: int, rows: int, beams: int, pairs: int
+    model: str, hidden: int, rows: int, beams: int, weights: str, pairs: int
 ) -> list[list[float]]:
-    """Return the seconds of each run, ours and transformers'; both must say the same."""
+    """Return the seconds of each run, ours and transformers'; in fp32 both must say the same."""
     import transformers
 
     import megazoo
@@ -45,6 +48,10 @@ def seconds_of_both(
     with tempfile.TemporaryDirectory() as directory:
         theirs.save_pretrained(directory)
         ours = megazoo.from_pretrained(directory)
+    if weights == "bf16":
+        ours.to(torch.bfloat16)
+    elif weights == "int8":
+        megazoo.layers.round_to_int8(ours)
     ids = torch.randint(4, 8000, (rows, 16))
     said = {}
 
@@ -61,6 +68,7 @@ def seconds_of_both(
 
     def generate_theirs() -> None:
         generate("theirs", theirs, attention_mask=torch.ones_like(ids), do_sample=False)
-        assert torch.equal(said["ours"], said["theirs"]), "they differ"
+        if weights == "fp32":
+            assert torch.equal(said["ours"], said["theirs"]), "they differ"
 
     return seconds_in_turn([lambda: generate("ours", ours), generate_theirs], pairs)
