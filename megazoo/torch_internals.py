@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "TorchDispatchMode",  # the only way to see every operator that runs, as FLOP counters do
@@ -340,3 +341,18 @@ def results_are_new(operator: Callable) -> list[bool]:
     Else it is an argument, or a view of one. Only the operator's schema tells it.
     """
     return [returned.alias_info is None for returned in operator._schema.returns]
+
+
+def writes_memory(operator: Callable) -> bool:
+    """Say whether an operator, as __torch_dispatch__ gets it, runs a kernel; else it returns views,
+    or memory that nobody has written yet."""
+    name = operator.overloadpacket.__name__
+    if name == "_unsafe_view" or name.startswith(("empty", "new_empty")):
+        return False
+    aliases = [returned.alias_info for returned in operator._schema.returns]
+    return any(alias is None or alias.is_write for alias in aliases)
+
+
+def tensors_in(*values) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dicts, each as often as it is there."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -2,14 +2,16 @@
 pipeline's bubble.
 
 $ python tools/plan.py --preset gpt3-175b --tp 8 --pp 16 --dp 8 --json plan.json
-$ python tools/plan.py --preset gpt3-175b --search --gpus 1024 --memory 80GB
+$ python tools/plan.py --preset gpt3-175b --search --gpus 1024 --gpu h100 --memory 80GB
 $ python tools/plan.py --preset llama-7b --lora-rank 8 --lora-targets q,v
 
---search ranks the layouts that fit by the time of a step, shortest first: the FLOPs of a rank,
-bubble and recomputation included, and as many more for each byte that it sends as an H100 computes
-in that time: 1,000 over tp, and over cp within a node; 10,000 over pp, dp, and cp beyond. tp, pp,
-dp, virtual-pp, recompute, sequence-parallel and zero are searched, and cp for long sequences that
-don't fit without recomputation; the rest is as given.
+--search ranks the layouts that fit by the estimated time of a step, shortest first. It has what is
+computed, bubble and recomputation included, and what of the communication nothing hides. Hidden are
+sums of gradients over replicas as far as the last micro-batch's backward lasts, what tp sends
+beside products of the backward, and transfers between stages that come in time. Exposed are the
+rest of tp's traffic, cp's, and ZeRO-1's gathers of the updated parameters. tp, pp, dp, virtual-pp,
+recompute, sequence-parallel and zero are searched, and cp for long sequences that don't fit without
+recomputation; the rest is as given. Of layouts that differ in virtual-pp only the fastest is told.
 """
 
 import json
@@ -28,7 +30,15 @@ from megazoo.errors import UserError
 from megazoo.files import write_text
 from megazoo.models.hugging_face.export import parse_size
 from megazoo.parallel.sizes import product_of
-from megazoo.planning import FoundLayout, Plan, Planner, find_layouts, note_on_mfu
+from megazoo.planning import (
+    GPUS,
+    FoundLayout,
+    Plan,
+    Planner,
+    fastest_layouts,
+    find_layouts,
+    note_on_mfu,
+)
 
 LISTED = 20  # layouts that a search tells
 USUAL_LENGTH = 4096
@@ -66,6 +76,7 @@ SEARCH_COLUMNS = [
     "sent pp",
     "sent cp",
     "sent dp",
+    "exposed",
     "time",
 ]
 
@@ -135,6 +146,8 @@ class Options:
     """List layouts that fit instead of planning one."""
     gpus: int = 8
     """Ranks, of a search."""
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
+    """Kind of GPU whose time a search estimates, eight to a node."""
     memory: str = "80GB"
     """Of a device, of a search."""
 
@@ -214,11 +227,12 @@ def searched(
 ) -> tuple[list[dict], list[str]]:
     """Return the best layouts that fit, as values for JSON and as lines to print."""
     memory = parse_size(options.memory)
-    found = find_layouts(planner, options.gpus, memory, options.parallel, training)
-    layouts = sorted(found, key=lambda layout: layout.time)[:LISTED]
+    gpu = GPUS[options.gpu]
+    found = find_layouts(planner, options.gpus, memory, options.parallel, training, gpu)
+    layouts = fastest_layouts(found)[:LISTED]
     if not layouts:
         raise UserError(f"no layout of {options.gpus} GPUs fits into {options.memory}", exit_code=1)
-    return [asdict(layout) for layout in layouts], search_lines(layouts)
+    return [asdict(layout) for layout in layouts], search_lines(layouts, options.gpu)
 
 
 def planned(
@@ -281,8 +295,8 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
 
 
-def search_lines(layouts: list[FoundLayout]) -> list[str]:
-    """Write what a search found as a table."""
+def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
+    """Write what a search found as a table. gpu: whose time was estimated."""
     rows = [SEARCH_COLUMNS]
     for layout in layouts:
         row = [
@@ -300,6 +314,7 @@ def search_lines(layouts: list[FoundLayout]) -> list[str]:
             size(layout.sent_pp),
             size(layout.sent_cp),
             size(layout.sent_dp),
+            f"{layout.exposed:.1%}",
             f"{layout.time / layouts[0].time:.3f}",
         ]
         rows.append([str(cell) for cell in row])
@@ -308,7 +323,11 @@ def search_lines(layouts: list[FoundLayout]) -> list[str]:
     return [
         *table(rows),
         "memory, bubble and bytes sent a step: of the rank that has most; "
-        "time: over the first one's",
+        f"time: over the first one's, which is some {layouts[0].time:.3g} s on {gpu}",
+        "exposed: communication that nothing hides, of the step: tp's (but for what goes on beside "
+        "products), cp's,",
+        "ZeRO-1's gathers, and what lasts longer than the work beside it: sums over replicas, "
+        "sends over pp",
     ]
 
 

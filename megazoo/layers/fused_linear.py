@@ -159,8 +159,8 @@ def _gradients_of_weights(ctx, grads: Weights, inputs: torch.Tensor | None) -> t
 
 def hides_communication(x: torch.Tensor) -> bool:
     """Say whether entered_linears pays for x: in training on CUDA, whose collectives run beside the
-    products. On CPUs both would share the same cores."""
-    return x.is_cuda and torch.is_grad_enabled()
+    products. On CPUs both would share the same cores. Plans of GPUs run on the meta device."""
+    return (x.is_cuda or x.is_meta) and torch.is_grad_enabled()
 
 
 def entered_linears(

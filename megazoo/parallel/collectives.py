@@ -230,7 +230,10 @@ def _run(
     if sent is None:
         rounds = 2 if collective is dist.all_reduce else 1
         sent = rounds * (group.size() - 1) / group.size() * whole.numel()
+    group.calls += 1
     group.sent += sent * whole.element_size()
+    if options.get("async_op"):
+        group.sent_beside += sent * whole.element_size()
     return None
 
 

@@ -17,11 +17,13 @@ class VirtualGroup:
     """A stand-in for a process group of which only this rank is there.
 
     On the meta device, where there are shapes and no values, collectives over it do nothing but add
-    up `sent`, the bytes that a rank sends (see collectives.py).
+    up: `calls`, their number; `sent`, the bytes that a rank sends (see collectives.py); and
+    `sent_beside`, those of them that are on their way while it goes on with something else.
     """
 
     def __init__(self, size: int, rank: int):
-        self._size, self._rank, self.sent = size, rank, 0.0
+        self._size, self._rank = size, rank
+        self.calls, self.sent, self.sent_beside = 0, 0.0, 0.0
 
     def size(self) -> int:
         return self._size

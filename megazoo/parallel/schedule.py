@@ -182,12 +182,15 @@ class Span(NamedTuple):
     end: float
 
 
-def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> dict[Action, Span]:
+def timeline(
+    tables: Sequence[Sequence[Action]], cost: dict | None = None, transfer: float = 0.0
+) -> dict[Action, Span]:
     """Return when every action of all ranks' tables runs, if each rank does its own in order, as
     soon as what they need is there.
 
     cost: the time of each kind of action, or of each (kind, stage); by default a backward takes two
-    forwards. Transfers take no time. Raises UserError if the tables wait for each other.
+    forwards. transfer: the time that what a stage makes takes to the next, while both go on.
+    Raises UserError if the tables wait for each other.
     """
     cost, spans = cost or COST, {}
     position, clock = [0] * len(tables), [0.0] * len(tables)
@@ -204,7 +207,8 @@ def timeline(tables: Sequence[Sequence[Action]], cost: dict | None = None) -> di
                 if needed and needed not in spans:
                     unfinished = True
                     break
-                start = max(clock[rank], spans[needed].end if needed else 0.0)
+                under_way = transfer if needed and needed.stage != action.stage else 0.0
+                start = max(clock[rank], spans[needed].end + under_way if needed else 0.0)
                 clock[rank] = start + cost[action.kind if action.kind in cost else action[:2]]
                 spans[action] = Span(start, clock[rank])
                 position[rank] += 1

@@ -1,6 +1,16 @@
 """Plans of runs: memory, FLOPs, traffic and the bubble of every rank, before anything runs."""
 
 from megazoo.planning.plan import Plan, Planner, RankPlan, note_on_mfu
-from megazoo.planning.search import FoundLayout, find_layouts
+from megazoo.planning.search import FoundLayout, fastest_layouts, find_layouts
+from megazoo.planning.step_time import GPUS
 
-__all__ = ["FoundLayout", "Plan", "Planner", "RankPlan", "find_layouts", "note_on_mfu"]
+__all__ = [
+    "GPUS",
+    "FoundLayout",
+    "Plan",
+    "Planner",
+    "RankPlan",
+    "fastest_layouts",
+    "find_layouts",
+    "note_on_mfu",
+]

@@ -5,6 +5,7 @@ Attention and dropout are metered as GPU kernels run them: attention keeps no sc
 keeps a mask of one byte an element.
 """
 
+import math
 import weakref
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from megazoo.engine.microbatch import MicroBatch
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.groups import VirtualGroup
 from megazoo.parallel.schedule import Action, backward_follows
 from megazoo.parallel.sequence import SequenceCut, padded_length
 from megazoo.parallel.stages import Stage
@@ -27,6 +29,8 @@ from megazoo.torch_internals import (
     results_are_new,
     run_backward,
     storage_key,
+    tensors_in,
+    writes_memory,
 )
 
 META = torch.device("meta")
@@ -38,29 +42,37 @@ _flash, _flash_backward = flash_attention_operators()
 class Cost:
     """What an action takes for one micro-batch on one rank.
 
-    sent_tp, sent_cp: bytes sent over tp and cp. peak: the most bytes of this micro-batch that are
-    live during the action. held: the bytes that are still live after it.
+    flops: of matrix products. moved: bytes that everything else reads and writes. kernels: of
+    both. collectives: calls over tp and cp. sent_tp, sent_cp: bytes sent over them. sent_beside:
+    those of sent_tp that are on their way beside products. peak: the most bytes of this
+    micro-batch that are live during the action. held: the bytes that are still live after it.
     """
 
     flops: float
+    moved: float
+    kernels: int
+    collectives: int
     sent_tp: float
+    sent_beside: float
     sent_cp: float
     peak: float
     held: float
 
 
 class Meter(TorchDispatchMode):
-    """Counts the FLOPs and the live bytes of what runs on the meta device within `with meter:`.
+    """Counts the FLOPs, the bytes that are read and written, and the live bytes of what runs on the
+    meta device within `with meter:`.
 
-    FLOPs are those of matrix products, two for a multiply-add. live: bytes of the tensors that were
-    made within the block and still exist, each storage once. peak: the most of them since `take`.
-    ctx: the virtual context of what runs. keys: how many a token's attention counts; by default
-    those that it is given.
+    FLOPs are those of matrix products, two for a multiply-add; moved are the bytes of everything
+    else, operator by operator, as kernels run them that are not compiled into one. live: bytes of
+    the tensors that were made within the block and still exist, each storage once. peak: the most
+    of them since `take`. ctx: the virtual context of what runs. keys: how many a token's attention
+    counts; by default those that it is given.
     """
 
     def __init__(self, ctx: ParallelContext, keys: int | None = None):
         super().__init__()
-        self.flops = self.live = self.peak = 0
+        self.flops = self.moved = self.kernels = self.live = self.peak = 0
         self._groups, self._keys = (ctx.tp_group, ctx.cp_group), keys
         self._sent = self._sent_so_far()
         self._storages: dict[int, weakref.ref] = {}
@@ -76,6 +88,10 @@ class Meter(TorchDispatchMode):
         elif packet in self._formulas:
             self.flops += self._formulas[packet](*arguments, **(options or {}), out_val=result)
         results = result if isinstance(result, tuple | list) else (result,)
+        if writes_memory(function):
+            self.kernels += 1
+            if packet not in self._formulas:
+                self.moved += sum(t.nbytes for t in tensors_in(arguments, options, results))
         for tensor, is_new in zip(results, results_are_new(function), strict=False):
             if isinstance(tensor, torch.Tensor) and is_new:
                 self._made(tensor.untyped_storage())
@@ -97,13 +113,17 @@ class Meter(TorchDispatchMode):
     def take(self) -> Cost:
         """Return the cost of what ran since the last call."""
         sent = self._sent_so_far()
-        tp, cp = (now - before for now, before in zip(sent, self._sent, strict=True))
-        cost = Cost(self.flops, tp, cp, self.peak, self.live)
-        self.flops, self._sent, self.peak = 0, sent, self.live
+        sent_now = (now - before for now, before in zip(sent, self._sent, strict=True))
+        cost = Cost(self.flops, self.moved, self.kernels, *sent_now, self.peak, self.live)
+        self.flops = self.moved = self.kernels = 0
+        self._sent, self.peak = sent, self.live
         return cost
 
     def _sent_so_far(self) -> list[float]:
-        return [group.sent if group else 0.0 for group in self._groups]
+        """Return, until now, the collectives and the bytes sent over tp, the latter's part beside
+        products, and the bytes sent over cp."""
+        tp, cp = (group or VirtualGroup(1, 0) for group in self._groups)
+        return [tp.calls + cp.calls, tp.sent, tp.sent_beside, cp.sent]
 
     def _attention_flops(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
         """Count the FLOPs of both products of attention.
@@ -222,31 +242,35 @@ def estimate_costs(
     training: TrainingOptions,
     queue: WeightQueue | None,
     table: list[Action],
+    known: dict[tuple, dict[str, Cost]],
+    key: tuple,
 ) -> dict[str, Cost]:
     """Return what `costs_of` would, from a run of a few layers: the others are taken to be alike.
     Where other parameters are trained in some layers than in others, all run.
 
-    The peak is then exact, or too high where something after the layers' backward needs more than
-    the layers do.
+    known: what was metered of few layers, which is added to. key: what makes the costs of stages of
+    as many layers equal. The peak is then exact, or too high where something after the layers'
+    backward needs more than the layers do.
     """
     unit = training.recompute_interval if training.recompute == "full" else 1
     rest = len(stage.layers) % unit
     if len(stage.layers) <= 2 * unit + rest or not _learn_alike(model, stage.layers):
         return costs_of(model, stage, training, queue, table)
-    few, more = (replace(stage, layers=stage.layers[: n * unit + rest]) for n in (1, 2))
-    one = costs_of(model, few, training, queue, table)
-    two = costs_of(model, more, training, queue, table)
+    few = [stage.layers[: n * unit + rest] for n in (1, 2)]
+    for layers in few:
+        if (*key, len(layers)) not in known:
+            cut = replace(stage, layers=layers)
+            known[*key, len(layers)] = costs_of(model, cut, training, queue, table)
+    one, two = (known[*key, len(layers)] for layers in few)
     repeats = len(stage.layers) // unit - 2
     costs, before = {}, "F"  # before: the action after which this one comes
     for kind in two:
         a, b = one[kind], two[kind]
-        costs[kind] = Cost(
-            flops=b.flops + repeats * (b.flops - a.flops),
-            sent_tp=b.sent_tp + repeats * (b.sent_tp - a.sent_tp),
-            sent_cp=b.sent_cp + repeats * (b.sent_cp - a.sent_cp),
-            peak=b.peak + repeats * max(two[k].held - one[k].held for k in (before, kind)),
-            held=b.held + repeats * (b.held - a.held),
-        )
+        more_of_each = {
+            name: value + repeats * (value - getattr(a, name)) for name, value in vars(b).items()
+        }
+        peak = b.peak + repeats * max(two[k].held - one[k].held for k in (before, kind))
+        costs[kind] = Cost(**more_of_each | {"peak": peak})
         before = kind
     return costs
 
@@ -267,6 +291,12 @@ def _learn_alike(model: Model, layers: range) -> bool:
 def has_one_microbatch(table: list[Action]) -> bool:
     """Tell whether a table has a single micro-batch."""
     return all(action.microbatch == 0 for action in table)
+
+
+def boundary_bytes(training: TrainingOptions, model: Model) -> int:
+    """Return the bytes of a micro-batch that a stage sends to another."""
+    itemsize = getattr(torch, training.dtype).itemsize
+    return math.prod(boundary_shape(training, model)) * itemsize
 
 
 def boundary_shape(training: TrainingOptions, model: Model) -> tuple[int, int, int]:

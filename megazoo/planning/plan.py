@@ -7,7 +7,6 @@ virtual context and runs one micro-batch, forward and backward, on the meta devi
 counted: the CUDA context, communication buffers and the allocator's waste, some GB a rank.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -37,7 +36,7 @@ from megazoo.parallel.stages import rank_of, stages_of
 from megazoo.planning.meter import (
     META,
     Cost,
-    boundary_shape,
+    boundary_bytes,
     costs_of,
     estimate_costs,
     forward_flops,
@@ -137,6 +136,7 @@ class Planner(Builder):
         super().__init__(config, lora)
         self.quick, self.optimizer = quick, optimizer
         self._costs: dict[tuple, dict[str, Cost]] = {}  # of a kind of stage
+        self._few_layers: dict[tuple, dict[str, Cost]] = {}  # the same, as if it had but these
         self._static: dict[tuple, Static] = {}  # of a kind of rank
 
     def check(self, parallel: ParallelOptions, training: TrainingOptions, dp: int) -> None:
@@ -239,11 +239,15 @@ class Planner(Builder):
             metered.recompute(training.recompute, training.recompute_interval)
             buckets = metered.gradient_buckets  # they say of what precision gradients are
             queue = WeightQueue(buckets.received) if split else None
-            measure = estimate_costs if self.quick else costs_of
             with metered.gradients_later(queue):
                 for key, number in new.items():
-                    stage = metered.stages[number]
-                    self._costs[key] = measure(metered, stage, training, queue, table)
+                    how = metered, metered.stages[number], training, queue, table
+                    if self.quick:
+                        *rest, layers = key[-1]
+                        few = (*key[:-1], *rest, *layers[:1])
+                        self._costs[key] = estimate_costs(*how, self._few_layers, few)
+                    else:
+                        self._costs[key] = costs_of(*how)
         return [self._costs[key] for key in keys]
 
     def rank_plan(
@@ -263,10 +267,7 @@ class Planner(Builder):
         pp_rank = rank_of(table[0].stage, ctx.pp_size)
         by_stage = dict(zip(stages_of(pp_rank, ctx.pp_size, ctx.virtual_size), costs, strict=True))
         taken = [by_stage[action.stage][action.kind] for action in table]
-        boundary = 0  # bytes that a stage sends to another, of a micro-batch
-        if ctx.pp_size > 1:
-            itemsize = getattr(torch, training.dtype).itemsize
-            boundary = math.prod(boundary_shape(training, model)) * itemsize
+        boundary = boundary_bytes(training, model) if ctx.pp_size > 1 else 0
         on_their_way = (MAX_OPEN_EXCHANGES + 1) * boundary
         activations = round(_peak(table, by_stage)) + on_their_way
         if has_one_microbatch(table):

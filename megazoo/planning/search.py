@@ -1,13 +1,18 @@
 """Find the layouts of a number of GPUs in which a run fits into their memory."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+
+import torch
 
 from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.errors import UserError
 from megazoo.models.base import Model
+from megazoo.models.counts import parameter_count
 from megazoo.parallel.recompute import MODES
 from megazoo.parallel.stages import stages_of
+from megazoo.planning.meter import Cost, boundary_bytes
 from megazoo.planning.plan import (
     Planner,
     RankPlan,
@@ -15,14 +20,12 @@ from megazoo.planning.plan import (
     microbatches_of,
     schedule_tables,
 )
+from megazoo.planning.static import Static
+from megazoo.planning.step_time import GPU, GPUS, NODE, Speed, step_time
 
-NODE = 8  # GPUs
 LARGEST_TP = NODE
 LARGEST_VIRTUAL_PP = 4
 SHORTEST_PART = 1024  # tokens of a context-parallel rank
-# FLOPs in the time of one byte sent, of an H100 at 500 TFLOP/s with 450 GB/s within a node and
-# 50 GB/s outside. Ranks along cp may share a node.
-FLOPS_A_BYTE = {"tp": 1_000, "pp": 10_000, "cp": 10_000, "dp": 10_000}
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class FoundLayout:
     """A layout that fits, with what a step takes of the rank that needs most.
 
     total: bytes of memory. sent_tp and so on: bytes sent over that axis. bubble, step_flops: as
-    bubble_of_stages and step_flops of a Plan. time: step_flops, and as many more for each byte sent
-    as FLOPS_A_BYTE says; layouts are ranked by it.
+    bubble_of_stages and step_flops of a Plan. time: estimated seconds, by which layouts are ranked;
+    exposed: the share of it that is communication which nothing hides (see step_time.py).
     """
 
     tp: int
@@ -50,44 +53,66 @@ class FoundLayout:
     sent_cp: float
     sent_dp: float
     step_flops: float
+    exposed: float
     time: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The sizes of tp, pp, cp and dp."""
+        return self.tp, self.pp, self.cp, self.dp
 
 
 def find_layouts(
-    planner: Planner, gpus: int, memory: int, parallel: ParallelOptions, training: TrainingOptions
+    planner: Planner,
+    gpus: int,
+    memory: int,
+    parallel: ParallelOptions,
+    training: TrainingOptions,
+    gpu: GPU = GPUS["h100"],
 ) -> Iterator[FoundLayout]:
     """Yield the layouts of `gpus` ranks of which each fits into `memory` bytes, in no order.
 
-    Searched are tp (a power of two, at most LARGEST_TP), pp (no deeper than what fits without
-    recomputation), dp, virtual-pp (at most LARGEST_VIRTUAL_PP, where it divides the layers), and
-    recompute: the least that fits. Where a sequence is not so short that ranks would have less than
-    SHORTEST_PART tokens, and fits with recomputation only or not at all, cp is searched, too:
-    powers of two, until it fits without; those are told that fit with less recomputation. Sequence
-    parallelism and ZeRO-1 send no more than what they replace, so they are on where there are ranks
-    for them. The rest is as given. Of the tp ranks the first is looked at: if one has more, it
-    does. Raises UserError for what no layout could run.
+    Searched are tp (a power of two, at most LARGEST_TP), pp (once it fits without recomputation, up
+    to twice the fastest), dp, virtual-pp (at most LARGEST_VIRTUAL_PP, where it divides
+    the layers), and recompute: the least that fits. Where a sequence is not so short that ranks
+    would have less than SHORTEST_PART tokens, and fits with recomputation only or not at all, cp is
+    searched, too: powers of two, until it fits without; those are told that fit with less
+    recomputation. Sequence parallelism and ZeRO-1 send no more than what they replace, so they are
+    on where there are ranks for them. The rest is as given. Of the tp ranks the first is looked at:
+    if one has more, it does. gpu: whose time is estimated. Raises UserError for what no layout
+    could run.
     """
     if gpus < 1:
         raise UserError(f"gpus {gpus} must be at least 1")
     one_step = replace(training, global_batch_size=training.micro_batch_size)
     one_rank = replace(parallel, tp=1, pp=1, virtual_pp=1, cp=1, stage_layers="balanced")
     planner.check(one_rank, one_step, 1)
-    layers = planner.config.layers
+    layers, least_memory = planner.config.layers, _weights_and_gradients(planner, training)
     for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
+        fastest, depth = math.inf, 0  # the time of the fastest, and its pp
         for pp in range(1, min(gpus, layers) + 1):
-            if gpus % (tp * pp):
+            if gpus % (tp * pp) or least_memory > tp * pp * memory:
                 continue
             least, cp = len(MODES), 1  # least: the recomputation that a smaller cp needs
             while least > 0 and gpus % (tp * pp * cp) == 0:
                 if cp > 1 and training.seq_length < cp * SHORTEST_PART:
                     break
                 sizes = tp, pp, cp, gpus // (tp * pp * cp)
-                found = list(_of_sizes(planner, sizes, memory, parallel, training))
+                found = list(_of_sizes(planner, sizes, memory, parallel, training, gpu))
                 yield from (each for each in found if MODES.index(each.recompute) < least)
                 least = min([least, *(MODES.index(each.recompute) for each in found)])
+                fastest, depth = min([(fastest, depth), *((each.time, pp) for each in found)])
                 cp *= 2
-            if least == 0 and cp == 2:  # it does without context parallelism
+            if least == 0 and cp == 2 and pp >= 2 * depth:  # it does without context parallelism
                 break
+
+
+def _weights_and_gradients(planner: Planner, training: TrainingOptions) -> int:
+    """Return the least bytes that all ranks of a replica have together."""
+    all_is_trained = planner.lora is None and training.train_only is None
+    gradient = torch.float32.itemsize if all_is_trained else 0
+    itemsize = getattr(torch, training.dtype).itemsize
+    return parameter_count(planner.config) * (itemsize + gradient)
 
 
 def _of_sizes(
@@ -96,6 +121,7 @@ def _of_sizes(
     memory: int,
     parallel: ParallelOptions,
     training: TrainingOptions,
+    gpu: GPU,
 ) -> Iterator[FoundLayout]:
     """Yield the layouts that fit, one for each virtual-pp. sizes: tp, pp, cp and dp."""
     tp, pp, cp, dp = sizes
@@ -117,20 +143,27 @@ def _of_sizes(
         except UserError:
             continue
         modes = (replace(training, recompute=mode) for mode in MODES)
-        tried = (_fitting(planner, layout, mode, dp, memory) for mode in modes)
+        tried = (fitting_layout(planner, layout, mode, dp, memory, gpu) for mode in modes)
         least = next(filter(None, tried), None)
         if least:
             yield least
 
 
-def _fitting(
-    planner: Planner, parallel: ParallelOptions, training: TrainingOptions, dp: int, memory: int
+def fitting_layout(
+    planner: Planner,
+    parallel: ParallelOptions,
+    training: TrainingOptions,
+    dp: int,
+    memory: float,
+    gpu: GPU = GPUS["h100"],
 ) -> FoundLayout | None:
-    """Return the layout if each rank fits into `memory` bytes, else None."""
+    """Return the layout, which `Planner.check` allows, if each rank fits into `memory` bytes, else
+    None."""
     tables = schedule_tables(parallel, training, dp)
     models: dict[tuple, Model] = {}  # by what makes the stages of pipeline ranks alike
     ranks: list[RankPlan] = []
-    flops: dict[tuple[str, int], float] = {}
+    statics: list[Static] = []
+    actions: dict[tuple[str, int], Cost] = {}
     for pp_rank, table in enumerate(tables):
         ctx = planner.context(parallel, dp, pp_rank, 0)
         all_stages = planner.family.all_stages(planner.config, ctx)
@@ -146,12 +179,12 @@ def _fitting(
         if rank.total > memory:
             return None
         ranks.append(rank)
+        statics.append(planner.static(models[alike], parallel, training))
         for stage, of_stage in zip(stages, costs, strict=True):
-            flops |= {(kind, stage.index): cost.flops for kind, cost in of_stage.items()}
-    bubble, step_flops = bubble_and_time(tables, flops)
-    sent = {axis: max(getattr(rank, f"sent_{axis}") for rank in ranks) for axis in FLOPS_A_BYTE}
-    near = "tp" if parallel.tp * parallel.cp <= NODE else "cp"  # how ranks along cp are connected
-    flops_a_byte = FLOPS_A_BYTE | {"cp": FLOPS_A_BYTE[near]}
+            actions |= {(kind, stage.index): cost for kind, cost in of_stage.items()}
+    bubble, step_flops = bubble_and_time(tables, {key: c.flops for key, c in actions.items()})
+    speed = Speed.of(gpu, training.dtype, parallel.tp, parallel.pp, parallel.cp, dp)
+    time = step_time(tables, actions, statics, boundary_bytes(training, models[alike]), speed)
     return FoundLayout(
         tp=parallel.tp,
         pp=parallel.pp,
@@ -164,10 +197,20 @@ def _fitting(
         microbatches=microbatches_of(training, dp),
         total=max(rank.total for rank in ranks),
         bubble=bubble,
-        sent_tp=sent["tp"],
-        sent_pp=sent["pp"],
-        sent_cp=sent["cp"],
-        sent_dp=sent["dp"],
+        sent_tp=max(rank.sent_tp for rank in ranks),
+        sent_pp=max(rank.sent_pp for rank in ranks),
+        sent_cp=max(rank.sent_cp for rank in ranks),
+        sent_dp=max(rank.sent_dp for rank in ranks),
         step_flops=step_flops,
-        time=step_flops + sum(sent[axis] * flops_a_byte[axis] for axis in sent),
+        exposed=time.exposed,
+        time=time.total,
     )
+
+
+def fastest_layouts(found: Iterable[FoundLayout]) -> list[FoundLayout]:
+    """Return the fastest layout of each size of tp, pp, cp and dp, in the order of their time: they
+    differ in virtual-pp."""
+    fastest: dict[tuple, FoundLayout] = {}
+    for layout in sorted(found, key=lambda layout: layout.time):
+        fastest.setdefault(layout.sizes, layout)
+    return list(fastest.values())

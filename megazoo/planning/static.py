@@ -13,8 +13,12 @@ from megazoo.parallel.module import sum_over_copies
 
 @dataclass(frozen=True)
 class Static:
-    """What a rank has all the time, in bytes as in RankPlan; the bytes that it sends after the last
-    backward of a step, and the FLOPs of its optimizer's matrix products."""
+    """What a rank has all the time, in bytes as in RankPlan; the bytes that it sends in a step for
+    gradients and parameters, and the FLOPs of its optimizer's matrix products.
+
+    sent_early: those of sent_dp, of sums of gradients, that leave while backward still runs. All
+    else leaves after it.
+    """
 
     parameters: int
     trainable_parameters: int
@@ -25,6 +29,7 @@ class Static:
     sent_tp: float
     sent_tied: float
     sent_dp: float
+    sent_early: float
     optimizer_flops: float
 
     @property
@@ -60,6 +65,7 @@ def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str)
         [(e.parameter.grad, e.spec) for e in trained if e.spec.has_partial_gradient(ctx)], ctx
     )
     buckets.finish()
+    sums = replicas.sent - before_dp if replicas else 0.0
     if buckets.sharded:
         buckets.gather()
     flops = 0.0
@@ -81,5 +87,6 @@ def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str)
         sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
         sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in trained),
         sent_dp=replicas.sent - before_dp if replicas else 0.0,
+        sent_early=sums * sum(buckets.sizes[: buckets.early]) / max(1, sum(buckets.sizes)),
         optimizer_flops=flops,
     )

@@ -1,0 +1,159 @@
+"""Estimate how long a step takes on GPUs: what is computed, and what of the communication nothing
+hides.
+
+What goes on beside something else takes time only where it lasts longer, as in the engine on CUDA:
+
+- Sums of gradients over the replicas leave during the backward of the last micro-batch; those of
+  tied parameters and of copies over tp leave after it.
+- What tensor parallelism sends in the backward of a column-parallel layer goes on beside that
+  layer's products.
+- Activations travel between stages while both go on; a stage waits for what has not come in time.
+
+Everything else is waited for: the rest of tp's traffic, cp's, and the gathers of parameters after
+the update (ZeRO-1). Not counted are the optimizer's update (but for Muon's products) and the time
+that a ring over many nodes takes to begin.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazoo.parallel.schedule import Action, Span, timeline
+from megazoo.planning.meter import Cost
+from megazoo.planning.static import Static
+
+NODE = 8  # GPUs
+# The share of a data sheet's rates that programs get. Products: cuBLAS, of large matrices. Links:
+# NCCL's rings, of messages of some tens of MB.
+OF_FLOPS, OF_MEMORY, OF_LINKS = 0.75, 0.75, 0.7
+KERNEL = 5e-6  # seconds: what PyTorch takes to launch a kernel, and the GPU to begin and end it
+COLLECTIVE = 20e-6  # seconds: the same of a collective of NCCL's within a node
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What NVIDIA's data sheets say of a GPU in an SXM module, eight to a node (DGX).
+
+    flops: of dense matrices in bfloat16, a second; in TF32 half of it. Bytes a second: memory, read
+    and written; nvlink, sent to others of its node; network, sent to other nodes by the adapter
+    that each GPU has for itself (200 Gbit/s on DGX A100, 400 on the others).
+    """
+
+    flops: float
+    memory: float
+    nvlink: float
+    network: float
+
+
+GPUS = {
+    "a100": GPU(flops=312e12, memory=2.04e12, nvlink=300e9, network=25e9),
+    "h100": GPU(flops=989e12, memory=3.35e12, nvlink=450e9, network=50e9),
+    "h200": GPU(flops=989e12, memory=4.8e12, nvlink=450e9, network=50e9),
+    "b200": GPU(flops=2250e12, memory=8e12, nvlink=900e9, network=50e9),
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast each rank of a layout computes, and sends along each axis, a second: FLOPs of
+    products; bytes of memory, and bytes sent.
+
+    dp: the replicas, those along cp included. pp: from a stage to the next.
+    """
+
+    flops: float
+    memory: float
+    tp: float
+    cp: float
+    dp: float
+    pp: float
+
+    @classmethod
+    def of(cls, gpu: GPU, dtype: str, tp: int, pp: int, cp: int, dp: int) -> "Speed":
+        """Return the speed of a layout on a GPU. Ranks lie in the world as in
+        `megazoo.parallel.context.AXES`: tp's next to each other, then cp's, dp's and pp's."""
+
+        def ring(stride: int, size: int) -> float:
+            if stride * size <= NODE:
+                return OF_LINKS * gpu.nvlink
+            here = max(1, NODE // stride)  # the ring's ranks of a node, which share out its rounds
+            return OF_LINKS * min(gpu.nvlink, here * gpu.network)
+
+        one_node = tp * cp * dp * pp <= NODE
+        return cls(
+            flops=OF_FLOPS * gpu.flops / (2 if dtype == "float32" else 1),
+            memory=OF_MEMORY * gpu.memory,
+            tp=ring(1, tp),
+            cp=ring(tp, cp),
+            dp=ring(tp, cp * dp),
+            pp=OF_LINKS * (gpu.nvlink if one_node else gpu.network),
+        )
+
+    def computing(self, cost: Cost) -> float:
+        """Return the seconds that an action computes."""
+        return cost.flops / self.flops + cost.moved / self.memory + cost.kernels * KERNEL
+
+    def action(self, kind: str, cost: Cost) -> float:
+        """Return the seconds of an action, communication within it included."""
+        # The products of a backward of inputs alone are too few to hide anything.
+        beside = cost.sent_beside / self.tp if kind == "B" else 0.0
+        waited = cost.sent_tp / self.tp + cost.sent_cp / self.cp - beside
+        return max(self.computing(cost), beside) + waited + cost.collectives * COLLECTIVE
+
+    def afterwards(self, static: Static) -> float:
+        """Return the seconds between a rank's last backward, with the sums that leave under it, and
+        the end of a step."""
+        return (
+            (static.sent_dp - static.sent_early) / self.dp
+            + static.sent_tp / self.tp
+            + static.sent_tied / self.pp
+            + static.optimizer_flops / self.flops
+        )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step: total, and those that are left if communication takes no time."""
+
+    total: float
+    computing: float
+
+    @property
+    def exposed(self) -> float:
+        """The share of a step that is communication which nothing hides."""
+        return 1 - self.computing / self.total
+
+
+def step_time(
+    tables: Sequence[list[Action]],
+    costs: dict[tuple[str, int], Cost],
+    statics: Sequence[Static],
+    boundary: int,
+    speed: Speed,
+) -> StepTime:
+    """Return the time of a step.
+
+    tables: of each pipeline rank. costs: of an action, by its kind and stage. statics: of each
+    pipeline rank. boundary: bytes of a micro-batch that a stage sends to the next.
+    """
+    products = max(static.optimizer_flops for static in statics) / speed.flops
+    alone = timeline(tables, {key: speed.computing(cost) for key, cost in costs.items()})
+    seconds = {key: speed.action(key[0], cost) for key, cost in costs.items()}
+    spans = timeline(tables, seconds, boundary / speed.pp)
+    end = max(
+        _end_of_sums(table, spans, static.sent_early / speed.dp)
+        for table, static in zip(tables, statics, strict=True)
+    )
+    return StepTime(
+        total=end + max(map(speed.afterwards, statics)),
+        computing=max(span.end for span in alone.values()) + products,
+    )
+
+
+def _end_of_sums(table: list[Action], spans: dict[Action, Span], sums: float) -> float:
+    """Return when a rank has finished its backwards, and the sums over replicas that leave during
+    the last one of each of its stages: `sums` seconds in all, as much of each stage."""
+    last = {action.stage: spans[action] for action in table if action.kind != "F"}
+    end = 0.0
+    for span in sorted(last.values()):
+        end = max(span.end, max(span.start, end) + sums / len(last))
+    return end
