@@ -3,7 +3,10 @@ they compare.
 
 $ python tools/benchmark.py checkpoint --json results.json
 
-A case is a program in tools/benchmarks/cases/, which says what it compares.
+A case is a program in tools/benchmarks/cases/, which says what it compares. `scaling` compares with
+laws instead, how the cost of ours grows, prints other tables, and is not part of `all`:
+
+$ python tools/benchmark.py scaling --pairs 3 --picture docs/scaling.png
 """
 
 import json
@@ -17,6 +20,7 @@ from typing import Annotated
 
 import torch
 import tyro
+from benchmarks import laws, picture
 from benchmarks.results import Setup
 
 from megazoo.cli.flags import File, parse_flags
@@ -26,7 +30,7 @@ from megazoo.files import write_text
 
 CASES = (
     "train", "sequence", "lora", "parallel", "pipeline", "build", "generate", "checkpoint", "data",
-    "plan", "gpu",
+    "plan", "gpu", "scaling",
 )  # fmt: skip
 COLUMNS = (
     "case",
@@ -47,14 +51,17 @@ class Options:
     ] = "all"
     """Which comparison."""
     pairs: int = 5
-    """Runs of each side, in turn, after one of each that does not count."""
+    """Runs of each side, in turn, after one of each that does not count; or of each size."""
     gigabytes: float = 4.0
-    """Size of the model whose checkpoints are converted."""
+    """Size of the model whose checkpoints are converted; `scaling` converts a quarter of it, and
+    less."""
     directory: File = None
     """Where to write what is measured: a disk with room for five such models; the temporary
     directory by default."""
     json: File = None
     """File for the numbers."""
+    picture: File = None
+    """PNG to draw the curves of `scaling` in. It needs matplotlib."""
 
 
 def main(arguments: list[str]) -> None:
@@ -66,25 +73,54 @@ def main(arguments: list[str]) -> None:
     }
     if options.case not in (*CASES, "all"):
         raise UserError(f"no case {options.case}: there are {', '.join(CASES)} and all")
-    cases = [options.case]
-    if options.case == "all":
-        cases = [case for case in CASES if case != "gpu" or torch.cuda.is_available()]
+    if options.picture:
+        if options.case != "scaling":
+            raise UserError("--picture draws the curves of scaling: name that case")
+        picture.pyplot()  # or refuse, before anything is measured
     setup = Setup(options.pairs, options.gigabytes, options.directory)
     print(f"{machine()}\n")
-    print(f"| {' | '.join(COLUMNS)} |")
-    print(f"| {' | '.join('---' for _ in COLUMNS)} |")
-    results = []
-    for case in cases:
-        for result in import_module(f"benchmarks.cases.{case}").cases(setup):
-            results.append(result)
-            print(result.row(), flush=True)
+    if options.case == "scaling":
+        values = grow(setup, options.picture)
+    else:
+        values = compare(options.case, setup)
     if options.json:
-        values = [
-            {**result._asdict(), "median_ratio": statistics.median(result.ratios)}
-            for result in results
-        ]
         text = json.dumps({"machine": machine(), "results": values}, indent=1)
         write_text("--json", options.json, text + "\n")
+
+
+def compare(case: str, setup: Setup) -> list[dict]:
+    """Print the table of a case, or of all, and return the results as values for JSON."""
+    cases = [case]
+    if case == "all":
+        cases = [each for each in CASES if each not in ("gpu", "scaling")]
+        cases += ["gpu"] if torch.cuda.is_available() else []
+    print(laws.heading(COLUMNS))
+    results = []
+    for each in cases:
+        for result in import_module(f"benchmarks.cases.{each}").cases(setup):
+            results.append(result)
+            print(result.row(), flush=True)
+    return [
+        {**result._asdict(), "median_ratio": statistics.median(result.ratios)} for result in results
+    ]
+
+
+def grow(setup: Setup, file: Path | None) -> list[dict]:
+    """Print the tables of `scaling`, draw it in a file, and return the curves as values for
+    JSON."""
+    from benchmarks.cases import scaling
+
+    print(laws.heading(laws.POINT_COLUMNS))
+    curves = []
+    for curve in scaling.curves(setup):
+        curves.append(curve)
+        print("\n".join(curve.rows()), flush=True)
+    print(f"\n{laws.heading(laws.LAW_COLUMNS)}")
+    for curve in curves:
+        print("\n".join(curve.law_rows()))
+    if file:
+        picture.draw(curves, file)
+    return [curve.as_dict() for curve in curves]
 
 
 def machine() -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,11 +52,12 @@ def seconds_in_turn(sides: list[Callable[[], object]], pairs: int) -> list[list[
 
 class Job(NamedTuple):
     """What is timed: steps of processes that are ranks of one world. make(*arguments), called on
-    each, returns a function that does one."""
+    each, returns a function that does one. module: what is imported before memory is measured."""
 
     ranks: int
     make: Callable[..., Callable[[], object]]
     arguments: tuple
+    module: str = "transformers"
 
 
 def jobs_in_turn(jobs: list[Job], pairs: int) -> list[tuple[list[float], int]]:
@@ -79,8 +81,7 @@ def _steps(job: Job, side: int, turns: str, sides: int, runs: int) -> tuple[list
     turns: the file through which the jobs tell each other that a turn is done. Returns seconds and
     memory as jobs_in_turn does.
     """
-    import transformers  # noqa: F401, part of the level before
-
+    import_module(job.module)  # part of the level before
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, seconds = resident("VmRSS"), []
     step, store = job.make(*job.arguments), dist.FileStore(turns, -1)
