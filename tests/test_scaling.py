@@ -42,6 +42,13 @@ def test_relative_errors_count_and_points_of_zero_do_not():
     assert law.fit([1, 2, 3], [0, 2, 9])(3) == pytest.approx(2)
 
 
+def test_no_factor_is_below_zero():
+    """Through 3 at 1 and 1 at 2 goes 5 - 2 x. A constant comes nearest of what is not below 0:
+    (1 / 3 + 1) / (1 / 9 + 1) = 1.2."""
+    law = line()
+    assert [law.fit([1, 2, 9], [3, 1, 1])(x) for x in (1, 9)] == pytest.approx([1.2, 1.2])
+
+
 def test_a_curve_is_told_in_two_tables():
     from benchmarks.laws import Curve, Point
 

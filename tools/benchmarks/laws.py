@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -37,13 +38,20 @@ class Law(NamedTuple):
     def fit(self, sizes: list[float], values: list[float]) -> Callable[[float], float]:
         """Return the law as a function of the size, fitted to the first points.
 
-        The squares of relative errors are least. A point of value 0 has none and is left out.
+        The squares of relative errors are least, of all factors that are not below 0: no cost is. A
+        point of value 0 has no relative error and is left out.
         """
         count = self.count(len(sizes))
         pairs = [pair for pair in zip(sizes[:count], values[:count], strict=True) if pair[1]]
-        relative = [[term(size) / value for term in self.terms] for size, value in pairs]
-        factors = np.linalg.lstsq(np.array(relative), np.ones(len(pairs)), rcond=None)[0]
-        terms = list(zip(factors, self.terms, strict=True))
+        relative = np.array([[term(size) / value for term in self.terms] for size, value in pairs])
+        best, least = np.zeros(len(self.terms)), np.inf
+        for kept in product((False, True), repeat=len(self.terms)):
+            factors = np.zeros(len(self.terms))
+            factors[list(kept)] = np.linalg.lstsq(relative[:, kept], np.ones(len(pairs)))[0]
+            error = np.square(relative @ factors - 1).sum()
+            if (factors >= 0).all() and error < least:
+                best, least = factors, error
+        terms = list(zip(best, self.terms, strict=True))
         return lambda size: float(sum(factor * term(size) for factor, term in terms))
 
     def departure(self, sizes: list[float], values: list[float]) -> float:

@@ -102,7 +102,7 @@ STUDIES = (
         lambda base, n: replace(base, hidden=n, heads=max(1, n // 64)),
         {
             "time": Law("a + b width²", (constant, square)),
-            "memory": Law("a + b width²", (constant, square)),
+            "memory": Law("a + b width + c width²", (*LINE, square)),
             "sent": Law("a + b width", LINE),
         },
     ),
