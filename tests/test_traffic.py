@@ -17,14 +17,24 @@ STEPS = 5
 
 
 class Group:
-    """Rows that end after so many tokens. sizes: of messages, which tell the group."""
+    """Rows that end after so many tokens, whose prompts go through in so many pieces. sizes: of
+    messages, which tell the group."""
 
-    def __init__(self, number: int, tokens: int):
-        self.number, self.tokens, self.steps, self.done = number, tokens, 0, False
+    def __init__(self, number: int, tokens: int, pieces: int = 1):
+        self.number, self.tokens, self.done = number, tokens, False
+        self.pieces, self.steps, self.forwards = pieces - 1, 0, 0
         self.input_ids = torch.zeros(1 + number, 1, dtype=torch.int64)
         self.rows, self.beams, self.choice = 1 + number, False, None
 
+    @property
+    def chooses(self) -> bool:
+        return not self.pieces
+
+    def take_piece(self) -> None:
+        self.pieces, self.forwards = self.pieces - 1, self.forwards + 1
+
     def take(self, choice: Choice) -> None:
+        self.forwards += 1
         self.done = choice.done
         self.steps += not self.done
 
@@ -33,12 +43,14 @@ class Group:
         return Choice(torch.zeros(self.rows, dtype=torch.int64), None, state)
 
 
-def transfers_of(pp_rank: int, pp: int, virtual: int, lengths: list[int]) -> list[tuple]:
+def transfers_of(
+    pp_rank: int, pp: int, virtual: int, lengths: list[int], pieces: list[int] | None = None
+) -> list[tuple]:
     """What a rank starts, in order, as (send or receive, the other rank, kind and rows), and what
     it waits for, as (take, the other rank, which of its messages), by megazoo's own code. lengths:
-    tokens of each group."""
-    made = []
-    groups = [Group(*each) for each in enumerate(lengths)]
+    tokens of each group; pieces: of its prompts, 1 by default."""
+    made, pieces = [], pieces or [1] * len(lengths)
+    groups = [Group(*each) for each in zip(range(len(lengths)), lengths, pieces, strict=True)]
 
     def note(way: str, tensor: torch.Tensor, other: int) -> None:
         kind = "choice" if tensor.dtype == torch.int64 else "activations"
@@ -76,6 +88,8 @@ def result_of(moving: traffic.Traffic, turn: traffic.Turn, group: Group):
     if ctx.pp_rank or turn.stage:
         moving.input_for(turn)
     if moving.is_last(turn, ctx.pp_rank):
+        if not group.chooses:
+            return None
         group.choice = group.choose()
         return group.choice
     return torch.zeros(group.rows, 1, 2)
@@ -139,8 +153,11 @@ def stuck_in_slots(programs: list[list[tuple]], slots: int) -> bool:
 def test_no_rank_waits_in_a_circle_for_slots_of_shared_memory(virtual):
     for pp in (2, 3, 4, 7, 8, 16):
         for groups in (1, pp // 2, pp):
-            programs = [transfers_of(rank, pp, virtual, [3] * groups) for rank in range(pp)]
-            assert not stuck_in_slots(programs, Mailboxes.slots_each(pp))
+            for pieces in ([1] * groups, [1 + 2 * g % 3 for g in range(groups)]):
+                programs = [
+                    transfers_of(rank, pp, virtual, [3] * groups, pieces) for rank in range(pp)
+                ]
+                assert not stuck_in_slots(programs, Mailboxes.slots_each(pp))
     assert stuck_in_slots(programs, 3)
 
 
@@ -156,6 +173,20 @@ def test_no_rank_waits_in_a_circle_though_sends_block(pp, virtual):
             assert not stuck(programs)
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_pieces_of_prompts_go_round_without_a_choice(pp, virtual):
+    for groups in (1, pp // 2, pp):
+        lengths = [1 + (3 * g) % STEPS for g in range(groups)]
+        pieces = [1 + (2 * g + 1) % 4 for g in range(groups)]
+        programs = [transfers_of(rank, pp, virtual, lengths, pieces) for rank in range(pp)]
+        kinds = Counter(each[2] for program in programs for each in program if each[0] == "send")
+        forwards = sum(lengths) + sum(pieces) - groups
+        assert kinds["activations"] == forwards * (pp * virtual - 1)
+        assert kinds["choice"] == sum(lengths) * (pp - 1)
+        assert not stuck(programs)
+
+
 def test_the_check_finds_ranks_that_wait_for_each_other():
     """Each of two ranks sends before it receives, or in other orders than the other."""
     both = [[("send", 1, "a"), ("receive", 1, "b")], [("send", 0, "b"), ("receive", 0, "a")]]
@@ -169,5 +200,5 @@ def test_every_rank_computes_in_every_tick_if_there_are_groups_enough():
     turns = [traffic.turn_in(tick, 2, 4, 4, 2) for tick in range(2, 100)]
     assert None not in turns
     assert len(set(turns)) == len(turns)
-    assert turns == sorted(turns, key=lambda turn: (turn.step, turn.stage, turn.group))
+    assert turns == sorted(turns, key=lambda turn: (turn.forward, turn.stage, turn.group))
     assert traffic.turn_in(1, 2, 4, 4, 2) is None

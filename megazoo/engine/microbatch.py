@@ -115,7 +115,7 @@ class MicroBatch:
     @property
     def position(self) -> torch.Tensor | None:
         """Where the only token is in a StaticKVCache: int64 [1]. None elsewhere."""
-        return self.cache.position if self.cache and self.cache.used else None
+        return self.cache.position if self.cache and not self.cache.in_prompt else None
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the tokens: int64, [sequence] or [batch, sequence]."""

@@ -119,8 +119,8 @@ def _groups(
 
 
 def _run(model, groups: list[Group], streamer) -> None:
-    """Generate, until every group has ended: first the prompts go through all stages, then each
-    choice of tokens. In what order, megazoo/generate/traffic.py says."""
+    """Generate, until every group has ended: first the prompts go through all stages, in pieces,
+    then each choice of tokens. In what order, megazoo/generate/traffic.py says."""
     traffic = Traffic(model, groups, streamer)
     for tick in count_up():
         turn = traffic.turn_of(tick, model.ctx.pp_rank)
@@ -132,24 +132,24 @@ def _run(model, groups: list[Group], streamer) -> None:
 
 def _forward(model, group: Group, turn: Turn, traffic: Traffic) -> torch.Tensor | Choice:
     """Take a group's tokens through a stage of this rank; returns the activations, or of the last
-    stage the choice of the next tokens."""
+    stage, if the prompts are through, the choice of the next tokens."""
     batch, stage = group.batch(), model.stages[turn.stage]
     x = batch.input_ids if stage.first else traffic.input_for(turn)
-    compute = partial(_output, model, x, batch, stage)
+    compute = partial(_output, model, x, batch, stage, group.chooses)
     x = compute() if group.graph is None or group.steps == 0 else group.graph(compute, batch.keys)
-    if group.cache is not None and stage is model.stages[-1]:
-        group.cache.advance(batch.shape[1])
-    if not stage.last:
+    if batch.cache is not None and stage is model.stages[-1]:
+        batch.cache.advance(batch.shape[1])
+    if not stage.last or not group.chooses:
         return x
     group.choice = group.chooser.choose(x)
     return group.choice
 
 
-def _output(model, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-    """Return a stage's activations; of the last one the logits of the next token: fp32 [rows,
-    vocabulary]."""
+def _output(model, x: torch.Tensor, batch: MicroBatch, stage: Stage, chooses: bool) -> torch.Tensor:
+    """Return a stage's activations; of the last one, if tokens are chosen, the logits of the next
+    token: fp32 [rows, vocabulary]."""
     x = model.forward_stage(x, batch, stage)
-    if not stage.last:
+    if not stage.last or not chooses:
         return x
     return model.whole_logits(model.outputs(x, batch), batch)[:, -1].float()
 

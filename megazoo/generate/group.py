@@ -1,5 +1,6 @@
 """Prompts, and the rows that go on from them, that go through the stages together."""
 
+from collections import deque
 from dataclasses import replace
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.generate.decoding import BeamSearch, Choice, Sampler
 from megazoo.generate.graph import StepGraph
+from megazoo.generate.prefill import Piece, pieces_of, shared_prefix
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import CausalSelfAttention, KVCache
 from megazoo.layers.cache import StaticKVCache
@@ -37,8 +39,11 @@ class Group:
 
     numbers: of the prompts in the whole batch. input_ids, positions, segments: of the tokens that
     the next forward takes, int64 [rows, tokens], without a cache all of them; segments are of the
-    cached tokens, too. longest: tokens of the whole batch's longest prompt. chooser: on the last
-    stage alone; choice: what it chose last. graph: of a step of one token, if that is one.
+    cached tokens, too. pieces: of the prompts, that come after those tokens and before anything is
+    chosen. forwards: how many are over. longest: tokens of the whole batch's longest prompt.
+    prefix: what all prompts begin with, if that goes through first, and prefix_cache, of the one
+    row that it is. chooser: on the last stage alone; choice: what it chose last. graph: of a step
+    of one token, if that is one.
 
     With a StaticKVCache these tensors are the same ones in every step of one token, filled anew.
     """
@@ -57,23 +62,41 @@ class Group:
         self.numbers, self.longest = numbers, longest
         self.copies, self.beams = settings.rows_of_prompt, settings.num_beams > 1
         self.done, self.steps, self.most = False, 0, settings.max_new_tokens
-        self.input_ids, self.positions, self.segments = input_ids, None, None
+        self.forwards = 0
+        positions = segments = None
         if real is not None:
-            self.positions = (real.cumsum(1) - 1).clamp(min=0)
-            self.segments = real.long() - 1  # padding is a segment of its own, -1
-        self.cache = self.chooser = self.choice = self.graph = None
+            positions = (real.cumsum(1) - 1).clamp(min=0)
+            segments = real.long() - 1  # padding is a segment of its own, -1
+        self.pieces = deque([Piece(input_ids, positions, segments)])
+        self.cache = self.prefix = self.prefix_cache = None
+        self.chooser = self.choice = self.graph = None
         self.static = use_cache and takes_static_steps(model)
         if use_cache:
-            length = input_ids.shape[1] + settings.max_new_tokens - 1
-            self.cache = KVCache(length, self.copies)
-            if self.static:
-                self.cache = StaticKVCache(length, self.copies, input_ids.device)
+            self._make_caches(input_ids, real)
+            self.pieces = pieces_of(input_ids, positions, segments, self.prefix)
+        self.input_ids, self.positions, self.segments = self.pieces.popleft()
         if self.static and takes_graphs(model.ctx):
             self.graph = StepGraph(input_ids.device)
         if model.stages[-1].last and self.beams:
             self.chooser = BeamSearch(settings, input_ids, real)
         elif model.stages[-1].last:
             self.chooser = Sampler(settings, input_ids, real, numbers)
+
+    def _make_caches(self, input_ids: torch.Tensor, real: torch.Tensor | None) -> None:
+        prompt = input_ids.shape[1]
+        length = prompt + self.most - 1
+        self.cache = KVCache(length, self.copies, prompt=prompt)
+        if self.static:
+            self.cache = StaticKVCache(length, self.copies, input_ids.device, prompt=prompt)
+        self.prefix = shared_prefix(input_ids, real)
+        if self.prefix is not None:
+            tokens = self.prefix.input_ids.shape[1]
+            self.prefix_cache = KVCache(tokens, prompt=tokens, windows=False)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens are chosen after the next forward: it takes the last of the prompts."""
+        return not self.pieces
 
     @property
     def rows(self) -> int:
@@ -88,7 +111,7 @@ class Group:
             position_ids=self.positions,
             segments=self.segments,
             longest=self.longest + self.steps,
-            cache=self.cache,
+            cache=self.cache if self.prefix_cache is None else self.prefix_cache,
             last_only=True,
         )
         if self.static and self.steps > 0:
@@ -97,8 +120,18 @@ class Group:
             return replace(batch, position_ids=alone, segments=seen)
         return batch
 
+    def take_piece(self) -> None:
+        """Go on with the next piece of the prompts."""
+        self.forwards += 1
+        cache = self.prefix_cache
+        if cache is not None and cache.used == cache.length:
+            self.cache.begin_with(cache, self.prefix.padding, self.prefix.places)
+            self.prefix_cache = None
+        self.input_ids, self.positions, self.segments = self.pieces.popleft()
+
     def take(self, choice: Choice) -> None:
         """Go on with the chosen tokens."""
+        self.forwards += 1
         self.done = self.steps + 1 == self.most or choice.done
         if self.done:
             return

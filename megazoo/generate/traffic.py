@@ -3,8 +3,9 @@ between the ranks.
 
 Time goes in ticks. In each one a rank takes at most one group through one of its stages. With pp
 ranks, group g comes to the first stage in tick g, and one stage further with every tick; after the
-last stage it begins anew at the first one, with the tokens that were chosen for it. At the end of a
-tick the ranks that have computed send, one after the other.
+last stage it begins anew at the first one, with the next piece of its prompts or, once they are
+through, with the tokens that were chosen for it. At the end of a tick the ranks that have computed
+send, one after the other.
 
 This is one order of all transfers, in which every rank starts its own, so that ranks never wait
 for each other in a circle even if a send does not end before it is received.
@@ -24,11 +25,11 @@ from megazoo.parallel.p2p import start_receive, start_send
 class Turn:
     """A group's way through one stage of a rank.
 
-    step: how many tokens have been chosen for the group. stage: which of the rank's stages. group:
-    its index.
+    forward: how many of the group's forwards came before, those of its prompts' pieces included.
+    stage: which of the rank's stages. group: its index.
     """
 
-    step: int
+    forward: int
     stage: int
     group: int
 
@@ -58,19 +59,23 @@ class Traffic:
         self.sent: deque = deque()  # (work, tensor), which lives until then
 
     def turn_of(self, tick: int, pp_rank: int) -> Turn | None:
-        """Return what a rank computes in a tick: nothing once the group has ended. Waits for what
-        was chosen for the group before."""
+        """Return what a rank computes in a tick: nothing once the group has ended. Lets the group
+        go on first, for which it waits for what was chosen before."""
         ctx = self.ctx
         turn = turn_in(tick, pp_rank, len(self.groups), ctx.pp_size, ctx.virtual_size)
         if turn is None:
             return None
         group = self.groups[turn.group]
-        if group.steps < turn.step and not group.done:
-            self._take_choice(turn.group)
+        if group.forwards < turn.forward and not group.done:
+            if group.chooses:
+                self._take_choice(turn.group)
+            else:
+                group.take_piece()
         return None if group.done else turn
 
     def is_last(self, turn: Turn, pp_rank: int) -> bool:
-        """Say whether tokens are chosen at the end of a rank's turn."""
+        """Say whether a rank's turn is through the last stage, after which tokens are chosen, or a
+        piece of the prompts has no further way to go."""
         return pp_rank == self.last and turn.stage == self.ctx.virtual_size - 1
 
     def input_for(self, turn: Turn) -> torch.Tensor:
@@ -81,7 +86,7 @@ class Traffic:
 
     def end_tick(self, tick: int, turn: Turn | None, result: torch.Tensor | Choice | None) -> None:
         """Send the result of this rank's turn, and begin to receive those that others send it.
-        result: a Choice, if the turn was the last stage's."""
+        result: a Choice, if the turn was the last stage's and tokens were chosen."""
         me = self.ctx.pp_rank
         before = (me - 1) % self.ctx.pp_size
         for source in sorted({before, me, self.last}):
@@ -112,7 +117,7 @@ class Traffic:
             return
         if not self.is_last(turn, self.ctx.pp_rank):
             self._start_send(result.contiguous(), (self.ctx.pp_rank + 1) % self.ctx.pp_size)
-        elif self.last:
+        elif self.last and self.groups[turn.group].chooses:
             message = result.message()
             for pp_rank in range(self.last):
                 self._start_send(message, pp_rank)
@@ -134,6 +139,8 @@ class Traffic:
             return
         group = self.groups[turn.group]
         if self.is_last(turn, source):
+            if not group.chooses:
+                return
             buffer, coming = Choice.empty_message(group.rows, group.beams, ctx.device), self.choices
         elif (source + 1) % ctx.pp_size == ctx.pp_rank:
             shape = (*group.input_ids.shape, self.model.hidden_size)

@@ -154,8 +154,7 @@ class CausalSelfAttention(nn.Module):
     takes_packed; or OfWindows, of which it takes its own. Without, a query looks at itself and
     backwards. What is beyond the window is hidden, whatever the mask. Under context parallelism x
     is this rank's part of the sequence (see SequenceCut), and the mask, if any, is OfChunks. cache:
-    of the tokens before x, which x's are appended to; x is then the whole prompt or, later, one
-    token.
+    of the tokens before x, which x's are appended to.
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et
     al. 2019; normalised queries and keys: Henry et al. 2020; windows: Beltagy et al. 2020.
     """
@@ -253,11 +252,11 @@ class CausalSelfAttention(nn.Module):
         """Attend with q, k and v, one after the other: [batch, sequence, this rank's features of
         them] -> [batch, sequence, this rank's features]."""
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
+        given = mask.masks[self.window] if isinstance(mask, OfWindows) else mask
         if cache is not None:
             k, v = cache.extend(self, k, v)
-        mask = self._within_window(mask, q, k)
-        if cache is not None:
-            mask = cache.hide(self, mask, q)
+            given = cache.hide(self, given, q)
+        mask = given if isinstance(mask, OfWindows) else self._within_window(given, q, k)
         if self.dropout.active:
             y = self._attend_with_dropout(q, k, v, mask, seed)
         else:
@@ -289,13 +288,16 @@ class CausalSelfAttention(nn.Module):
         return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=self.recompute)
 
     def _within_window(self, mask, q, k) -> torch.Tensor | Packed | OfChunks | None:
-        """Return the mask with all that is beyond the window hidden, too.
+        """Return the mask with all that is beyond the window hidden, too; a mask for queries that
+        are the last of more keys, if there is none.
 
-        OfWindows has hidden it; the kernel of a Packed mask will. A cache gives no keys to a single
-        query that are beyond.
+        The kernel of a Packed mask hides it. A cache gives no keys to a single query that are
+        beyond.
         """
-        if isinstance(mask, OfWindows):
-            return mask.masks[self.window]
+        queries, keys = q.shape[2], k.shape[2]
+        window = self.window or keys
+        if mask is None and 1 < queries < keys and self.qkv.ctx.cp_size == 1:
+            return window_mask(queries, keys, window, q.device)
         if self.window is None or isinstance(mask, Packed):
             return mask
         if isinstance(mask, OfChunks):
@@ -303,10 +305,9 @@ class CausalSelfAttention(nn.Module):
                 f"a mask of chunks does not hide what is beyond a window of {self.window}: make it "
                 "by megazoo.models.masks.mask_of"
             )
-        queries, keys = q.shape[2], k.shape[2]
-        if keys <= self.window or self.qkv.ctx.cp_size > 1:  # which makes masks of the chunks
+        if keys <= window or self.qkv.ctx.cp_size > 1:  # which makes masks of the chunks
             return mask
-        seen = window_mask(queries, keys, self.window, q.device)
+        seen = window_mask(queries, keys, window, q.device)
         if mask is None:
             return seen
         if mask.dtype == torch.bool:

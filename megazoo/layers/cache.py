@@ -16,19 +16,27 @@ class KVCache:
         copies: sequences that go on from each row after its prompt: the beams of a search, or the
             answers that are drawn for it.
 
+        prompt: tokens that the copies share, which come in one forward or in several; by default
+            those of the first forward.
+        windows: whether layers with a window keep the tokens of their window alone.
+
     A layer's memory, [keys and values, rows x copies, heads, places, head_size], is allocated once,
     by its first forward. It has `length` places; or, if the layer says in `window` that a query
     looks at fewer tokens, so many, and token t is in place t % window. All layers of a forward
-    extend the cache, then `advance` counts its tokens: those of the prompt, then one at a time
-    where a layer has a window.
+    extend the cache, then `advance` counts its tokens. Forwards of the prompt have `rows` rows,
+    those after it rows x copies.
     """
 
-    def __init__(self, length: int, copies: int = 1):
-        self.length, self.copies = length, copies
+    def __init__(self, length: int, copies: int = 1, *, prompt: int = 0, windows: bool = True):
+        self.length, self.copies, self.prompt, self.windows = length, copies, prompt, windows
         self.used = 0  # tokens
-        self.prompt = 0  # of these, the tokens of the first forward, which all copies share
         self.position: torch.Tensor | None = None  # of a StaticKVCache
         self._kept: dict[nn.Module, torch.Tensor] = {}  # of each layer
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the next forward takes tokens of the prompt."""
+        return self.used == 0 or self.used < self.prompt
 
     def keys(self, tokens: int) -> int:
         """Return how many keys so many new tokens look at."""
@@ -38,15 +46,22 @@ class KVCache:
         self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's k and v [rows, heads, new tokens, head_size], and return those of all
-        tokens so far, or of the last ones that are kept, in the order of their places."""
+        tokens so far.
+
+        Of a layer with a window they are those that a single new token looks at, in the order of
+        their places; or of several new ones, and the tokens before them that were kept.
+        """
         if self.used == 0:
             self._begin(layer, k, v)
             return k, v
         kept, new = self._kept[layer], k.shape[2]
-        place = self.used % kept.shape[3]
-        kept[0, :, :, place : place + new] = k
-        kept[1, :, :, place : place + new] = v
-        return tuple(kept[:, :, :, : self.used + new])
+        of_rows = kept[:, :: kept.shape[1] // len(k)]  # the copies of a row have the same
+        if new == 1 or self.used + new <= kept.shape[3]:
+            self._store(kept, k, v)
+            return tuple(of_rows[:, :, :, : self.used + new])
+        before = of_rows[:, :, :, self._places_in_order(kept)]  # some are about to be overwritten
+        self._store(kept, k, v)
+        return torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
 
     def hide(
         self, layer: nn.Module, mask: torch.Tensor | None, like: torch.Tensor
@@ -54,9 +69,23 @@ class KVCache:
         """Return a layer's attention mask (see CausalSelfAttention), which is of all tokens, for
         the keys of `extend`."""
         places, newest = self._kept[layer].shape[3], self.used
-        if mask is None or newest == 0 or newest < places:
+        if mask is None or newest == 0 or mask.shape[-1] <= places:
             return mask
+        if mask.shape[-1] > newest + 1:  # of several new tokens
+            return mask[..., max(newest - places, 0) :]
         return mask[..., _tokens_in(places, newest, mask.device)]
+
+    def begin_with(self, prefix: "KVCache", padding: torch.Tensor, places: int) -> None:
+        """Give all rows the tokens of another cache, which has all of them, of one row.
+
+        padding: int64 [rows], in how many places of a row the prefix is yet to begin: nobody may
+        look at these. places: how many are filled of each row; tokens that come after are left out.
+        """
+        token = torch.arange(places, device=padding.device) - padding[:, None]  # [rows, places]
+        for layer, kept in prefix._kept.items():
+            k, v = kept[:, 0, :, token.clamp(min=0)].transpose(1, 2)
+            self._begin(layer, k, v)
+        self.advance(places)
 
     def advance(self, tokens: int) -> None:
         """Count the tokens that every layer has appended."""
@@ -76,16 +105,31 @@ class KVCache:
             yield kept if self.used > kept.shape[3] else kept[:, :, :, self.prompt : self.used]
 
     def _begin(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keep the prompt's keys and values, or the last ones of them, for all copies."""
-        rows, heads, tokens, size = k.shape
-        places = min(self.length, getattr(layer, "window", None) or self.length)
+        """Keep the first tokens' keys and values, or the last ones of them, for all copies."""
+        rows, heads, _, size = k.shape
+        window = getattr(layer, "window", None) if self.windows else None
+        places = min(self.length, window or self.length)
         kept = self._allocate((2, rows * self.copies, heads, places, size), k)
         self._kept[layer] = kept
-        of_copies = kept.unflatten(1, (rows, self.copies))
-        first = max(tokens - places, 0)
-        for copies, part in zip(of_copies, (k, v), strict=True):
-            last = part[:, None, :, first:].roll(first % places, dims=3)
-            copies[:, :, :, : tokens - first] = last
+        self._store(kept, k, v)
+
+    def _store(self, kept: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put new keys and values, or the last ones of them, into their places, for all copies."""
+        places, tokens = kept.shape[3], k.shape[2]
+        new = min(tokens, places)
+        place = (self.used + tokens - new) % places
+        fitting = min(new, places - place)  # the others come round to the first places
+        for own, part in zip(kept, (k, v), strict=True):
+            of_copies, last = own.unflatten(0, (len(k), -1)), part[:, None, :, tokens - new :]
+            of_copies[:, :, :, place : place + fitting] = last[:, :, :, :fitting]
+            if fitting < new:
+                of_copies[:, :, :, : new - fitting] = last[:, :, :, fitting:]
+
+    def _places_in_order(self, kept: torch.Tensor) -> torch.Tensor:
+        """Return the places of the tokens that are kept, the oldest first: int64 [tokens]."""
+        places = kept.shape[3]
+        oldest = max(self.used - places, 0)
+        return torch.arange(oldest, self.used, device=kept.device) % places
 
     def _allocate(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(shape)
@@ -102,8 +146,8 @@ class StaticKVCache(KVCache):
 
     BUCKET = 64
 
-    def __init__(self, length: int, copies: int, device: torch.device):
-        super().__init__(-(-length // self.BUCKET) * self.BUCKET, copies)
+    def __init__(self, length: int, copies: int, device: torch.device, *, prompt: int = 0):
+        super().__init__(-(-length // self.BUCKET) * self.BUCKET, copies, prompt=prompt)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self._numbers = torch.arange(self.length, device=device)
         self._nothing: torch.Tensor | None = None  # a mask that hides no place: [1, 1, 1, length]
@@ -112,8 +156,8 @@ class StaticKVCache(KVCache):
 
     def keys(self, tokens: int) -> int:
         """Return how many places so many new tokens look at: of the prompt its tokens alone."""
-        if self.used == 0:
-            return tokens
+        if self.in_prompt:
+            return super().keys(tokens)
         bucket = self.BUCKET
         while bucket < self.used + tokens:
             bucket *= 2
@@ -122,7 +166,7 @@ class StaticKVCache(KVCache):
     def extend(
         self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.used == 0:
+        if self.in_prompt:
             return super().extend(layer, k, v)
         kept = self._kept[layer]
         place = self.position % kept.shape[3]
@@ -135,8 +179,8 @@ class StaticKVCache(KVCache):
     ) -> torch.Tensor | None:
         """Return the mask with HIDDEN where there is no token yet: made by the first layer of so
         many places, and by later ones whose mask is another. like: a tensor of the mask's dtype."""
-        if self.used == 0:
-            return mask
+        if self.in_prompt:
+            return super().hide(layer, mask, like)
         if layer is next(iter(self._kept)):
             self._hidden.clear()
         places = self._kept[layer].shape[3]

@@ -64,14 +64,19 @@ def _mask_of_window(
     rows, queries = batch.shape
     if packed and batch.boundaries is not None:
         return Packed(batch.boundaries, queries)
-    if batch.cache is not None and batch.cache.used:
+    later = batch.cache is not None and batch.cache.used > 0
+    if later and queries == 1:
         window = None  # the cache has nothing that is beyond
-    if window is not None and batch.keys > window and batch.segments is None:
-        if packed and device.type == "cuda":  # whose kernel skips what is beyond
-            return Packed(torch.arange(rows + 1, device=device).int() * queries, queries)
-        return additive(window_mask(queries, batch.keys, window, device), dtype)
-    mask = segment_mask(batch.segments, queries, window)
-    return additive(mask, dtype) if plain and mask is not None else mask
+    narrow = window is not None and batch.keys > window
+    if batch.segments is not None:
+        mask = segment_mask(batch.segments, queries, window)
+    elif narrow and not later and packed and device.type == "cuda":  # whose kernel skips the rest
+        return Packed(torch.arange(rows + 1, device=device).int() * queries, queries)
+    elif narrow or (later and queries > 1):
+        mask = window_mask(queries, batch.keys, window or batch.keys, device)
+    else:
+        return None
+    return additive(mask, dtype) if plain else mask
 
 
 def alibi_mask_of(
