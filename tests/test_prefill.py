@@ -67,8 +67,12 @@ def written(name: str, directory):
 
 
 def some_prompts(kind: str, seed: int):
-    """Ids and their mask: whole rows, padded ones, or those that begin alike."""
+    """Ids and their mask: whole rows, padded ones, those that begin alike, or those that have few
+    tokens of their own, so that the end sees what the prefix has become even through windows."""
     ids, mask = prompts(seed, length=LENGTH)
+    if kind == "nearly the same":
+        mask = (torch.arange(LENGTH) >= torch.tensor([0, 1, 0, 2])[:, None]).long()
+        return alike(ids.masked_fill(mask == 0, PAD), mask, LENGTH - 4), mask
     if kind == "whole rows":
         return ids.masked_fill(mask == 0, 13), None
     return (alike(ids, mask), mask) if kind == "alike" else (ids, mask)
@@ -81,7 +85,7 @@ def cases(tmp_path_factory):
     for name in (*FAMILIES, *WINDOWS):
         hf, path = model_of_transformers(name), written(name, directory)
         hf.generation_config.eos_token_id = None
-        for kind in ("whole rows", "padded", "alike"):
+        for kind in ("whole rows", "padded", "alike", "nearly the same"):
             for way in ({}, BEAMS):
                 settings = {"max_new_tokens": NEW, "pad_token_id": PAD, **way}
                 for seed in range(100):

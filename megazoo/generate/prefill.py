@@ -22,16 +22,13 @@ class Piece(NamedTuple):
 
 class Prefix(NamedTuple):
     """What all rows begin with. input_ids: int64 [1, tokens], without padding. padding: int64
-    [rows], the tokens of each row that are before it."""
+    [rows], the tokens of each row that are before it. places: how many of each row's tokens,
+    padding included, need no forward of their rows; of rows with more padding than others, the
+    last tokens of the prefix are beyond."""
 
     input_ids: torch.Tensor
     padding: torch.Tensor
-
-    @property
-    def places(self) -> int:
-        """How many of the rows' tokens, padding included, need not be computed row by row. Of rows
-        with more padding than others some tokens of the prefix are left over."""
-        return self.input_ids.shape[1] + int(self.padding.min())
+    places: int
 
 
 def shared_prefix(input_ids: torch.Tensor, real: torch.Tensor | None) -> Prefix | None:
@@ -45,12 +42,14 @@ def shared_prefix(input_ids: torch.Tensor, real: torch.Tensor | None) -> Prefix 
         return None
     number = torch.arange(tokens, device=input_ids.device)
     padding = number.new_zeros(rows) if real is None else (~real).sum(dim=1)
-    if real is not None and not torch.equal(real, number >= padding[:, None]):
+    if real is not None and not bool((real == (number >= padding[:, None])).all()):
         return None  # some padding is not on the left
     aligned = input_ids.gather(1, (number + padding[:, None]).clamp(max=tokens - 1))
     same = (aligned == aligned[:1]).all(dim=0)
     shared = min(int(same.long().cumprod(dim=0).sum()), tokens - int(padding.max()) - 1)
-    return Prefix(aligned[:1, :shared], padding) if shared >= SHARED else None
+    if shared < SHARED:
+        return None
+    return Prefix(aligned[:1, :shared], padding, shared + int(padding.min()))
 
 
 def pieces_of(

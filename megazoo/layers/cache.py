@@ -15,10 +15,9 @@ class KVCache:
         length: tokens at most.
         copies: sequences that go on from each row after its prompt: the beams of a search, or the
             answers that are drawn for it.
-
         prompt: tokens that the copies share, which come in one forward or in several; by default
             those of the first forward.
-        windows: whether layers with a window keep the tokens of their window alone.
+        windows: whether layers with a window keep the tokens of their window alone, not all.
 
     A layer's memory, [keys and values, rows x copies, heads, places, head_size], is allocated once,
     by its first forward. It has `length` places; or, if the layer says in `window` that a query
@@ -48,8 +47,8 @@ class KVCache:
         """Append a layer's k and v [rows, heads, new tokens, head_size], and return those of all
         tokens so far.
 
-        Of a layer with a window they are those that a single new token looks at, in the order of
-        their places; or of several new ones, and the tokens before them that were kept.
+        A layer that keeps a window alone gets, for one new token, what that looks at, in the order
+        of its places; for several, those and all that was kept before, in the order of the tokens.
         """
         if self.used == 0:
             self._begin(layer, k, v)

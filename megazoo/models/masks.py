@@ -65,7 +65,7 @@ def _mask_of_window(
     if packed and batch.boundaries is not None:
         return Packed(batch.boundaries, queries)
     later = batch.cache is not None and batch.cache.used > 0
-    if later and queries == 1:
+    if later and queries == 1 and batch.cache.windows:
         window = None  # the cache has nothing that is beyond
     narrow = window is not None and batch.keys > window
     if batch.segments is not None:
