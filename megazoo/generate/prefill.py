@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-PIECE = 512  # tokens of a row that go through the stages together, at most
+PIECE = 2048  # tokens of a row that go through the stages together, at most
 TOKENS = 4096  # and of all rows
 SHARED = 16  # tokens that several rows begin with: fewer are not worth a forward of their own
 
