@@ -26,6 +26,7 @@ from megazoo.checkpoint.saving import run_together
 from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
+from megazoo.layers.linear import refuse_rounded
 from megazoo.models.adapted import AdapterSource, adapted, matrices_of
 from megazoo.models.adapter_source import open_adapter
 from megazoo.models.adapters import (
@@ -83,6 +84,7 @@ def add_by(model: nn.Module, settings: LoRASettings) -> nn.Module:
     with failing_together(_context_of(model)):
         if has_adapters(model):
             raise UserError("the model has adapters already: merge them first (megazoo.lora.merge)")
+        refuse_rounded(model, "adapted")
         settings.check_for(without_memory(model))
     adapt(model, settings, model.seed if ours else 0)
     for _, layer in linear_layers(model):

@@ -51,6 +51,12 @@ def test_products_are_those_of_the_rounded_weight(outputs, inputs, rows, dtype):
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=4 * tolerance)
 
 
+def test_float16_does_not_overflow():
+    numbers, scale = torch.full((16, 4096), 127, dtype=torch.int8), torch.full((16,), 2**-7)
+    y = int8_linear(torch.ones(17, 4096).half(), numbers, scale, None)
+    assert torch.equal(y, torch.full((17, 16), 4064.0).half())
+
+
 def test_no_rows_give_none():
     numbers, scale = rounded_to_int8(torch.randn(32, 16))
     assert int8_linear(torch.randn(0, 3, 16), numbers, scale, None).shape == (0, 3, 32)
@@ -115,6 +121,11 @@ def test_what_can_not_be_done_is_refused(tmp_path):
     assert model.dtype == torch.float32
     with pytest.raises(UserError, match="rounded to 8 bits are not saved"):
         model.save_parallelized(tmp_path / "a")
+    with pytest.raises(UserError, match="rounded to 8 bits are not adapted"):
+        megazoo.lora.add(model, rank=2)
+    megazoo.from_config(MODELS["llama"]).save_parallelized(tmp_path / "b")
+    with pytest.raises(UserError, match="rounded to 8 bits are not loaded"):
+        model.from_parallelized(tmp_path / "b")
     with pytest.raises(UserError, match="nothing"):
         megazoo.optim.AdamW(model)
     assert model.to(torch.bfloat16).layers["0"].mlp.down.weight.dtype == torch.int8

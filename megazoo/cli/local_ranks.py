@@ -50,7 +50,7 @@ class LocalRanks:
     """The ranks of a program, as processes of this machine.
 
     command: what starts a rank; None to fork this process instead. output: the file that gets what
-    they print, as subprocess has it; by default where this process prints.
+    a command prints, as subprocess has it; by default where this process prints.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class LocalRanks:
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._pass_on)
-        gc.freeze()  # else each rank that is forked would copy all objects when it ends
+        if self.command is None:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would leave no exit code
+            gc.freeze()  # else each rank would copy all objects when it ends
         try:
             for rank in range(self.layout.world_size):
                 if self.told is None and not self._start(rank):
@@ -174,8 +176,12 @@ class LocalRanks:
             # A rank that is not training yet has nothing to save. Of SIGINT it would die with a
             # traceback.
             waits = number == signal.SIGINT and not _catches(process.pid, signal.SIGUSR1)
+            number_here = signal.SIGTERM if waits else number
             with suppress(ProcessLookupError, PermissionError):  # of one that has just ended
-                os.killpg(process.pid, signal.SIGTERM if waits else number)
+                try:
+                    os.killpg(process.pid, number_here)
+                except ProcessLookupError:  # a fork that has no session of its own yet
+                    os.kill(process.pid, number_here)
 
     def _report(self, rank: int) -> None:
         """Tell which rank has failed first, unless they were told to end, or it has told why

@@ -32,14 +32,16 @@ def int8_linear(
     """Return x W^T + b of a rounded weight: [..., inputs] -> [..., outputs].
 
     Same as: F.linear(x, weight * scale[:, None], bias). weight, scale: of `rounded_to_int8`. On a
-    CPU a few rows are multiplied as bfloat16 by a kernel that reads the 8 bits; more of them, and
-    on other devices all, by a copy of the weight in x's dtype, which is gone afterwards.
+    CPU a few rows are multiplied as bfloat16 by a kernel that reads the 8 bits, if both sizes of
+    the weight are multiples of 16; else, and on other devices, by a copy of the weight in x's
+    dtype, which is gone afterwards.
     """
     rows = x.flatten(0, -2)
     if len(rows) <= FEW_ROWS and takes_int8_product(rows, weight):
         y = int8_product(rows.bfloat16(), weight, scale.bfloat16()).to(x.dtype)
     else:
         dtype = product_dtype(x)
-        y = (F.linear(rows.to(dtype), weight.to(dtype)) * scale).to(x.dtype)
+        widened = (weight * scale[:, None]).to(dtype)  # float16 would overflow if scaled later
+        y = F.linear(rows.to(dtype), widened).to(x.dtype)
     y = y.unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias

@@ -230,3 +230,9 @@ def round_to_int8(model: nn.Module) -> None:
         cut_inputs = layer.ctx.tp_group if isinstance(layer, RowParallelLinear) else None
         weight, scale = rounded_to_int8(layer.weight.detach(), cut_inputs)
         layer.weight, layer.int8_scale = nn.Parameter(weight, requires_grad=False), scale
+
+
+def refuse_rounded(model: nn.Module, what: str) -> None:
+    """Raise UserError if weights of a model are rounded to 8 bits. what: can't be done to them."""
+    if any(parameter.dtype == torch.int8 for parameter in model.parameters()):
+        raise UserError(f"weights that are rounded to 8 bits are not {what}: do that before")

@@ -21,6 +21,7 @@ from megazoo.checkpoint.saving import run_together
 from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
+from megazoo.layers.linear import refuse_rounded
 from megazoo.models.adapters import CLASSIFIER_HEAD, is_adapter
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
@@ -161,6 +162,7 @@ def load_weights(source: ModelSource, model) -> None:
     since it was written.
     """
     with failing_together(model.ctx):
+        refuse_rounded(model, "loaded")
         entries = _entries_to_read(source, model)
         files = source.files_of([(entry.name, entry.spec) for entry in entries], model.ctx)
         with verifying(source, files, model.ctx):
@@ -215,8 +217,7 @@ def save_parallelized(
             "the model has adapters beside its weights: megazoo.lora.save(model, DIR) writes them, "
             "and megazoo.lora.merge(model) makes one of both, which can be saved"
         )
-    if any(parameter.dtype == torch.int8 for parameter in model.parameters()):
-        raise UserError("weights that are rounded to 8 bits are not saved: save before rounding")
+    refuse_rounded(model, "saved")
     together = partial(run_together, directory=directory, ctx=ctx)
 
     def begin() -> Path:

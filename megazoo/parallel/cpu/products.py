@@ -39,11 +39,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     multiplied in inference mode, as generation does, on a CPU where oneDNN is faster.
     """
     few = (
-        torch.is_inference_mode_enabled()
+        not torch.compiler.is_compiling()
+        and torch.is_inference_mode_enabled()
         and x.dtype == torch.float32
         and x.device.type == "cpu"
         and x.shape[:-1].numel() <= FEW_ROWS
-        and not torch.compiler.is_compiling()
     )
     if few and weight.numel() >= FEWEST_WEIGHTS and verdicts().by_onednn:
         return linear_by_onednn(x, weight, bias)
