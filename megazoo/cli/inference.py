@@ -47,8 +47,8 @@ class InferenceOptions(ImportOption, VerifyOption):
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Type of weights and activations."""
     int8: bool = False
-    """Round the weights of the layers' matrices to 8 bits: a quarter of fp32's memory, and on CPUs
-    faster answers, nearly as good ones."""
+    """Round the weights of the layers' matrices to 8 bits: a quarter of fp32's memory for them, and
+    on CPUs faster answers where a rank's matrices have multiples of 16 rows and columns."""
     fp32_precision: Literal["tf32", "ieee"] = "tf32"
     """How CUDA multiplies matrices of float32. tf32: on tensor cores, several times as fast, of
     numbers rounded to 10 bits of mantissa; ieee: as they are, like CPUs."""

@@ -209,7 +209,8 @@ class LocalRanks:
 def can_fork() -> bool:
     """Say whether ranks can be forked from this process: a child has none of its threads, nor can
     it use CUDA devices once this process has asked for them. What a file of the user's may have
-    started, nobody knows."""
+    started, nobody knows. Seen are Python's threads alone: nothing may have been computed by torch
+    before, whose threads a child would wait for."""
     return (
         sys.platform == "linux"
         and threading.active_count() == 1
