@@ -11,9 +11,10 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 # Tests of single functions, and one small model at tp 2 x pp 2 against one process.
-QUICK := tests/test_schedule.py tests/test_indexed.py tests/test_order.py tests/test_initialize.py tests/test_optim.py \
-    tests/test_hugging_face_config.py tests/test_registry.py tests/test_timing.py tests/test_masks.py \
-    "tests/test_layouts.py::test_losses_and_gradient_norms_equal_one_process[tp2pp2-tied]"
+QUICK := tests/unit/parallel/test_schedule.py tests/unit/parallel/test_timing.py tests/unit/data/test_indexed.py \
+    tests/unit/data/test_order.py tests/unit/models/test_initialize.py tests/unit/models/test_registry.py \
+    tests/unit/optim/test_optim.py tests/unit/layers/test_masks.py tests/oracles/test_hugging_face_config.py \
+    "tests/layouts/test_layouts.py::test_losses_and_gradient_norms_equal_one_process[tp2pp2-tied]"
 
 pretrain: $(INSTALLED)
 	$(RUN) pretrain_gpt.py --config configs/gpt2_tiny.toml

@@ -1,12 +1,15 @@
 import os
 import shutil
 import tempfile
+import textwrap
 
 # several tests run side by side: threads would wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from megazoo.testing import RankPool
 from megazoo.testing.ranks import PRELOADED
@@ -42,3 +45,20 @@ def ranks():
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """A byte-level BPE tokenizer of 300 tokens, trained on a file of the standard library."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train(
+        [textwrap.__file__],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )

@@ -1,8 +1,9 @@
 """The memory-saving twins of the layers' plain formulas.
 
 A twin computes what its formula computes ("Same as") and keeps less of it for backward, or writes
-it where it will be needed. tests/test_fused.py compares the two, values and gradients. The twins of
-linear layers stand in fused_linear.py, those of the cross-entropies in fused_cross_entropy.py.
+it where it will be needed. tests/unit/layers/test_fused.py compares the two, values and gradients.
+The twins of linear layers stand in fused_linear.py, those of the cross-entropies in
+fused_cross_entropy.py.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The memory-saving twins of linear layers: products of one x by one weight or by several.
 
-Each is the same as a plain formula, which its docstring gives; tests/test_fused.py compares the
-two, values and gradients.
+Each is the same as a plain formula, which its docstring gives; tests/unit/layers/test_fused.py
+compares the two, values and gradients.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,124 @@
+"""Write into the pages what they take from the code: the table of flags in docs/training.md, the
+file of Qwen3 in docs/new_model.md, and the line counts in README.md; with --self-test, which takes
+a minute, also the gallery of mistakes in docs/proof.md.
+
+$ python -m tests.docs.refresh_docs
+
+tests/docs/test_pages.py compares them with the code.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megazoo.cli import options as settings  # noqa: E402
+
+TRAINING = ROOT / "docs" / "training.md"
+README = ROOT / "README.md"
+NEW_MODEL = ROOT / "docs" / "new_model.md"
+QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
+FIRST_BLOCK = re.compile(r"(?<=^```python\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
+PROOF = ROOT / "docs" / "proof.md"
+GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
+END_OF_GALLERY = "<!-- end of gallery -->\n"
+BEGIN, END = "<!-- flags: from megazoo/cli/options.py -->\n", "<!-- end of flags -->\n"
+COUNTED = re.compile(r"^(\S+\.py)( +)(\d+)(?=  )", re.MULTILINE)  # "path   lines  what it is"
+
+
+def flag_table() -> str:
+    """Return one table for each group of settings: flag, default, meaning."""
+    helps = help_texts(Path(settings.__file__).read_text())
+    groups = [f.default_factory for f in fields(settings.Options) if f.default_factory != MISSING]
+    tables = []
+    for group in (*groups, settings.Options):
+        hints = get_type_hints(group, include_extras=True)
+        rows = [
+            row(f, hints[f.name], helps.get((group.__name__, f.name)))
+            for f in fields(group)
+            if group is not settings.Options or not is_dataclass(f.default_factory)
+        ]
+        title = f"{group.__doc__}\n\n" if group is not settings.Options else "And, of all:\n\n"
+        tables.append(title + "| flag | default | what it says |\n|---|---|---|\n" + "".join(rows))
+    return "\n".join(tables)
+
+
+def help_texts(source: str) -> dict[tuple[str, str], str]:
+    """Return the string below each field of each class, by the names of both."""
+    texts = {}
+    for kind in ast.walk(ast.parse(source)):
+        if isinstance(kind, ast.ClassDef):
+            for field, text in zip(kind.body, kind.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    texts[kind.name, field.target.id] = " ".join(text.value.value.split())
+    return texts
+
+
+def row(field, hint, text: str | None) -> str:
+    """Return a setting's line of the table. Without a text below it, its annotation has one."""
+    extras = getattr(hint, "__metadata__", ())
+    text = text or " ".join(extra.help for extra in extras if extra.help)
+    told = "".join(str(extra.help_behavior_hint or "") for extra in extras)
+    default = told.removeprefix("(default: ").removesuffix(")") or written(field.default)
+    choices = ", ".join(map(str, get_args(hint))) if get_origin(hint) is Literal else ""
+    for extra in extras:  # {a,b,...} where the help has it in place of a type
+        if (extra.metavar or "").startswith("{"):
+            choices = extra.metavar.strip("{}").replace(",", ", ")
+    flag = "--" + field.name.rstrip("_").replace("_", "-")
+    cells = (f"`{flag}`" + (f": {choices}" if choices else ""), default, text)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def written(default) -> str:
+    """Return a default as one types it."""
+    if default is None or isinstance(default, bool):
+        return {None: "none", True: "on", False: "off"}[default]
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
+    return "ChatML" if default == settings.CHATML else str(default)
+
+
+def gallery_rows() -> list[str]:
+    """Return the lines of the gallery in docs/proof.md, without the table's head."""
+    table = PROOF.read_text().partition(GALLERY)[2].partition(END_OF_GALLERY)[0]
+    return table.strip().splitlines()[2:]
+
+
+def write_gallery() -> None:
+    """Run the self-test of check_parallel.py, and put its table into docs/proof.md."""
+    command = [sys.executable, ROOT / "tools" / "check_parallel.py", "--self-test"]
+    table = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    before, _, rest = PROOF.read_text().partition(GALLERY)
+    after = rest.partition(END_OF_GALLERY)[2]
+    PROOF.write_text(f"{before}{GALLERY}\n{table}\n{END_OF_GALLERY}{after}")
+
+
+def line_count(path: str) -> int:
+    return len((ROOT / path).read_text().splitlines())
+
+
+def main() -> None:
+    before, _, rest = TRAINING.read_text().partition(BEGIN)
+    TRAINING.write_text(before + BEGIN + "\n" + flag_table() + "\n" + END + rest.partition(END)[2])
+
+    page = NEW_MODEL.read_text()
+    NEW_MODEL.write_text(FIRST_BLOCK.sub(lambda _: QWEN3.read_text(), page, count=1))
+
+    def counted(match) -> str:
+        path, gap, old = match.groups()
+        width = len(gap) + len(old)
+        return path + str(line_count(path) if (ROOT / path).is_file() else old).rjust(width)
+
+    README.write_text(COUNTED.sub(counted, README.read_text()))
+    if "--self-test" in sys.argv[1:]:
+        write_gallery()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What attention and batches do on CUDA, on fake tensors of a fake device."""
+
+import pytest
+import torch
+
+from tests.support.fakecuda import WHY_NOT, in_own_process
+from tests.support.fakecuda.runs import train_twice
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT))
+
+PRESETS = ("llama-tiny", "gpt2-tiny", "mpt-tiny")
+LAYOUTS = ({}, {"pp": 2}, {"pp": 2, "rank": 1}, {"tp": 2, "pp": 2, "sequence_parallel": True})
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize(
+    ("preset", "layout"), [("gpt2-tiny", {}), *zip(PRESETS, LAYOUTS[1:], strict=True)]
+)
+def test_no_batch_waits_for_the_device(preset, layout, on_host):
+    options = {"layout": layout, "on_host": on_host, "documents": True}
+    audit = in_own_process(train_twice, preset, **options)
+    lines = ("engine/batch.py", "layers/alibi.py", "layers/attention.py", "layers/masks.py")
+    assert not [sync for sync in audit.syncs if any(line in sync for line in lines)]
+    assert not audit.faults
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "packed"),
+    [
+        ("gpt2-tiny", {}, True),
+        ("llama-tiny", {}, True),
+        ("llama-tiny", {"layout": LAYOUTS[3]}, True),
+        ("llama-tiny", {"recompute": "full"}, True),
+        ("llama-tiny", {"recompute": "selective"}, True),
+        ("mpt-tiny", {"alibi": False}, True),
+        ("mpt-tiny", {}, False),
+        ("llama-tiny", {"attention_dropout": 0.1}, False),
+        ("llama-tiny", {"dtype": torch.float32}, False),
+        ("llama-tiny", {"on_host": False}, False),
+        ("llama-tiny", {"capability": (7, 5)}, False),
+    ],
+    ids=str,
+)
+def test_documents_go_by_the_kernel_that_takes_each_alone(preset, options, packed):
+    audit = in_own_process(train_twice, preset, **{"on_host": True, "documents": True, **options})
+    assert audit.attention
+    assert all(("varlen" in kernel) is packed for kernel in audit.attention)
+    assert not audit.faults

@@ -1,0 +1,72 @@
+"""Forged and damaged files, and flags of all kinds: refused in one line, or what they mean; never a
+traceback, another number, or a case that does not end.
+
+Each case has a number, from which it follows: `python -m tests.files.test_fuzz manifest 137`
+runs one case here and shows where it fails.
+"""
+
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.fuzz.cases import findings, run_case
+from tests.support.fuzz.checkpoints import Manifest, Trainer
+from tests.support.fuzz.files import Configs, Headers, Jsonl
+from tests.support.fuzz.settings import Flags, Toml
+
+KINDS = {
+    "manifest": Manifest,
+    "trainer": Trainer,
+    "flags": Flags,
+    "toml": Toml,
+    "jsonl": Jsonl,
+    "configs": Configs,
+    "headers": Headers,
+}
+CASES, SAMPLE, PART = 500, 20, 100
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Makes the kinds that are asked for, once each."""
+    made = {}
+
+    def prepare(kind: str):
+        if kind not in made:
+            made[kind] = KINDS[kind](tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return prepare
+
+
+def sample(kind: str) -> list[int]:
+    """The cases that `make test` runs, too."""
+    return sorted(random.Random(kind).sample(range(CASES), SAMPLE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_of_each_kind(kind, prepared, tmp_path):
+    assert findings(kind, prepared(kind), sample(kind), tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(0, CASES, PART))
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_cases(kind, first, prepared, tmp_path):
+    numbers = list(range(first, first + PART))
+    assert findings(kind, prepared(kind), numbers, tmp_path) == []
+
+
+if __name__ == "__main__":
+    here = Path(tempfile.mkdtemp())
+    name, *numbers = sys.argv[1:]
+    (here / "base").mkdir()
+    case = KINDS[name](here / "base")
+    for number in map(int, numbers):
+        run_case(name, case, number, here)
+    os.chdir("/")

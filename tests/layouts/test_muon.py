@@ -1,0 +1,398 @@
+"""Muon: torch's own of the same matrices, and the same in every layout."""
+
+import gc
+import weakref
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import megazoo
+from megazoo.checkpoint import Checkpoint, load, save
+from megazoo.errors import UserError
+from megazoo.models.registry import FAMILIES, find_config
+from megazoo.optim import AdamW, Muon
+from megazoo.optim.muon import linear_names
+from megazoo.optim.newton_schulz import cost_of
+from megazoo.optim.whole_matrices import matrices_of
+from tests.support.training import (
+    MODELS,
+    context,
+    layout_name,
+    make_batch,
+    pairs_covered,
+    randomize,
+    replica_rows,
+    run_in_layout,
+    tiny_config,
+)
+
+CONFIGS = {
+    "gpt2": tiny_config(),
+    "untied": tiny_config(tied=False),
+    "llama": MODELS["llama"],
+    "llama, one KV head": MODELS["llama, one KV head"],
+    "mpt": MODELS["mpt"],
+}
+LAYOUTS = [
+    dict(tp=2), dict(tp=4), dict(tp=2, sp=True), dict(pp=2), dict(dp=2), dict(cp=2),
+    dict(cp=2, method="ulysses"), dict(tp=2, cp=2), dict(tp=2, pp=2), dict(tp=2, dp=2),
+    dict(tp=2, pp=2, dp=2, sp=True),
+]  # fmt: skip
+HOW = {
+    "plain": {},
+    "zero": {"zero": 1},
+    "zb-h1": {"schedule": "zb-h1"},
+    "recomputed": {"recompute": "full"},
+    "frozen": {"train_only": "attention|norm"},
+    "adapters": {"lora_rank": 3, "lr": 0.004},  # at 0.02 they oscillate, and rounding grows
+    "without nesterov": {"nesterov": False, "momentum": 0.8, "ns_steps": 3},
+}
+ADAMW = {"lr": 1e-2, "eps": 1e-3}
+
+
+def built(config, ctx, lora_rank=0, train_only=None, recompute="none", dtype=torch.float32):
+    model = randomize(megazoo.from_config(config, ctx, seed=3, dtype=dtype)).recompute(recompute)
+    if lora_rank:
+        megazoo.lora.add(model, rank=lora_rank, alpha=6, targets="all-linear")
+    if train_only:
+        model.train_only(train_only)
+    return model
+
+
+def step_of(model, optimizer, step, schedule="1f1b"):
+    """Train a step; the loss."""
+    ids, targets = (replica_rows(tensor, model.ctx) for tensor in make_batch(step))
+    loss = model.train_batch(ids, targets=targets, num_microbatches=4, schedule=schedule, step=step)
+    optimizer.step()
+    return loss.item()
+
+
+def train(config, layout, steps=20, schedule="1f1b", zero=0, path=None, made=None, lr=0.02, **how):
+    """The losses, the weights after the first step, by box, and what this rank's matrices cost."""
+    ctx = context(**layout)
+    of_muon = {name: how.pop(name) for name in ("nesterov", "momentum", "ns_steps") if name in how}
+    model = built(config, ctx, **how)
+    optimizer = Muon(model, lr=lr, adamw=ADAMW, clip_grad=0.2, zero=zero, **of_muon)
+    if path:
+        load(Checkpoint(path), model, optimizer)
+    losses, first = [], None
+    for step in range(steps):
+        losses.append(step_of(model, optimizer, step, schedule))
+        first = first or parts(model)
+    if made:
+        save(made, steps, model, optimizer)
+    owned = [m for m in optimizer.whole.matrices if m.owner == optimizer.whole.me]
+    cost = sum(cost_of(m.rows, m.columns) for m in owned)
+    return losses, first, cost
+
+
+def parts(model):
+    """Copies of this rank's parts of the parameters, by name and box."""
+    ctx = model.ctx
+    return {
+        (entry.name, piece.box): entry.parameter.detach()[piece.index()].clone()
+        for entry in model.entries()
+        for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
+    }
+
+
+@cache
+def one_process(name, how):
+    how = {key: value for key, value in HOW[how].items() if key not in ("zero", "schedule")}
+    return train(CONFIGS[name], {}, **how)
+
+
+def assert_alike(results, expected, least=1e-5):
+    losses, first, _ = expected
+    for ours, after_one, _ in results:
+        assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < least
+        for (name, box), part in after_one.items():
+            assert (part - part_of(first, name, box)).abs().max() < least, name
+
+
+def part_of(parts, name, box):
+    """What other parts, of one process, have of a box."""
+    for (other, around), tensor in parts.items():
+        if other == name and around[0][0] <= box[0][0] < around[0][1]:
+            pairs = zip(box, around, strict=True)
+            return tensor[tuple(slice(a - start, b - start) for (a, b), (start, _) in pairs)]
+    raise AssertionError(name)
+
+
+PAIRS = pairs_covered(list(CONFIGS), LAYOUTS, list(HOW), seed=28)
+FAST = PAIRS[::7]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "how"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{layout_name(case[1])}-{case[2]}", marks=marks)
+        for case in PAIRS
+        for marks in [[] if case in FAST else pytest.mark.slow]
+    ],
+)
+def test_an_update_and_twenty_losses_are_those_of_one_process(ranks, name, layout, how):
+    results = run_in_layout(ranks, train, layout, CONFIGS[name], **HOW[how])
+    assert_alike(results, one_process(name, how))
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero"), [(dict(tp=2, pp=2, dp=2, sp=True), 1), (dict(tp=4), 0)]
+)
+def test_everything_at_once_and_copies_of_kv_heads(ranks, layout, zero):
+    """With 2 KV heads, which at tp 4 two ranks each have."""
+    results = run_in_layout(ranks, train, layout, CONFIGS["llama"], zero=zero)
+    assert_alike(results, one_process("llama", "plain"))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_one_process_is_torchs_muon(nesterov):
+    """To the bit, in the precision of torch's: of fused projections each part is a matrix."""
+    config = CONFIGS["llama"]
+    model = built(config, megazoo.ParallelContext())
+    ours = Muon(model, lr=0.02, nesterov=nesterov, clip_grad=0, ns_dtype="bfloat16")
+    matrices = {}
+    for entry in model.entries():
+        if entry.name in linear_names(model):
+            sizes = entry.spec.shard.parts if entry.spec.shard.dim == 0 else entry.spec.shape[:1]
+            for number, part in enumerate(entry.parameter.detach().split(sizes)):
+                matrices[entry.name, number] = torch.nn.Parameter(part.clone()), sizes
+    parameters = [parameter for parameter, _ in matrices.values()]
+    theirs = torch.optim.Muon(parameters, lr=0.02, weight_decay=0.1, nesterov=nesterov)
+    own = dict(model.named_parameters())
+    for step in range(10):
+        ids, targets = make_batch(step)
+        model.train_batch(ids, targets=targets, num_microbatches=2, step=step)
+        for (name, number), (parameter, sizes) in matrices.items():
+            parameter.grad = own[name].grad.split(sizes)[number].clone()
+        ours.step()
+        theirs.step()
+        for (name, number), (parameter, sizes) in matrices.items():
+            assert (own[name].split(sizes)[number] - parameter).abs().max() < 1e-6, name
+    assert len(matrices) == config.layers * 7
+
+
+def test_a_step_is_nearly_orthogonal():
+    """Of a momentum that has all directions, singular values come near 1; and so in fp32."""
+    config = CONFIGS["gpt2"]
+    model = built(config, megazoo.ParallelContext())
+    optimizer = Muon(model, lr=1.0, weight_decay=0.0, momentum=0.0, clip_grad=0, ns_steps=12)
+    before = model.layers["0"].mlp.up.weight.detach().clone()
+    step_of(model, optimizer, 0)
+    change = before - model.layers["0"].mlp.up.weight.detach()
+    values = torch.linalg.svdvals(change) / 4**0.5  # rows / columns is 4
+    assert values[:20].min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_the_rest_is_adamws():
+    """With a learning rate of 0 for matrices, nothing else differs from AdamW."""
+    config, results = CONFIGS["gpt2"], []
+    for make in (
+        lambda m: Muon(m, lr=0.0, weight_decay=0.0, adamw={"lr": 1e-2}, clip_grad=0.2),
+        lambda m: AdamW(m, lr=1e-2, clip_grad=0.2),
+    ):
+        model = built(config, megazoo.ParallelContext())
+        optimizer = make(model)
+        step_of(model, optimizer, 0)
+        linear = linear_names(model)
+        results.append({n: p for n, p in model.named_parameters() if n not in linear})
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2, dp=2), dict(tp=2, dp=2, sp=True)], ids=layout_name)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_no_rank_orthogonalises_what_another_does(ranks, layout, zero):
+    config = CONFIGS["llama"]
+    results = run_in_layout(ranks, train, layout, config, steps=1, zero=zero)
+    costs = [cost for *_, cost in results]
+    *_, whole = train(config, {}, steps=1)
+    assert sum(costs) == whole
+    assert max(costs) <= 0.3 * whole
+
+
+def elements_of_state(config, zero, layout):
+    model = built(config, context(**layout))
+    optimizer = Muon(model, zero=zero)
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    matrices = sum(p.numel() for n, p in model.named_parameters() if n in linear_names(model))
+    return sum(tensor.numel() for tensor in states), matrices, sum(
+        p.numel() for p in model.parameters()
+    )  # fmt: skip
+
+
+def test_the_state_is_one_momentum_and_shared(ranks):
+    whole, matrices, every = elements_of_state(CONFIGS["llama"], 0, {})
+    assert whole == matrices + 2 * (every - matrices)
+    layout = dict(dp=2)
+    shared = run_in_layout(ranks, elements_of_state, layout, CONFIGS["llama"], 1)
+    assert sum(elements for elements, *_ in shared) == whole
+
+
+@pytest.mark.parametrize(
+    ("saved_in", "loaded_in"),
+    [(dict(tp=2), dict(pp=2)), (dict(dp=2), dict(tp=4)), ({}, dict(tp=2, dp=2))],
+    ids=lambda layout: layout_name(layout) or "one",
+)
+def test_a_run_goes_on_in_another_layout(ranks, tmp_path, saved_in, loaded_in):
+    config, zero = CONFIGS["llama"], int("dp" in saved_in)
+    run_in_layout(ranks, train, saved_in, config, steps=3, zero=zero, made=tmp_path / "a")
+    zero = int("dp" in loaded_in)
+    step = next((tmp_path / "a").glob("step_*"))
+    alone = train(config, {}, steps=4, path=step)
+    results = run_in_layout(ranks, train, loaded_in, config, steps=4, zero=zero, path=step)
+    assert_alike(results, alone)
+
+
+def test_states_are_not_mistaken_for_one_another(tmp_path):
+    ctx = megazoo.ParallelContext()
+    made = {}
+    for name, kind in (("muon", Muon), ("adamw", AdamW)):
+        model = built(CONFIGS["gpt2"], ctx)
+        optimizer = kind(model)
+        step_of(model, optimizer, 0)
+        made[name] = save(tmp_path / name, 1, model, optimizer)
+    model = built(CONFIGS["gpt2"], ctx)
+    with pytest.raises(UserError, match=r"momentum of .*, not the exp_avg and exp_avg_sq of Adam"):
+        load(Checkpoint(next((tmp_path / "muon").glob("step_*"))), model, AdamW(model))
+    with pytest.raises(UserError, match=r"exp_avg and exp_avg_sq of .*, not the momentum of Muon"):
+        load(Checkpoint(next((tmp_path / "adamw").glob("step_*"))), model, Muon(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_has_fp32_masters(ranks, dtype):
+    """Steps that are too small for the weights' own precision add up in the masters."""
+    model = built(CONFIGS["gpt2"], megazoo.ParallelContext(), dtype=dtype)
+    optimizer = Muon(model, lr=1e-5, adamw={"lr": 1e-5})
+    name = "layers.0.mlp.up.weight"
+    before = optimizer.state[name]["master"].clone()
+    weights = dict(model.named_parameters())[name].detach().view(-1)
+    assert torch.equal(before, weights.float())
+    for step in range(3):
+        step_of(model, optimizer, step)
+    change = (optimizer.state[name]["master"] - before).norm()
+    assert change > 0
+    assert torch.equal(weights, optimizer.state[name]["master"].to(dtype))
+
+
+def test_the_learning_rates_keep_their_proportion():
+    model = built(CONFIGS["gpt2"], megazoo.ParallelContext())
+    optimizer = Muon(model, lr=0.02, adamw={"lr": 0.005})
+    optimizer.lr = 0.01
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.0025, 0.0025]
+    assert optimizer.lr == 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1}, "lr -1 must be"),
+        ({"momentum": 1.5}, "momentum 1.5"),
+        ({"ns_steps": 0}, "ns_steps 0"),
+        ({"adamw": {"momentum": 0.9}}, "adamw has no setting momentum"),
+        ({"ns_dtype": "float16"}, "ns_dtype 'float16' is none of auto, float32, bfloat16"),
+    ],
+)
+def test_settings_that_cant_be(settings, message):
+    with pytest.raises(UserError, match=message):
+        Muon(built(CONFIGS["gpt2"], megazoo.ParallelContext()), **settings)
+
+
+def test_parameters_are_no_model():
+    model = built(CONFIGS["gpt2"], megazoo.ParallelContext())
+    with pytest.raises(UserError, match=r"give a megazoo model, not its parameters: Muon\(model"):
+        Muon(model.parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_who_has_nothing_to_send_takes_part_on_the_same_device(zero):
+    """Of six matrices, in a round of 20 owners, most ranks own none: on a device other than the CPU
+    a message of theirs from there would be in another collective than the others'."""
+    meta = torch.device("meta")
+    for rank in range(20):
+        ctx = replace(megazoo.ParallelContext.virtual(4, 1, 5, rank=rank), device=meta)
+        optimizer = Muon(FAMILIES["gpt2"].on_meta(tiny_config(layers=1), ctx), zero=zero)
+        state, mine, taken = optimizer.state, optimizer.whole.mine, []
+
+        def give(matrix, state=state, mine=mine):
+            return state[matrix.entry.name]["momentum"][mine(matrix)]
+
+        def take(matrix, part, give=give, taken=taken):
+            assert part.is_meta
+            assert part.shape == give(matrix).shape
+            taken.append(matrix)
+
+        optimizer.whole.apply(lambda whole, _: whole, give, take)
+        assert len(set(taken)) == len(taken) == 6
+
+
+def test_every_matrix_has_one_owner_and_the_work_is_balanced():
+    """Of a large model, on many ranks."""
+    ctx = megazoo.ParallelContext.virtual(8, 1, 8)
+    config = find_config("llama-7b")
+    model = FAMILIES["llama"].on_meta(config, ctx)
+    linear = linear_names(model)
+    entries = [entry for entry in model.entries() if entry.name in linear]
+    load_of = {}
+    matrices = matrices_of(entries, ctx, cost_of)
+    for matrix in matrices:
+        load_of[matrix.owner] = load_of.get(matrix.owner, 0) + cost_of(matrix.rows, matrix.columns)
+    assert len({(m.entry.name, m.part) for m in matrices}) == len(matrices) == 32 * 7
+    assert max(load_of.values()) < 1.25 * sum(load_of.values()) / 64
+
+
+def test_a_matrix_without_a_gradient_stays_as_it_is():
+    """In a loop of one's own, whose loss does not reach it."""
+    model = built(CONFIGS["gpt2"], megazoo.ParallelContext())
+    optimizer = Muon(model, lr=0.1)
+    ids, _ = make_batch(0)
+    model(ids, labels=ids).loss.backward()
+    up = model.layers["0"].mlp.up.weight
+    up.grad, before, down = None, parts(model), model.layers["0"].mlp.down.weight.detach().clone()
+    model.sync_gradients()
+    optimizer.step()
+    ((_, same),) = [item for item in before.items() if item[0][0] == "layers.0.mlp.up.weight"]
+    assert torch.equal(up, same)
+    assert not torch.equal(model.layers["0"].mlp.down.weight, down)
+
+
+def test_its_state_dict_goes_on_under_torchs_scheduler():
+    """Both rates fall together, and what is loaded steps as what was saved."""
+    results = []
+    for resumed in (False, True):
+        model = built(CONFIGS["llama"], megazoo.ParallelContext())
+        optimizer = Muon(model, lr=0.02, adamw={"lr": 0.01})
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(4):
+            if resumed and step == 2:
+                state = optimizer.state_dict(), schedule.state_dict()
+                optimizer = Muon(model, lr=0.02, adamw={"lr": 0.01})
+                schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+                optimizer.load_state_dict(state[0])
+                schedule.load_state_dict(state[1])
+            step_of(model, optimizer, step)
+            schedule.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.00125, 0.000625, 0.000625]
+        results.append(parts(model))
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+def freed_without_collecting(layout):
+    """Whether an optimizer and its model go when nothing names them."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = built(CONFIGS["gpt2"], context(**layout))
+        optimizer = Muon(model, zero=1)
+        alive = [weakref.ref(optimizer), weakref.ref(model)]
+        del optimizer, model
+        return [each() is None for each in alive]
+    finally:
+        gc.enable()
+
+
+def test_nothing_keeps_a_dropped_optimizer_and_its_model(ranks):
+    assert run_in_layout(ranks, freed_without_collecting, dict(dp=2)) == [[True, True]] * 2

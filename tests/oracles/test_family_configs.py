@@ -1,0 +1,189 @@
+"""config.json of Mistral, Qwen2, Qwen3 and Pythia, in random forms: read as transformers reads it,
+or refused in one line."""
+
+import json
+import random
+
+import pytest
+import torch
+import transformers
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.models.registry import config_from_dict, config_from_hugging_face
+from tests.support.families import COMMON
+
+IDS = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(2))
+FULL, WINDOW = "full_attention", "sliding_attention"
+ROTARY = [
+    {},
+    {"rope_type": "default"},
+    {"rope_theta": 5e3},
+    {"rope_type": "default", "rope_theta": 700},
+    {"rope_type": "linear", "factor": 2.0},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+]
+EVERY = {
+    "rope_parameters": [None, *ROTARY],
+    "rope_scaling": [None, *ROTARY],
+    "rope_theta": [1e6, 500],
+    "partial_rotary_factor": [None, 0.5, 1.0],
+    "tie_word_embeddings": [True, False],
+    "hidden_act": ["silu", "gelu", "relu", "gelu_new"],
+    "attention_bias": [True, False],
+    "attention_dropout": [0.0, 0.1],
+    "head_dim": [7, 8, 12, 16],
+    "max_position_embeddings": [32, 64],
+    "num_key_value_heads": [1, 2, 4],
+    "sliding_window": [None, 0, -1, 1, 4, 9, 4096],
+}
+LLAMAS = {**EVERY, "rms_norm_eps": [1e-6, 1e-2]}
+QWENS = {
+    **LLAMAS,
+    "use_sliding_window": [True, True, False],
+    "max_window_layers": [0, 1, 2, 3, 28, -1],
+    "layer_types": [
+        None,
+        [FULL] * 3,
+        [WINDOW] * 3,
+        [FULL, WINDOW, WINDOW],
+        [WINDOW, FULL, FULL],
+        [FULL] * 2,
+    ],
+}
+NEOX = {
+    **EVERY,
+    "layer_norm_eps": [1e-2],
+    "rotary_pct": [0.1, 0.13, 0.25, 0.3, 0.5, 1.0],
+    "rotary_emb_base": [500, 10000],
+    "use_parallel_residual": [True, False],
+    "hidden_dropout": [0.0, 0.1],
+}
+FIELDS = {"mistral": LLAMAS, "qwen2": QWENS, "qwen3": QWENS, "gpt_neox": NEOX}
+OTHERS = ["mlp_bias", "is_causal", "logit_scale", "num_experts", "attention_sink"]
+
+
+def random_values(family: str, rng: random.Random) -> dict:
+    """A config.json with up to five fields of its own."""
+    values = {"model_type": family, **COMMON}
+    if family != "gpt_neox":
+        values["num_key_value_heads"] = 2
+    for name in rng.sample(list(FIELDS[family]), rng.randint(1, 5)):
+        values[name] = rng.choice(FIELDS[family][name])
+    return values
+
+
+def logits_of_transformers(path, values) -> torch.Tensor | None:
+    """What transformers makes of a config.json; the weights are then there, too. None if it makes
+    nothing of it."""
+    (path / "config.json").write_text(json.dumps(values))
+    torch.manual_seed(1)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        hf = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for parameter in hf.parameters():
+            torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+        with torch.no_grad():
+            logits = hf(IDS).logits
+    except Exception:  # of many kinds: its validation, torch, a division by zero
+        return None
+    hf.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(values))
+    return logits if logits.isfinite().all() else None
+
+
+@pytest.mark.parametrize(
+    ("family", "cases"),
+    [(family, 25) for family in FIELDS]
+    + [pytest.param(family, 300, marks=pytest.mark.slow) for family in FIELDS],
+)
+def test_random_configs_are_read_as_transformers_reads_them(family, cases, tmp_path):
+    rng, refusals, same = random.Random(f"{family}, {cases}"), [], 0
+    for case in range(cases):
+        path = tmp_path / str(case)
+        path.mkdir()
+        values = random_values(family, rng)
+        expected = logits_of_transformers(path, values)
+        try:
+            config_from_hugging_face(dict(values))
+        except UserError as error:
+            refusals.append(str(error))
+            continue
+        assert expected is not None, f"transformers makes nothing of {values}"
+        with torch.no_grad():
+            logits = megazoo.from_pretrained(path).eval()(IDS).logits
+        worst = (logits - expected).abs().max()
+        assert worst < 1e-5 * max(1, expected.abs().max()), values
+        same += 1
+    assert same > cases / 6
+    assert not any("\n" in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_every_field_of_windows_that_are_on_is_used(family):
+    values = {
+        **COMMON,
+        "model_type": family,
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+    }
+    base = config_from_hugging_face(dict(values))
+    assert (base.window, base.full_layers) == (6, 1)
+    others = {
+        "use_sliding_window": False,
+        "sliding_window": 7,
+        "max_window_layers": 2,
+        "layer_types": [FULL, FULL, WINDOW],
+    }
+    for name, other in others.items():
+        assert config_from_hugging_face({**values, name: other}) != base, name
+
+
+@pytest.mark.parametrize("full_layers", [-1, 0, 2, 3, 5])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_what_is_written_of_windows_is_read_by_transformers(family, full_layers):
+    """Also of a model with fewer layers than the first ones, which then have no window."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "layers": 3, "heads": 4, "ffn_size": 48}
+    own = {"kv_heads": 2, "window": 6, "full_layers": full_layers}
+    config = config_from_dict(family, {**sizes, **own})
+    written = config.to_hugging_face()
+    theirs = transformers.AutoConfig.for_model(**written)
+    model = megazoo.from_config(config)
+    windows = [layer.attention.window for layer in model.layers.values()]
+    assert theirs.layer_types == [WINDOW if window else FULL for window in windows]
+    assert theirs.sliding_window == 6
+    again = megazoo.from_config(config_from_hugging_face(written))
+    assert [layer.attention.window for layer in again.layers.values()] == windows
+
+
+@pytest.mark.parametrize("family", FIELDS)
+def test_every_field_of_rotary_positions_is_used_or_refused(family):
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    rope |= {"partial_rotary_factor": 0.5} if family == "gpt_neox" else {}
+    values = {**COMMON, "model_type": family, "rope_parameters": rope}
+    values |= {} if family == "gpt_neox" else {"num_key_value_heads": 2}
+    base = config_from_hugging_face(dict(values))
+    assert (
+        config_from_hugging_face({**values, "rope_parameters": {**rope, "rope_theta": 9}}) != base
+    )
+    others = {"partial_rotary_factor": 0.25, "rope_type": "longrope", "mrope_section": [1, 1, 2]}
+    for name, other in others.items():
+        changed = {**values, "rope_parameters": {**rope, name: other}}
+        try:
+            assert config_from_hugging_face(changed) != base, name
+        except UserError as error:
+            assert name in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("family", FIELDS)
+def test_fields_of_other_models_are_refused_by_name(family, name):
+    values = {**COMMON, "model_type": family, name: 7}
+    values |= {} if family == "gpt_neox" else {"num_key_value_heads": 2}
+    with pytest.raises(UserError, match=f"{name} 7 is not supported"):
+        config_from_hugging_face(values)

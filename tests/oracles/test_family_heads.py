@@ -1,0 +1,189 @@
+"""Classifiers and adapters of Mistral, Qwen2, Qwen3 and Pythia, against transformers and PEFT."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+import megazoo
+from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.models.pretrained import open_source
+from tests.support.classification import LABELS, PAD, batches, labels_for
+from tests.support.families import ONE_OF_EACH, TWINS, config_of, saved, twin, with_small_biases
+from tests.support.peft_oracle import in_peft, with_adapters
+from tests.support.training import context, layout_name, randomized_, run_in_layout
+
+LAYOUTS = [dict(), dict(tp=2)]
+LAYOUTS_AND_STAGES = [*LAYOUTS, pytest.param(dict(tp=2, pp=2), marks=pytest.mark.slow)]
+PROMPT = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(3))
+STEPS, RATE, EPSILON = 4, 1e-3, 1e-4
+PROBLEM = "single_label_classification"
+Q_AND_V = {"Mistral": ["q_proj", "v_proj"], "GPTNeoX": ["query_key_value"]}
+WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
+# Fast ones: each of the two in one of the layouts.
+ADAPTERS = [
+    pytest.param(what, layout, id=f"{what}-{layout_name(layout)}")
+    if (what, layout) in (("q and v", dict(tp=2)), ("all linear", dict()))
+    else pytest.param(what, layout, id=f"{what}-{layout_name(layout)}", marks=pytest.mark.slow)
+    for what in WHAT
+    for layout in (*LAYOUTS, dict(tp=2, pp=2))
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("heads")
+
+
+def classifier(name):
+    """The classifier of transformers with random weights."""
+    torch.manual_seed(1)
+    kind = getattr(transformers, f"{TWINS[name][0]}ForSequenceClassification")
+    config = config_of(name, num_labels=LABELS, pad_token_id=PAD, problem_type=PROBLEM)
+    return with_small_biases(randomized_(kind(config)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_AND_STAGES, ids=layout_name)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_classifiers_are_those_of_transformers(ranks, tmp_path, name, layout):
+    """Logits and losses of rows padded in every way, steps of training, and the files that are
+    written."""
+    hf = classifier(name)
+    hf.save_pretrained(tmp_path / "given")
+    expected = []
+    for ids, mask in batches().values():
+        with torch.no_grad():
+            expected.append(hf(ids, attention_mask=mask, labels=labels_for(PROBLEM)))
+    back = AutoModelForSequenceClassification.from_pretrained
+    losses = trained_by_torch(back(tmp_path / "given", attn_implementation="eager"))
+    results = run_in_layout(ranks, classified, layout, tmp_path)
+    for outputs, ours in results:
+        for (loss, logits), theirs in zip(outputs, expected, strict=True):
+            assert abs(loss - theirs.loss) < 1e-5 * max(1, theirs.loss)
+            if logits is not None:
+                most = theirs.logits.abs().max()
+                assert (logits - theirs.logits).abs().max() < 1e-5 * max(1, most)
+        assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < 1e-5
+    assert results[-1][0][0][1] is not None
+    given, made = (load_file(tmp_path / path / "model.safetensors") for path in ("given", "made"))
+    assert given.keys() == made.keys()
+    assert all(torch.equal(made[key], tensor) for key, tensor in given.items())
+    _, told = back(tmp_path / "made", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+
+
+def trained_by_torch(hf):
+    """The losses of a few steps on the batch that is padded on the right."""
+    ids, mask = batches()["right"]
+    settings = dict(lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0)
+    optimizer, losses = torch.optim.AdamW(hf.train().parameters(), **settings), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = hf(ids, attention_mask=mask, labels=labels_for(PROBLEM)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return losses
+
+
+def classified(path, layout):
+    """Losses and logits of all batches, then the losses of a few steps."""
+    model, outputs = megazoo.from_pretrained(path / "given", context(**layout)).eval(), []
+    for ids, mask in batches().values():
+        with torch.no_grad():
+            labels = labels_for(PROBLEM)
+            out = model(ids, attention_mask=mask, labels=labels, return_logits=True)
+        outputs.append((out.loss, out.logits))
+    model.save_parallelized(path / "made", merge_checkpoints=True)
+    settings = dict(lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0, clip_grad=0.0)
+    optimizer, losses = megazoo.optim.AdamW(model.train(), **settings), []
+    ids, mask = batches()["right"]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        given = dict(attention_mask=mask, labels=labels_for(PROBLEM), num_microbatches=2)
+        losses.append(model.train_batch(ids, **given).item())
+        optimizer.step()
+    return outputs, losses
+
+
+def modules_of(name, what):
+    """What PEFT calls the targets."""
+    if what == "all linear":
+        return WHAT[what]
+    return Q_AND_V.get(TWINS[name][0], Q_AND_V["Mistral"])
+
+
+@pytest.mark.parametrize(("what", "layout"), ADAPTERS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_adapters_are_pefts_both_ways(ranks, directory, tmp_path, name, what, layout):
+    """Pythia's projection of queries, keys and values goes head by head. The tensors that are saved
+    again are PEFT's to the bit."""
+    base, given, made = saved(name, directory), tmp_path / "given", tmp_path / "made"
+    theirs = with_adapters(twin(name), r=3, lora_alpha=6, target_modules=modules_of(name, what))
+    theirs.save_pretrained(given)
+    with torch.no_grad():
+        expected = theirs(PROMPT).logits
+    for logits in run_in_layout(ranks, adapted, layout, base, given, made):
+        if logits is not None:
+            assert (logits - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+    tensors, again = (load_file(path / "adapter_model.safetensors") for path in (given, made))
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
+    with torch.no_grad():
+        assert torch.equal(in_peft(twin(name), made)(PROMPT).logits, expected)
+
+
+def adapted(base, given, made, layout):
+    """The logits with PEFT's adapters, which are saved anew."""
+    model = megazoo.from_pretrained(base, context(**layout)).eval()
+    megazoo.lora.load(model, given)
+    megazoo.lora.save(model, made)
+    with torch.no_grad():
+        return model(PROMPT, return_logits=True).logits
+
+
+@pytest.mark.parametrize(("what", "layout"), ADAPTERS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_peft_goes_on_with_adapters_that_were_trained_here(
+    ranks, directory, tmp_path, name, what, layout
+):
+    """Added here, by our names, and trained for a few steps."""
+    base, made = saved(name, directory), tmp_path / "made"
+    results = run_in_layout(ranks, added, layout, base, made, WHAT[what])
+    with torch.no_grad():
+        expected = in_peft(twin(name), made)(PROMPT).logits
+        plain = twin(name)(PROMPT).logits
+    assert (expected - plain).abs().max() > 1e-2
+    assert results[-1] is not None
+    for logits in results:
+        assert logits is None or (logits - expected).abs().max() < 1e-5 * max(
+            1, expected.abs().max()
+        )
+
+
+def added(base, made, targets, layout):
+    """The logits of a model whose adapters learnt something."""
+    model = megazoo.from_pretrained(base, context(**layout))
+    megazoo.lora.add(model, rank=3, alpha=6, targets=targets)
+    optimizer = megazoo.optim.AdamW(model, lr=1e-2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model.train_batch(PROMPT, labels=PROMPT, num_microbatches=2)
+        optimizer.step()
+    megazoo.lora.save(model, made)
+    with torch.no_grad():
+        return model.eval()(PROMPT, return_logits=True).logits
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_classifier_through_shards_is_bit_for_bit(tmp_path, name):
+    classifier(name).save_pretrained(tmp_path / "given")
+    open_model = megazoo.from_pretrained(tmp_path / "given")
+    open_model.save_parallelized(tmp_path / "shards")
+    write_hugging_face(open_source(tmp_path / "shards"), tmp_path / "back")
+    given, back = (load_file(tmp_path / path / "model.safetensors") for path in ("given", "back"))
+    assert given.keys() == back.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in given.items())

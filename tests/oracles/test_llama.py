@@ -1,0 +1,158 @@
+"""LLaMA against transformers, with Hugging Face's weights copied in, and its training in every
+layout."""
+
+import pytest
+import torch
+
+from megazoo.errors import UserError
+from megazoo.layers import Rotary
+from megazoo.models.counts import parameter_count
+from megazoo.models.llama import Llama, LlamaConfig
+from megazoo.models.registry import config_from_hugging_face, find_config
+from megazoo.parallel import ParallelContext
+from tests.support.training import (
+    INFERENCE_LAYOUTS,
+    assert_outputs_equal,
+    inputs_for,
+    layout_name,
+    transformers_case,
+)
+from tests.support.transformers_models import LLAMA_SIZES, ROPE, llama_of, llama_tensors
+
+VARIANTS = {
+    "plain": {},
+    "grouped queries": {"kv_heads": 2},
+    "multi-query": {"kv_heads": 1},
+    "biases": {"attention_bias": True, "mlp_bias": True, "kv_heads": 2},
+    "wide heads, tied": {"head_size": 12, "kv_heads": 2, "tie_embeddings": True},
+    "other activation": {"activation": "gelu"},
+    "other theta and epsilon": {"rope_theta": 5e5, "norm_epsilon": 1e-2},
+    **{f"{name} rotary": {"rope_scaling": scaling} for name, scaling in ROPE.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def cases():
+    made = []
+    for name, variant in VARIANTS.items():
+        config = LlamaConfig(**{**LLAMA_SIZES, **variant})
+        hf = llama_of(config)
+        assert config_from_hugging_face(hf.config.to_dict()) == config
+        inputs = inputs_for(32)  # past the original context, for llama3 and yarn
+        if Llama.longest_sequence(config) > 32:
+            inputs |= {
+                f"past the context, {kind}": arguments for kind, arguments in inputs_for(50).items()
+            }
+        made.append(transformers_case(name, config, hf, llama_tensors(hf, config), inputs))
+    return made
+
+
+@pytest.mark.parametrize("layout", INFERENCE_LAYOUTS, ids=layout_name)
+def test_logits_and_loss_equal_transformers(ranks, cases, layout):
+    assert_outputs_equal(ranks, cases, layout)
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_scaled_rotary_equals_transformers_past_the_original_context(name):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(**{**LLAMA_SIZES, "rope_scaling": ROPE[name]})
+    hf = LlamaRotaryEmbedding(llama_of(config).config)
+    positions = torch.arange(100)
+    expected = hf(torch.zeros(1), positions[None])
+    ours = Rotary(8, config.rope_theta, 32, config.rope_scaling)(positions, torch.float32)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b[0], atol=1e-6, rtol=0)
+
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("max_positions", "scaling", "longest"),
+    [
+        (2048, None, 2048),
+        (2048, {"rope_type": "default"}, 2048),
+        (4096, {"rope_type": "linear", "factor": 4.0}, 16_384),  # vicuna-7b-v1.5-16k
+        (4096, {"rope_type": "dynamic", "factor": 2.0}, 8192),
+        # Qwen2.5
+        (
+            32_768,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            131_072,
+        ),
+        # Qwen3
+        (
+            40_960,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            131_072,
+        ),
+        (
+            65_536,
+            {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+            65_536,
+        ),
+        (4096, {"rope_type": "yarn", "factor": 16.0}, 65_536),
+        # LLaMA 3.1
+        (131_072, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),
+        # LLaMA 3.2
+        (131_072, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}, 262_144),
+        (8192, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}, 65_536),
+        (8192, {**LLAMA3, "factor": 8.0}, 65_536),
+    ],
+)
+def test_the_longest_sequence_is_what_the_scaling_allows(max_positions, scaling, longest):
+    config = LlamaConfig(**{**LLAMA_SIZES, "max_positions": max_positions, "rope_scaling": scaling})
+    assert Llama.longest_sequence(config) == longest
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),  # from the papers' and model cards' shapes
+    [
+        ("llama-7b", 6_738_415_616),
+        ("llama-13b", 13_015_864_320),
+        ("llama-30b", 32_528_943_616),
+        ("llama-65b", 65_285_660_672),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.2-1b", 1_235_814_400),
+    ],
+)
+def test_presets_have_the_published_sizes(preset, published):
+    assert parameter_count(find_config(preset)) == published
+
+
+@pytest.mark.parametrize(
+    ("preset", "tp", "pp"), [("llama-65b", 8, 8), ("llama3-70b", 8, 4), ("llama3-8b", 16, 2)]
+)
+def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
+    config, total = find_config(preset), 0
+    for rank in range(tp * pp):
+        ctx = ParallelContext.virtual(tp, pp, rank=rank)
+        for entry in Llama.on_meta(config, ctx).entries():
+            for piece in entry.counted_pieces(ctx):
+                total += torch.Size(stop - start for start, stop in piece.box).numel()
+    assert total == parameter_count(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tp", "message"),
+    [
+        ({"kv_heads": 3}, 1, "kv-heads 3 don't divide heads 4"),
+        (
+            {"hidden_size": 64, "heads": 32, "kv_heads": 8},
+            6,
+            "tp 6 doesn't divide heads 32 and kv-heads 8: use tp 1, 2, 3, 4, 5, 8, 16 or 32",
+        ),
+        ({"kv_heads": 2}, 3, "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            1,
+            "rope_type 'longrope' is not supported: there are default",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused(overrides, tp, message):
+    with pytest.raises(UserError, match=message):
+        Llama.on_meta(LlamaConfig(**{**LLAMA_SIZES, **overrides}), ParallelContext.virtual(tp))

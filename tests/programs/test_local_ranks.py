@@ -1,0 +1,68 @@
+"""Ranks that a program starts itself: forked where that is safe, else started anew."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests.support.pretraining import ROOT
+from tests.support.programs import python
+
+PROGRAM = """
+import os, signal, sys, threading
+from megazoo.cli.launch import start_missing_ranks
+from megazoo.cli.local_ranks import PASSED_ON
+from megazoo.cli.mistakes import user_files
+
+how, words = sys.argv[1], sys.argv[2:]
+if how == "import":
+    user_files.append("own.py")
+if how == "thread":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+began = os.getpid()
+start_missing_ranks(2, 1)
+rank = int(os.environ["RANK"])
+handled = [signal.getsignal(number) for number in PASSED_ON]
+assert handled[0] is signal.default_int_handler and set(handled[1:]) == {signal.SIG_DFL}
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+assert "GROUP_RANK" not in os.environ
+assert os.getsid(0) == os.getpid()
+assert os.environ["MEGAZOO_LAUNCHER"] == str(os.getppid()) or how != "fork"
+print("forked" if began == os.getppid() else "anew", rank, os.environ["WORLD_SIZE"])
+if words[rank] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(words[rank]))
+"""
+
+
+def run(tmp_path, *words, **environment):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return subprocess.run(
+        [python(), tmp_path / "program.py", *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "means"), [("fork", "forked"), ("import", "anew"), ("thread", "anew")]
+)
+def test_ranks_are_forked_unless_threads_may_run(tmp_path, how, means):
+    done = run(tmp_path, how, "0", "0", RANK="7", LOCAL_WORLD_SIZE="9", GROUP_RANK="1")
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith("starting 2 ranks here, as torchrun --nproc-per-node 2")
+    assert sorted(lines) == [f"{means} 0 2", f"{means} 1 2"], done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "line"),
+    [("3", 3, "ended with exit code 3"), ("die", 137, "was killed by SIGKILL")],
+)
+def test_a_forked_rank_that_fails_ends_the_program(tmp_path, word, code, line):
+    done = run(tmp_path, "fork", "0", word)
+    assert done.returncode == code
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,244 @@
+"""What adapters must not do: write over their base, or be computed otherwise than PEFT would."""
+
+import json
+import re
+import shutil
+
+import pytest
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import megazoo
+import pretrain_gpt
+from megazoo.checkpoint.base import check_base_on_disk
+from megazoo.errors import UserError
+from megazoo.models.pretrained import open_source
+from megazoo.models.source import SavedAdapters
+from tests.support.inference import run_main
+from tests.support.peft_oracle import base_model, edit_config, settings_for, with_adapters
+from tests.support.pretraining import name_base
+from tools import evaluate, generate, merge_shards
+
+TRAIN = (
+    "--vocab-size 257 --tokenizer byte --seq-length 16 --global-batch-size 2 --micro-batch-size 2 "
+    "--eval-steps 0 --steps"
+)
+
+
+def train(steps, *arguments):
+    pretrain_gpt.main(["--model", "gpt2", *TRAIN.split(), str(steps), *map(str, arguments)])
+
+
+def test_a_run_does_not_write_over_its_base(tmp_path, rows):
+    run = tmp_path / "run"
+    train(2, "--save", run)
+    before = {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
+    more = ["--num-labels", "2", "--data", rows, "--split", "100,0"]
+    for flags in (["--lora-rank", "2"], more, ["--lora-rank", "2", "--load-weights-only"]):
+        with pytest.raises(UserError, match="holds the weights that this run begins with"):
+            train(3, "--load", run, "--save", run, *flags)
+    with pytest.raises(UserError, match="holds the weights that this run begins with"):
+        train(3, "--load", run / "step_00000002", "--save", run, "--lora-rank", "2")
+    assert before == {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
+    adapters = tmp_path / "adapters"
+    train(2, "--load", run, "--save", adapters, "--lora-rank", "2")
+    train(3, "--load", adapters, "--save", adapters)  # the same run goes on
+    assert (adapters / "step_00000003").is_dir()
+    above = tmp_path / "above"  # a directory in which a base lies, but not as one of its steps
+    shutil.copytree(run / "step_00000002", above / "base")
+    train(1, "--load", above / "base", "--save", above, "--lora-rank", "2")
+    assert (above / "step_00000001").is_dir()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A base, a run with adapters on it, and PEFT's files of these."""
+    root = tmp_path_factory.mktemp("runs")
+    train(1, "--save", root / "base")
+    train(1, "--load", root / "base", "--lora-rank", "2", "--save", root / "lora")
+    model = megazoo.from_pretrained(root / "base")
+    megazoo.lora.save(megazoo.lora.load(model, root / "lora"), root / "peft")
+    megazoo.from_pretrained(root / "base").save_parallelized(root / "hf", merge_checkpoints=True)
+    megazoo.from_pretrained(root / "base").save_parallelized(root / "shards")
+    return root
+
+
+OVER_THE_BASE = [
+    "--load {base} --lora-load {peft} --save {base}",
+    "--load {base} --lora-load {lora} --save {base}",
+    "--load {lora} --save {base}",
+    "--load {lora} --load-weights-only --save {lora}",
+    "--load {shards} --lora-rank 2 --save {shards}",
+]
+
+
+@pytest.mark.parametrize("words", OVER_THE_BASE)
+def test_neither_adapters_of_peft_nor_a_run_that_goes_on_replace_a_base(runs, words):
+    names = {name: runs / name for name in ("base", "lora", "peft", "shards")}
+    arguments = ["--model", "gpt2", *TRAIN.split(), "3", *words.format(**names).split()]
+    with pytest.raises(UserError, match="holds the weights that this run begins with"):
+        pretrain_gpt.prepare(arguments)
+
+
+@pytest.mark.parametrize("base", ["hf", "shards"])
+def test_the_directory_above_a_base_may_take_the_run(runs, base):
+    """Only the directories of steps are replaced in it."""
+    arguments = ["--model", "gpt2", *TRAIN.split(), "1", "--lora-rank", "2"]
+    pretrain_gpt.prepare([*arguments, "--load", str(runs / base), "--save", str(runs)])
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A file of rows with two labels."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 8)
+    return file
+
+
+@pytest.mark.parametrize("adapters", ["--lora-rank 2", "--lora-load {peft}"])
+def test_a_new_head_is_trained_or_refused(runs, rows, adapters):
+    words = ["--model", "gpt2", *TRAIN.split(), "1", "--load", str(runs / "base")]
+    words += ["--num-labels", "2", "--data", str(rows), "--split", "100,0"]
+    words += adapters.format(peft=runs / "peft").split()
+    with pytest.raises(UserError, match="leaves the new head untrained: let the pattern match sco"):
+        pretrain_gpt.prepare([*words, "--train-only", "lora"])
+    pretrain_gpt.prepare([*words, "--train-only", "lora|score"])
+
+
+@pytest.fixture(scope="module")
+def other_norms(runs):
+    """The base with another config: the same weights, which compute something else."""
+    path = shutil.copytree(runs / "hf", runs / "other_norms")
+    config = json.loads((path / "config.json").read_text())
+    assert config["layer_norm_epsilon"] == 1e-5
+    (path / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 0.5}))
+    return path
+
+
+@pytest.mark.parametrize("tool", [evaluate, generate, merge_shards], ids=lambda t: t.__name__)
+def test_tools_refuse_a_base_of_another_config(
+    runs, other_norms, tool, tmp_path, monkeypatch, capsys
+):
+    output = tmp_path / "out"
+    (tmp_path / "a.txt").write_text("abc")
+    more = {
+        evaluate: ["--text", tmp_path / "a.txt", "--output", output, "--tokenizer", "byte"],
+        generate: ["--prompt", "a", "--tokenizer", "byte"],
+        merge_shards: [output],
+    }
+    words = [other_norms, *more[tool], "--adapter", runs / "lora"]
+    code, _, error = run_main(tool, monkeypatch, capsys, *words)
+    assert (code, error.count("\n")) == (2, 1), error
+    step = runs / "lora" / "step_00000001"
+    assert f"norm_epsilon is 0.5 in {other_norms}, but 1e-05 in {step}, whose base" in error
+    assert not output.exists()
+
+
+def test_python_refuses_a_base_of_another_config(runs, other_norms):
+    megazoo.lora.load(megazoo.from_pretrained(runs / "hf"), runs / "lora")
+    model = megazoo.from_pretrained(other_norms)
+    with pytest.raises(UserError, match=r"norm_epsilon is 0.5 in the model, but 1e-05 in "):
+        megazoo.lora.load(model, runs / "lora")
+
+
+def test_a_base_without_a_weight_that_the_adapters_leave_out_is_refused(runs):
+    """As a classifier's frozen head would be."""
+    adapters = SavedAdapters(runs / "lora")
+    check_base_on_disk(adapters, open_source(runs / "hf"))
+    weights = open_source(runs / "hf")
+    del weights.specs["norm.weight"]
+    with pytest.raises(UserError, match=r"has no norm.weight: it is not the base of"):
+        check_base_on_disk(adapters, weights)
+
+
+def test_a_base_of_too_long_a_name_is_told(runs, tmp_path):
+    run = shutil.copytree(runs / "lora", tmp_path / "lora")
+    name_base(run, "/" + "a" * 4000)
+    with pytest.raises(UserError, match=r"^the base of .*, '/aaa.*: File name too long") as error:
+        pretrain_gpt.prepare(["--load", str(run), "--steps", "2"])
+    assert len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--text", "--choices", "--labels"])
+@pytest.mark.parametrize("through", ["itself", "a link"])
+def test_what_is_evaluated_is_not_written_over(rows, flag, through, monkeypatch, capsys):
+    output, before = rows, rows.read_bytes()
+    if through == "a link":
+        output = rows.with_name("link")
+        output.symlink_to(rows)
+    code, _, error = run_main(evaluate, monkeypatch, capsys, "x", flag, rows, "--output", output)
+    assert (code, rows.read_bytes()) == (2, before)
+    assert error.endswith(f"--output: {output} is what is read: name another file\n")
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """The directories of a LLaMA and of PEFT's adapters on its q and v."""
+    root, hf = tmp_path_factory.mktemp("adapted"), base_model("llama")
+    hf.save_pretrained(root / "base")
+    with_adapters(hf, **settings_for("llama", "q and v")).save_pretrained(root / "adapter")
+    return root / "base", root / "adapter"
+
+
+FIRST_Q = "model.layers.0.self_attn.q_proj"
+TAKEN = [
+    {"target_modules": r".*\.[qv]_proj"},
+    {"target_modules": r"model\.layers\.\d+\.self_attn\.(q|v)_proj"},
+    {"layers_to_transform": list(range(9))},
+    {"layers_to_transform": []},
+    {"layers_to_transform": [0, 1, 2], "layers_pattern": "layers"},
+    {"layers_to_transform": [0, 1, 2], "layers_pattern": ["h", "layers"]},
+    {"layers_to_transform": [1, 2], "target_modules": ["v_proj", "q_proj", FIRST_Q,
+     "model.layers.0.self_attn.v_proj"]},
+    {"exclude_modules": ["k_proj"]},
+    {"exclude_modules": r"q_proj"},
+]  # fmt: skip
+DENIED = [
+    {"target_modules": ["q_proj"]},
+    {"target_modules": ["foo", "bar"]},
+    {"target_modules": []},
+    {"target_modules": ["roj"]},
+    {"target_modules": r".*\.q_proj"},
+    {"target_modules": r"[qv]_proj"},
+    {"target_modules": "(q_proj"},
+    {"layers_to_transform": [0]},
+    {"layers_to_transform": 0},
+    {"layers_to_transform": [0, 1, 2], "layers_pattern": "h"},
+    {"layers_to_transform": [0, 1, 2], "target_modules": r".*\.[qv]_proj"},
+    {"layers_to_transform": [0, 1, 2], "target_modules": "all-linear"},
+    {"exclude_modules": ["v_proj"]},
+    {"exclude_modules": [FIRST_Q]},
+    {"exclude_modules": r".*1\.self_attn\.v_proj"},
+    {"exclude_modules": ["q_proj"], "target_modules": "all-linear"},
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_taken"),
+    [(each, True) for each in TAKEN] + [(each, False) for each in DENIED],
+    ids=str,
+)
+def test_tensors_are_taken_where_peft_has_a_place_for_each(changes, is_taken, adapted, tmp_path):
+    base, path = adapted[0], shutil.copytree(adapted[1], tmp_path / "adapter")
+    edit_config(path, **changes)
+    held = {name.removesuffix(".weight") for name in load_file(path / "adapter_model.safetensors")}
+    try:
+        theirs = PeftModel.from_pretrained(base_model("llama"), path).state_dict()
+    except (ValueError, re.error):  # PEFT refuses the config
+        theirs = {}
+    used = {name.removesuffix(".default.weight") for name in theirs if "lora_" in name}
+    assert (held <= used) == is_taken, "the case is not what PEFT does"
+    if is_taken:
+        megazoo.lora.load(megazoo.from_pretrained(base), path)
+        return
+    with pytest.raises(UserError, match=re.escape(str(path))) as error:
+        megazoo.lora.load(megazoo.from_pretrained(base), path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_that_leaves_the_modules_to_pefts_version_is_refused(adapted, tmp_path):
+    path = shutil.copytree(adapted[1], tmp_path / "adapter")
+    edit_config(path, target_modules=None)
+    with pytest.raises(UserError, match=r"adapter_config.json: it has no target_modules"):
+        megazoo.lora.load(megazoo.from_pretrained(adapted[0]), path)

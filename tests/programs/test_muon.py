@@ -1,0 +1,104 @@
+"""Muon from the command line: any layout, going on in another one, and what is refused."""
+
+import json
+
+import pytest
+
+import pretrain_gpt
+from tests.support.inference import run_main
+from tests.support.pretraining import SMALL, close, losses, records
+from tests.support.programs import run_tool
+
+RUN = [*SMALL, *"--optimizer muon --mock-data --eval-steps 0 --lr-decay-steps 6".split()]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What six steps of one process recorded, and checkpoints after three of Muon and of AdamW."""
+    root = tmp_path_factory.mktemp("files")
+    pretrain_gpt.main([*RUN, "--steps", "6", "--metrics", str(root / "straight")])
+    pretrain_gpt.main([*RUN, "--steps", "3", "--save", str(root / "muon")])
+    pretrain_gpt.main([*RUN, "--steps", "3", "--save", str(root / "adamw"), "--optimizer", "adamw"])
+    return root
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks_of"), [("--tp 2", 2), ("--pp 2", 2), ("--zero 1", 2), ("--cp 2 --tp 2", 4)]
+)
+def test_a_run_goes_on_in_another_layout(ranks, files, tmp_path, layout, ranks_of):
+    """With the optimizer that its checkpoint names, and the momentum that is there."""
+    words = ["--device", "cpu", "--load", str(files / "muon"), "--metrics", str(tmp_path / "lines")]
+    ranks(pretrain_gpt.main, ranks_of, [*words, "--steps", "6", *layout.split()])
+    expected = losses(files / "straight")
+    assert close(losses(tmp_path / "lines"), {step: expected[step] for step in (4, 5, 6)})
+
+
+def test_the_learning_rate_that_is_told_is_that_of_matrices(files, tmp_path):
+    rates = [record["lr"] for record in records(files / "straight")]
+    assert rates[:2] == pytest.approx([0.01, 0.02])
+    assert rates[-1] == pytest.approx(0.002)
+    pretrain_gpt.main(
+        [*RUN, *"--steps 2 --muon-lr 0.03".split(), "--metrics", str(tmp_path / "lines")]
+    )
+    assert records(tmp_path / "lines")[1]["lr"] == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("saved", "optimizer", "told"),
+    [
+        ("muon", "adamw", "has momentum of layers.0.attention.qkv.weight, not the exp_avg and"),
+        ("adamw", "muon", "exp_avg_sq of layers.0.attention.qkv.weight, not the momentum of Muon"),
+    ],
+)
+def test_another_optimizers_checkpoint_is_refused(
+    files, monkeypatch, capsys, saved, optimizer, told
+):
+    words = ["--load", files / saved, "--steps", "6", "--optimizer", optimizer, "--device", "cpu"]
+    code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+    assert (code, len(error.splitlines())) == (2, 1)
+    assert told in error
+    words += [*RUN, "--optimizer", optimizer, "--load-weights-only"]
+    code, *_ = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--offload-optimizer", "offload-optimizer keeps AdamW's state on the CPU"),
+        ("--muon-lr -1", "muon-lr"),
+        ("--muon-lr 0", "muon-lr must be above 0"),
+        ("--muon-momentum 1", "muon-momentum"),
+        ("--ns-steps 0", "ns-steps"),
+        ("--ns-dtype float16", "ns-dtype"),
+    ],
+)
+def test_settings_that_cant_be(monkeypatch, capsys, words, told):
+    code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *RUN, *words.split())
+    assert (code, len(error.splitlines())) == (2, 1)
+    assert told in error
+
+
+def test_the_check_of_layouts_trains_with_it():
+    done = run_tool("check_parallel.py", *"--model llama --optimizer muon --layouts tp2+sp".split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pass" in done.stdout
+
+
+def test_the_planner_counts_half_of_the_state_and_the_products():
+    """A momentum of 4 bytes where AdamW has two; and of two replicas each half of the FLOPs."""
+    words = "--preset gpt2-124m --tp 2 --json -".split()
+    found = {}
+    for name, more in (
+        ("adamw", ()),
+        ("muon", ("--optimizer", "muon")),
+        ("muon, dp 2", ("--optimizer", "muon", "--dp", "2")),
+    ):
+        found[name] = json.loads(run_tool("plan.py", *words, *more).stdout)["ranks"][0]
+    matrices = 12 * 12 * 768**2 // 2  # of a tp rank
+    assert found["adamw"]["optimizer"] - found["muon"]["optimizer"] == 4 * matrices
+    of_muon = {name: found[name]["flops"] - found["adamw"]["flops"] for name in found}
+    products = 2 * 5 * 12 * (4 * 3 + 2 * 9) * 768**3
+    assert of_muon["muon"] == pytest.approx(products / 2, rel=0.1)
+    assert of_muon["muon, dp 2"] == pytest.approx(products / 4, rel=0.1)
+    assert found["muon"]["sent_tp"] > found["adamw"]["sent_tp"]

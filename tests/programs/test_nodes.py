@@ -1,0 +1,397 @@
+"""Several machines, restarts, signals and faults: jobs on nodes that are network namespaces."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megazoo.cli.parsing import parse_options
+from megazoo.environment import adopt_launcher
+from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records
+from tests.support.programs import MARK, marked, python
+
+ROOT = Path(__file__).parents[2]
+JOB = [*SMALL, "--eval-steps", "0"]
+# A user's file: a rank that dies, raises or stalls once, after so many steps.
+FAULT = """
+import os, signal, sys, time
+from pathlib import Path
+import megazoo.models.base as base
+
+kind, rank, at, once = sys.argv[sys.argv.index("--fault") + 1].split(",")
+del sys.argv[sys.argv.index("--fault") : sys.argv.index("--fault") + 2]
+train_batch = base.Model.train_batch
+
+def faulty(self, *arguments, step=None, **named):
+    if step == int(at) and os.environ["RANK"] == rank and not Path(once).exists():
+        Path(once).touch()
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "raise":
+            raise ValueError("a fault of this test")
+        if kind == "stall":
+            time.sleep(600)
+        if kind == "wait":
+            time.sleep(3)
+    return train_batch(self, *arguments, step=step, **named)
+
+base.Model.train_batch = faulty
+import pretrain_gpt
+from megazoo.cli.launch import run_program
+run_program(pretrain_gpt.main)
+"""
+
+
+class Job:
+    """A command that runs, with its output as it comes."""
+
+    def __init__(self, command, **environment):
+        clean = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
+        self.mark = uuid.uuid4().hex
+        clean |= {"PYTHONPATH": str(ROOT), MARK: self.mark}
+        clean["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self.process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=ROOT,
+            env=clean | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines = []
+        self._reader = threading.Thread(
+            target=lambda: self.lines.extend(self.process.stdout), daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def wait(self, timeout=120) -> int:
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {timeout} s:\n{self.text[-3000:]}")
+        self._reader.join(10)
+        return code
+
+    def wait_for(self, words, timeout=90):
+        end = time.monotonic() + timeout
+        while words not in self.text:
+            assert time.monotonic() < end, f"no {words!r} in:\n{self.text[-3000:]}"
+            assert self.process.poll() is None, f"ended without {words!r}:\n{self.text[-3000:]}"
+            time.sleep(0.05)
+
+    def end(self):
+        """Leave no process behind: the launcher's ranks have sessions of their own."""
+        for pid in marked(self.mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+@pytest.fixture
+def start():
+    """Starts jobs, and ends those that are left."""
+    jobs = []
+
+    def begin(command, **environment):
+        jobs.append(Job(command, **environment))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture
+def nodes():
+    """The prefixes of commands that run on each of two nodes, and a function that cuts the network
+    between them."""
+    name = f"mz{os.getpid()}"
+    commands = [f"ip netns add {name}{side}" for side in "ab"]
+    commands += [f"ip link add {name}a netns {name}a type veth peer name {name}b netns {name}b"]
+    for number, side in enumerate("ab", 1):
+        commands += [f"ip -n {name}{side} addr add 10.77.0.{number}/24 dev {name}{side}"]
+        commands += [
+            f"ip -n {name}{side} link set {interface} up" for interface in (f"{name}{side}", "lo")
+        ]
+        # A broken connection is given up after 13 s instead of 15 min: torchrun itself has no such
+        # limit.
+        commands += [f"ip netns exec {name}{side} sysctl -w net.ipv4.tcp_retries2=5"]
+    try:
+        try:
+            for command in commands:
+                subprocess.run(command.split(), check=True, capture_output=True, timeout=20)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        enter = ["ip", "netns", "exec"]
+        prefixes = [
+            [*enter, f"{name}{side}", "env", f"GLOO_SOCKET_IFNAME={name}{side}"] for side in "ab"
+        ]
+        yield (
+            prefixes,
+            lambda: subprocess.run(f"ip -n {name}b link set {name}b down".split(), check=True),
+        )
+    finally:
+        for side in "ab":
+            subprocess.run(["ip", "netns", "del", f"{name}{side}"], capture_output=True)
+
+
+def torchrun_on(nodes, program, *arguments, restarts=0):
+    """The two commands that start a job of four ranks on two nodes, tp within each."""
+    prefixes, _ = nodes
+    rendezvous = [
+        "--nnodes",
+        2,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "10.77.0.1:29400",
+        "--rdzv-id",
+        "test",
+    ]
+    rendezvous += ["--nproc-per-node", 2, "--max-restarts", restarts]
+    commands = []
+    for number, prefix in enumerate(prefixes, 1):
+        # Names don't resolve here; and the launchers notice a cut network sooner.
+        here = [
+            "--local-addr",
+            f"10.77.0.{number}",
+            "--rdzv-conf",
+            f"is_host={number == 1},read_timeout=10",
+        ]
+        commands.append(
+            [*prefix, python(), *TORCHRUN[:-1], *rendezvous, *here, program, *arguments]
+        )
+    return commands
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The losses of one process."""
+    path = tmp_path_factory.mktemp("straight") / "metrics"
+    pretrain_gpt.main([*JOB, "--steps", "8", "--metrics", str(path)])
+    return losses(path)
+
+
+@pytest.fixture
+def fault(tmp_path):
+    program = tmp_path / "faulty.py"
+    program.write_text(FAULT)
+    return program
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tp 2 --pp 2",
+        pytest.param("--tp 2", marks=SLOW),
+        pytest.param("--pp 4 --zero 1", marks=SLOW),
+    ],
+)
+def test_two_nodes_train_like_one_process(start, nodes, straight, tmp_path, layout):
+    arguments = [*JOB, *layout.split(), "--steps", 8, "--metrics", tmp_path / "metrics"]
+    jobs = [start(command) for command in torchrun_on(nodes, "pretrain_gpt.py", *arguments)]
+    for job in jobs:
+        assert job.wait() == 0, job.text
+    assert close(losses(tmp_path / "metrics"), straight)
+
+
+def test_a_rank_of_another_node_is_killed_and_the_job_goes_on_from_its_checkpoint(
+    start, nodes, straight, fault, tmp_path
+):
+    arguments = ["--fault", f"kill,3,6,{tmp_path}/once", *JOB, "--tp", 2, "--pp", 2, "--steps", 8]
+    arguments += ["--save", tmp_path / "run", "--save-interval", 2]
+    arguments += ["--metrics", tmp_path / "metrics"]
+    jobs = [start(command) for command in torchrun_on(nodes, fault, *arguments, restarts=1)]
+    for job in jobs:
+        assert job.wait(200) == 0, "\n\n".join(job.text for job in jobs)
+    assert (tmp_path / "once").exists()
+    assert [r["step"] for r in records(tmp_path / "metrics")] == [1, 2, 3, 4, 5, 5, 6, 7, 8], (
+        "on from step 4"
+    )
+    assert close(losses(tmp_path / "metrics"), straight)
+
+
+def one_node(program, *arguments, executable=None):
+    return [executable or python(), *TORCHRUN, "--nproc-per-node", 4, program, *arguments]
+
+
+FAULTS = {
+    "kill": "Signal 9 (SIGKILL)",
+    "raise": "ValueError: a fault of this test",
+    "stall": "no word from rank 2 (tp 0, pp 1, dp 0): it stalled longer than the timeout, or died",
+}
+# What is said before that, while the others still wait.
+LATE = f"rank 2 (tp 0, pp 1, dp 0) on {os.uname().nodename} has not entered train_batch 3, in which"
+
+
+@pytest.mark.parametrize("kind", ["kill", pytest.param("raise", marks=SLOW), "stall"])
+def test_a_fault_of_a_rank_ends_the_job_and_is_told(start, fault, tmp_path, kind):
+    job = start(
+        one_node(
+            fault,
+            "--fault",
+            f"{kind},2,3,{tmp_path}/once",
+            *JOB,
+            "--tp",
+            2,
+            "--pp",
+            2,
+            "--timeout",
+            10,
+        )
+    )
+    job.wait_for("step   2/")
+    began = time.monotonic()
+    assert job.wait(80) != 0
+    assert time.monotonic() - began < 60
+    assert FAULTS[kind] in job.text
+    assert (LATE in job.text) == (kind == "stall")
+
+
+def test_a_network_that_is_cut_ends_the_job_on_both_nodes(start, nodes, tmp_path):
+    arguments = [*JOB, "--tp", 2, "--pp", 2, "--steps", 100_000, "--timeout", 10]
+    jobs = [start(command) for command in torchrun_on(nodes, "pretrain_gpt.py", *arguments)]
+    jobs[0].wait_for("step      3/")
+    nodes[1]()
+    began = time.monotonic()
+    for job in jobs:
+        assert job.wait(90) != 0
+    assert time.monotonic() - began < 60
+    assert "no word from rank" in jobs[0].text
+    assert "can't reach the others any more" in jobs[1].text
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=SLOW)])
+def test_a_signal_to_one_rank_saves_and_ends_all(start, fault, straight, tmp_path, name):
+    """One rank of four is sent it; the run goes on as if it had not been stopped."""
+    arguments = [
+        *JOB,
+        "--tp",
+        2,
+        "--pp",
+        2,
+        "--save",
+        tmp_path / "run",
+        "--metrics",
+        tmp_path / "metrics",
+    ]
+    arguments = ["--fault", f"wait,1,5,{tmp_path}/once", *arguments, "--steps", 8]
+    # whose ranks are its children
+    job = start(one_node(fault, *arguments, executable=sys.executable))
+    job.wait_for("step 4/8")
+    children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    child = next(c for c in children if b"\0RANK=3\0" in Path(f"/proc/{c}/environ").read_bytes())
+    os.kill(int(child), getattr(signal, name))
+    assert job.wait() == 0, job.text
+    assert re.search(f"stopped by {name}: trained steps 1 to [45]", job.text)
+    pretrain_gpt.main(
+        ["--load", str(tmp_path / "run"), "--metrics", str(tmp_path / "metrics"), "--device", "cpu"]
+    )
+    assert close(losses(tmp_path / "metrics"), straight)
+
+
+# Launchers.
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_the_slurm_script_goes_on_after_a_rank_has_died(tmp_path):
+    """With stand-ins for srun, which fails once, and for the nodes."""
+    (tmp_path / "srun").write_text(
+        '#!/bin/bash\necho "$@" >> calls\nmkdir -p runs/job\ntouch runs/job/latest\n'
+        "[ $(wc -l < calls) -gt 1 ]\n"
+    )
+    (tmp_path / "srun").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "job"}
+    environment |= {"DATA": "d", "TOKENIZER": "t"}
+    script = ROOT / "configs" / "slurm" / "pretrain.sbatch"
+    done = subprocess.run(
+        ["bash", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "attempt 1 failed\n")
+    first, second = (tmp_path / "calls").read_text().splitlines()
+    assert second == f"{first} --load runs/job"
+    flags = first.partition("pretrain_gpt.py ")[2].split()
+    options = parse_options([*flags, "--vocab-size", "300"], "")
+    assert (options.parallel.tp, options.parallel.pp, options.parallel.zero) == (8, 4, 1)
+
+
+def test_srun_alone_starts_a_job(start, straight, tmp_path):
+    """What srun sets for two tasks on one node."""
+    slurm = {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+    slurm |= {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port())}
+    command = [
+        python(),
+        "pretrain_gpt.py",
+        *JOB,
+        "--pp",
+        2,
+        "--steps",
+        8,
+        "--metrics",
+        tmp_path / "metrics",
+    ]
+    jobs = [
+        start(command, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in range(2)
+    ]
+    for job in jobs:
+        assert job.wait() == 0, job.text
+    assert close(losses(tmp_path / "metrics"), straight)
+
+
+def test_what_launchers_say_is_understood():
+    slurm = {"SLURM_NTASKS": "11", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+    slurm |= {
+        "SLURM_STEP_NODELIST": "gpu[007-009],login",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+        "SLURM_JOB_ID": "123456",
+    }
+    environment = dict(slurm)
+    assert adopt_launcher(["--tp", "2"], environment) == ["--tp", "2"]
+    ours = {name: environment[name] for name in environment.keys() - slurm.keys()}
+    assert ours == {
+        "RANK": "9",
+        "WORLD_SIZE": "11",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu007",
+        "MASTER_PORT": "23456",
+    }
+    for arguments in (["--local-rank=3", "--tp", "2"], ["--tp", "2", "--local_rank", "3"]):
+        environment = {}
+        assert adopt_launcher(arguments, environment) == ["--tp", "2"]
+        assert environment == {"LOCAL_RANK": "3"}
+    environment = {"RANK": "0", **slurm}  # torchrun under srun
+    adopt_launcher([], environment)
+    assert environment == {"RANK": "0", **slurm}
+    environment = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}  # one process in an allocation
+    adopt_launcher([], environment)
+    assert "RANK" not in environment

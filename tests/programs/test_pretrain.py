@@ -1,0 +1,250 @@
+"""The training program as users start it: launchers, files, resuming, how it ends."""
+
+import json
+import math
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import megazoo
+import pretrain_gpt
+from megazoo.checkpoint import Checkpoint, save
+from megazoo.cli.launch import run_program
+from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records, start
+from tools import preprocess_data
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Four steps in one process, in this one: what every other start must equal."""
+    path = tmp_path_factory.mktemp("straight") / "metrics.jsonl"
+    pretrain_gpt.main([*SMALL, "--steps", "4", "--metrics", str(path)])
+    return losses(path)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [[*TORCHRUN, "--nproc-per-node", "8"], [*TORCHRUN, "--nproc-per-node", "1"], []],
+    ids=["torchrun with 8 ranks", "torchrun with 1 rank", "python"],
+)
+def test_every_way_to_start_trains_at_tp2_pp4(launcher, straight, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    # the one that is as users start it, without the server
+    executable = sys.executable if "8" in launcher else None
+    job = [*SMALL, "--tp", 2, "--pp", 4, "--steps", 4, "--metrics", metrics]
+    done = start(launcher, *job, executable=executable)
+    assert done.returncode == 0, done.stderr
+    assert ("starting 8 ranks here" in done.stdout) == ("8" not in launcher)
+    assert close(losses(metrics), straight)
+
+
+def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command():
+    done = start([*TORCHRUN, "--nproc-per-node", "6"], "--tp", 2, "--pp", 4)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
+    assert lines == [
+        "pretrain_gpt.py: error: a world of 6 ranks does not fit tp 2 x pp 4 = 8: "
+        "use torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4"
+    ]
+    # no traceback of ours; torchrun's own report is its own
+    assert "in run_program" not in done.stderr
+
+
+def test_stop_and_resume_in_another_layout(ranks, straight, tmp_path):
+    """Two steps at tp 2 x pp 2, two more in one process: the same losses as four at once, without a
+    jump.
+
+    The second start names no setting of the first: batch, seed and learning rate come from the
+    checkpoint.
+    """
+    metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
+    common = ["--metrics", str(metrics), "--save", str(saved), "--device", "cpu"]
+    layout = ["--tp", "2", "--pp", "2", "--steps", "2", "--lr-decay-steps", "4"]
+    ranks(pretrain_gpt.main, 4, [*SMALL, *common, *layout])
+    pretrain_gpt.main([*common, "--load", str(saved), "--steps", "4"])
+    assert close(losses(metrics), straight)
+    steps = [record for record in records(metrics) if "loss" in record]
+    assert [record["consumed_samples"] for record in steps] == [8, 16, 24, 32]
+    assert [record["consumed_tokens"] for record in steps] == [256, 512, 768, 1024]
+    assert Checkpoint(saved).trainer["step"] == 4
+
+
+def test_token_files_train_like_their_text(ranks, tmp_path):
+    """Text to token files to training, with its tokenizer, at tp 2 x pp 2 as in one process."""
+    (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
+    (tmp_path / "more.txt").write_bytes(Path(megazoo.__file__).read_bytes() * 3)
+    source = [
+        "--input",
+        str(tmp_path / "text.txt"),
+        str(tmp_path / "more.txt"),
+        "--output-prefix",
+        str(tmp_path / "a"),
+    ]
+    preprocess_data.main([*source, "--append-eod", "--workers", "1"])
+    data = ["--data", str(tmp_path / "a_text_document"), "--split", "1,1", "--steps", "2"]
+    for name, layout, world in [("one", [], 1), ("four", ["--tp", "2", "--pp", "2"], 4)]:
+        ranks(pretrain_gpt.main, world, [*SMALL, *data, *layout, "--metrics", str(tmp_path / name)])
+    assert close(losses(tmp_path / "four"), losses(tmp_path / "one"))
+
+
+def test_a_longer_run_goes_on_at_the_rate_where_it_stood(tmp_path):
+    metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
+    common = ["--metrics", str(metrics), "--save", str(saved)]
+    common += "--device cpu --eval-steps 0".split()
+    pretrain_gpt.main([*SMALL, *common, "--steps", "3"])
+    pretrain_gpt.main([*common, "--steps", "5", "--load", str(saved)])
+    rates = [record["lr"] for record in records(metrics)]
+    assert rates[2:] == [5e-4] * 3
+
+
+def test_sequence_parallel_and_separate_documents(ranks, tmp_path):
+    """Two ranks train like one process, and a resumed run keeps the setting."""
+    runs = {"one": [], "two": ["--tp", "2", "--sequence-parallel"]}
+    for name, flags in runs.items():
+        files = ["--metrics", str(tmp_path / name), "--save", str(tmp_path / f"{name}-saved")]
+        arguments = [*SMALL, "--separate-documents", "--steps", "2", *flags, *files]
+        ranks(pretrain_gpt.main, 2 if name == "two" else 1, arguments)
+    assert close(losses(tmp_path / "two"), losses(tmp_path / "one"))
+    assert Checkpoint(tmp_path / "two-saved").trainer["settings"]["separate_documents"] is True
+    again = ["--load", str(tmp_path / "two-saved"), "--metrics", str(tmp_path / "two")]
+    pretrain_gpt.main([*again, *"--device cpu --steps 3 --eval-steps 0".split()])
+    straight = "--steps 3 --lr-decay-steps 2 --separate-documents".split()
+    pretrain_gpt.main([*SMALL, *straight, "--metrics", str(tmp_path / "straight")])
+    assert close(losses(tmp_path / "two"), losses(tmp_path / "straight"))
+
+
+def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
+    """A run with other weights, then what it prints, then what that prints: each flag is named
+    once."""
+    weights, saved, metrics = tmp_path / "weights", tmp_path / "run", tmp_path / "metrics"
+    config = pretrain_gpt.model_config(pretrain_gpt.parse_options(SMALL, "").model)
+    megazoo.from_config(config).save_parallelized(weights)
+    kept = [*SMALL, "--save", str(saved), "--metrics", str(metrics)]
+    words = [*kept, "--load", str(weights), "--load-weights-only", "--steps=2"]
+    for steps in (4, 8):
+        pretrain_gpt.main(words)
+        (line,) = re.findall(r"^  go on +(.*)$", capsys.readouterr().out, re.MULTILINE)
+        words = shlex.split(line)[2:]
+        assert words == [
+            *kept,
+            "--no-load-weights-only",
+            "--load",
+            str(saved),
+            "--steps",
+            str(steps),
+        ]
+    assert list(losses(metrics)) == [1, 2, 3, 4]
+
+
+def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, capsys, monkeypatch):
+    """Two epochs at pp 3, whose middle stage has no data; then one more in one process."""
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "word " * 20}) + "\n" for _ in range(50))
+    )
+    metrics = tmp_path / "metrics"
+    common = ["--metrics", str(metrics), "--save", str(tmp_path / "run"), "--device", "cpu"]
+    data = ["--data", str(tmp_path / "a.jsonl"), "--split", "80,10,10"]
+    ranks(pretrain_gpt.main, 3, [*SMALL, *common, *data, "--pp", "3", "--epochs", "2"])
+    samples = (40 * 101 - 1) // 32
+    steps = -(-2 * samples // 8)
+    assert [record["step"] for record in records(metrics) if "loss" in record] == list(
+        range(1, steps + 1)
+    )
+    assert set(records(metrics)[-1]) == {"step", "test_loss", "test_perplexity"}
+    pretrain_gpt.main([*common, "--load", str(tmp_path / "run"), "--epochs", "3"])
+    assert records(metrics)[-1]["step"] == -(-3 * samples // 8)
+    out = capsys.readouterr().out
+    assert re.search(
+        r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats a token", out
+    )
+    assert re.search(r"go on .*--epochs 6$", out, re.MULTILINE)
+    assert "--epochs 3 " not in out
+    with pytest.raises(
+        megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"
+    ):
+        pretrain_gpt.main([*common, "--load", str(tmp_path / "run")])
+    with monkeypatch.context() as restarted:
+        restarted.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        pretrain_gpt.main(common)  # nothing remains
+    before = -(-3 * samples // 8)
+    larger = ["--global-batch-size", "32", "--load", str(tmp_path / "run"), "--epochs", "4"]
+    pretrain_gpt.main([*common, *larger])
+    record = [record for record in records(metrics) if "loss" in record][-1]
+    assert record["step"] == before - (8 * before - 4 * samples) // 32
+    assert 0 <= record["consumed_samples"] - 4 * samples < 32
+
+
+def test_mock_data_needs_neither_files_nor_a_tokenizer_that_fits(tmp_path):
+    metrics = tmp_path / "metrics"
+    pretrain_gpt.main(
+        [*SMALL, "--mock-data", "--vocab-size", "50", "--steps", "2", "--metrics", str(metrics)]
+    )
+    assert abs(records(metrics)[0]["loss"] - math.log(50)) < 0.2
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch):
+    saved = str(tmp_path)
+    pretrain_gpt.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", saved])
+    capsys.readouterr()
+    for arguments, message in {
+        "--layers 6": f"layers is 6, but 5 in the checkpoint {saved}/step_00000002",
+        "--steps 2": f"--load {saved} is at step 2 already: --steps 2 leaves nothing to do",
+    }.items():
+        options = ["--model", "gpt2", "--load", saved, *arguments.split()]
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *options])
+        with pytest.raises(SystemExit) as stop:
+            run_program(pretrain_gpt.main)
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == f"pretrain_gpt.py: error: {message}\n"
+
+
+def test_a_run_that_diverges_stops_before_it_saves(tmp_path, capsys, monkeypatch):
+    arguments = [*SMALL, "--lr", "1e30", "--clip-grad", "0", "--steps", "5", "--save-interval", "1"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments, "--save", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        run_program(pretrain_gpt.main)
+    assert stop.value.code == 1
+    assert re.search(r"gradient norm \S+ at step \d: try a smaller --lr", capsys.readouterr().err)
+    kept = [path.name for path in tmp_path.glob("step_*")]
+    assert len(kept) < 5
+
+
+def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypatch):
+    path = save(tmp_path, 1, megazoo.from_config("gpt2-tiny"))
+    whole = (path / "trainer.json").read_text()
+    for text, message, code in [
+        (whole, "is not of a training run: trainer.json has no consumed_samples", 2),
+        ("{", f"trainer.json has 1 bytes, the manifest says {len(whole)}", 1),
+    ]:
+        (path / "trainer.json").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--load", str(tmp_path)])
+        with pytest.raises(SystemExit) as stop:
+            run_program(pretrain_gpt.main)
+        error = capsys.readouterr().err
+        assert (stop.value.code, error.count("\n"), message in error) == (code, 1, True), error
+
+
+def test_a_restart_goes_on_from_a_step_that_latest_does_not_name_yet(tmp_path, monkeypatch):
+    run = [*SMALL, "--eval-steps", "0", "--save", str(tmp_path / "run")]
+    pretrain_gpt.main([*run, "--steps", "2"])
+    (tmp_path / "run" / "latest").unlink()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert pretrain_gpt.prepare([*run, "--steps", "3"]).first_step == 2
+
+
+def test_a_mistake_of_all_ranks_is_told_once(tmp_path):
+    done = start(
+        [*TORCHRUN, "--nproc-per-node=2"],
+        *SMALL,
+        *"--layers 1 --eval-steps 0 --steps 2 --data mock".split(),
+        "--tp",
+        2,
+        "--metrics",
+        tmp_path / ("a" * 300),
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("pretrain_gpt.py: error: ") == 1
+    assert "File name too long" in done.stderr

@@ -1,0 +1,243 @@
+"""Ctrl-C, a launcher that is killed, and ranks that are: what is saved, what is said, what is left
+running.
+
+Programs are started by Python itself: the stand-in of programs.py would stand between a launcher
+and its ranks.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from megazoo.checkpoint import Checkpoint
+from tests.support.pretraining import ROOT, TORCHRUN
+from tests.support.processes import JOB, SOON, Program, lives
+from tests.support.programs import python
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def start():
+    programs = []
+
+    def begin(*arguments):
+        programs.append(Program(*arguments))
+        return programs[-1]
+
+    yield begin
+    for program in programs:
+        program.clear()
+
+
+def saved_step(path) -> int:
+    return Checkpoint(path).trainer["step"]
+
+
+LAYOUTS = [["--tp", 2], pytest.param([], marks=slow)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["own launcher", "one process"])
+def test_ctrl_c_saves_and_ends_well(start, tmp_path, layout):
+    program = start(*JOB, *layout, "--save", tmp_path)
+    program.wait_for("step      3/")
+    program.interrupt()
+    assert program.end() == 0
+    assert "Traceback" not in "".join(program.err)
+    assert "stopped by SIGINT: trained steps 1 to" in "".join(program.out)
+    assert "a second one ends it at once" in "".join(program.err)
+    assert saved_step(tmp_path) >= 3
+
+
+# A user's file whose step takes longer than anyone waits.
+STALL = """
+import time
+import megazoo.models.base as base
+
+train_batch = base.Model.train_batch
+
+def slow(self, *arguments, step=None, **named):
+    if step == 4:
+        time.sleep(600)
+    return train_batch(self, *arguments, step=step, **named)
+
+base.Model.train_batch = slow
+import pretrain_gpt
+from megazoo.cli.launch import run_program
+run_program(pretrain_gpt.main)
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(["--tp", 2], marks=slow), []],
+    ids=["own launcher", "one process"],
+)
+def test_a_second_ctrl_c_ends_at_once(start, tmp_path, layout):
+    (tmp_path / "stalls.py").write_text(STALL)
+    program = start(tmp_path / "stalls.py", *JOB[1:], *layout, "--save", tmp_path / "run")
+    program.wait_for("step      3/")
+    program.interrupt()
+    program.interrupt()  # within half a second: the same one, passed on by another program
+    time.sleep(1)
+    assert program.process.poll() is None
+    program.interrupt()
+    assert program.end(5) == 130
+    assert "Traceback" not in "".join(program.err)
+    assert not list((tmp_path / "run").glob("step_*"))
+
+
+@slow
+@pytest.mark.parametrize("words", ["starting 2 ranks", "parameters, on"])
+def test_ctrl_c_before_training_ends_quietly(start, words):
+    program = start(*JOB, "--tp", 2)
+    program.wait_for(words)
+    program.wait_for_ranks(2)
+    program.interrupt()
+    if words == "starting 2 ranks":
+        assert program.end() == 130
+        assert program.err == []
+    else:  # training may have begun meanwhile
+        assert program.end() in (0, 130)
+        assert "Traceback" not in "".join(program.err)
+
+
+@pytest.mark.parametrize(
+    "launcher", [[], pytest.param([*TORCHRUN, "--nproc-per-node=2"], marks=slow)]
+)
+def test_ranks_save_and_end_when_their_launcher_is_killed(start, tmp_path, launcher):
+    program = start(*launcher, *JOB, "--tp", 2, "--save", tmp_path)
+    program.wait_for("step      3/")
+    assert len(program.ranks) == 2
+    program.process.kill()
+    assert program.end() == -signal.SIGKILL
+    assert "stopped by the launcher's death: trained steps 1 to" in "".join(program.out)
+    assert saved_step(tmp_path) >= 3
+
+
+@slow
+def test_ranks_that_are_not_training_die_with_their_launcher(start):
+    """What the kernel sends ends them: nobody looks at the parent yet."""
+    program = start(*JOB, "--tp", 2)
+    program.wait_for("parameters, on")
+    program.process.kill()
+    assert program.end() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("launcher", "layout", "number"),
+    [
+        ([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGKILL),
+        pytest.param([*TORCHRUN, "--nproc-per-node=4"], ["--pp", 2], signal.SIGKILL, marks=slow),
+        pytest.param([], ["--tp", 2], signal.SIGSEGV, marks=slow),
+        pytest.param([], ["--tp", 2], signal.SIGKILL, marks=slow),
+        pytest.param([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGSEGV, marks=slow),
+    ],
+)
+def test_the_first_line_names_a_rank_that_died(start, launcher, layout, number):
+    program = start(*launcher, *JOB, *layout)
+    program.wait_for("step      3/")
+    before = len(program.err)
+    os.kill(program.rank(1), number)
+    code = program.end()
+    place = "tp 0, pp 0, dp 1" if "--pp" in layout else "tp 1, pp 0, dp 0"
+    hint = ": out of memory, perhaps" if number == signal.SIGKILL else ""
+    line = f"rank 1 ({place}) on {os.uname().nodename} was killed by {number.name}{hint}\n"
+    assert program.err[before] == line
+    assert "".join(program.err).count("was killed by") == 1
+    if launcher:
+        assert code == 1
+    else:
+        assert (code, program.err) == (128 + number, [line])
+
+
+@slow
+def test_two_deaths_are_both_told(start):
+    program = start(*TORCHRUN, "--nproc-per-node=4", *JOB, "--tp", 2, "--pp", 2)
+    program.wait_for("step      3/")
+    for pid in [program.rank(2), program.rank(3)]:
+        os.kill(pid, signal.SIGKILL)
+    assert program.end() == 1
+    told = re.findall(r"^rank (\d) .* was killed by SIGKILL", "".join(program.err), re.MULTILINE)
+    assert sorted(told) == ["2", "3"]
+
+
+@slow
+def test_a_run_that_ends_well_says_nothing_of_its_ranks(start):
+    program = start(*TORCHRUN, "--nproc-per-node=2", *JOB[:-1], 2, "--tp", 2)
+    assert program.end(90) == 0
+    assert not [line for line in program.err if line.startswith("rank")]
+
+
+# Ranks that do what their rank's word says.
+RANKS = """
+import os, signal, subprocess, sys, time
+
+class Late(subprocess.Popen):  # whose caller is late to hear that it has started
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        if word == "told":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if word == "4":
+            self.wait()
+
+word = sys.argv[1:][int(os.environ.get("RANK", 0))]
+if "RANK" not in os.environ:
+    from megazoo.cli.local_ranks import LocalRanks
+    subprocess.Popen = Late
+    sys.exit(LocalRanks(2, 1, [sys.executable, *sys.argv]).run())
+if word == "deaf":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    print("deaf", flush=True)
+if word in ("sleep", "deaf", "told"):
+    time.sleep(60)
+if word == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(0 if word == "end" else int(word))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ("end end", 0, ""),
+        ("sleep die", 137, "rank 1 (tp 1, pp 0, dp 0) on HOST was killed by SIGKILL"),
+        ("3 sleep", 3, "rank 0 (tp 0, pp 0, dp 0) on HOST ended with exit code 3"),
+        ("4 4", 4, "rank 0 (tp 0, pp 0, dp 0) on HOST ended with exit code 4"),  # before it looks
+        ("2 sleep", 2, ""),  # which says that it has told why
+        ("told told", 143, ""),  # to end, while the first rank starts
+    ],
+)
+def test_the_launcher_ends_as_the_first_rank_that_failed(tmp_path, words, code, line):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    began = time.monotonic()
+    done = subprocess.run(
+        [python(), tmp_path / "ranks.py", *words.split()],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert done.stderr.startswith(line.replace("HOST", os.uname().nodename))
+    assert len(done.stderr.splitlines()) == bool(line)
+    assert time.monotonic() - began < SOON
+
+
+def test_the_launcher_ends_at_a_second_ctrl_c_whatever_its_ranks_do(start, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    program = start(tmp_path / "ranks.py", "deaf", "deaf")
+    while program.out != ["deaf\n", "deaf\n"]:
+        program.wait_for("deaf")
+        time.sleep(0.1)
+    program.interrupt()
+    time.sleep(1)
+    assert all(map(lives, program.ranks))
+    program.interrupt()
+    assert program.end() == 130
+    assert program.err == []

@@ -1,0 +1,67 @@
+"""The programs in tools/, run as users run them."""
+
+import json
+import sys
+
+import pytest
+
+from megazoo.cli.launch import run_program
+from tests.support.programs import run_tool
+
+
+def test_plot_metrics_draws_a_png(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "loss": 3 / step} for step in (1, 2, 3)] + [
+        {"step": 3, "eval_loss": 1.5},
+        {"step": 3, "test_loss": 1.6},
+        {"step": 3, "test_loss": 1.6},
+    ]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run_tool("plot_metrics.py", metrics, metrics, "--output", tmp_path / "loss.png")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_metrics_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
+    from tools import plot_metrics
+
+    (tmp_path / "broken").write_text('{"step": 1, "loss": 2}\nnonsense\n')
+    for arguments, message in {
+        (): "name at least one file of metrics (--help says how)",
+        ("--ouput", "x"): "unknown flag --ouput; did you mean --output? (--help lists all)",
+        (tmp_path / "none",): f"{tmp_path}/none: No such file or directory",
+        (tmp_path / "broken",): f"{tmp_path}/broken, line 2 is not a line of metrics",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["plot_metrics.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            run_program(plot_metrics.main)
+        assert (stop.value.code, capsys.readouterr().err) == (
+            2,
+            f"plot_metrics.py: error: {message}\n",
+        )
+
+
+def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, monkeypatch):
+    from tools import plot_schedule
+
+    how = ["--pp", "4", "--microbatches", "8", "--output"]
+    plot_schedule.main(["--schedule", "zb-h1", *how, str(tmp_path / "a.svg")])
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn.count("<!-- W") == 4 * 8
+    assert "<!-- zb-h1, virtual-pp 1: bubble 12.5% of the work -->" in drawn  # 3 of 24
+    plot_schedule.main(["--virtual-pp", "2", *how, str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for arguments, message in {
+        ("--pp", "0"): "pp, virtual-pp and microbatches must each be at least 1",
+        tuple("--pp 1 --virtual-pp 2".split()): "virtual-pp cuts the stages of a pipeline: "
+        "use pp 2 or more",
+        tuple("--schedule zb-h1 --virtual-pp 2".split()): "schedule zb-h1 has one stage a rank: "
+        "use virtual-pp 1, or schedule 1f1b",
+        ("--output", "a.pdf"): "a.pdf must end in .png or .svg",
+        ("--cost", "1", "2"): "cost must be three times above 0: of F, I and W",
+        ("--output", "/none/a.svg"): "can't write /none/a.svg: No such file or directory",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["plot_schedule.py", *arguments])
+        with pytest.raises(SystemExit):
+            run_program(plot_schedule.main)
+        assert capsys.readouterr().err == f"plot_schedule.py: error: {message}\n"

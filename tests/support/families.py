@@ -1,0 +1,109 @@
+"""Tiny models of Mistral, Qwen2, Qwen3 and Pythia that transformers makes, three of each."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.support.training import randomized_
+
+COMMON = dict(
+    vocab_size=61,
+    max_position_embeddings=64,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=48,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+QUARTER = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+HALF = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5}
+TWINS = {
+    "mistral, window": ("Mistral", dict(num_key_value_heads=2, sliding_window=5)),
+    "mistral, wide heads": (
+        "Mistral",
+        dict(num_key_value_heads=1, sliding_window=7, head_dim=12, rms_norm_eps=1e-4),
+    ),
+    "mistral, tied, all tokens": (
+        "Mistral",
+        dict(num_key_value_heads=4, sliding_window=None, tie_word_embeddings=True),
+    ),
+    "qwen2, tied": ("Qwen2", dict(num_key_value_heads=2, tie_word_embeddings=True)),
+    "qwen2, windows in later layers": (
+        "Qwen2",
+        dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    ),
+    "qwen2, scaled": ("Qwen2", dict(num_key_value_heads=4, rope_parameters=LLAMA3)),
+    "qwen3, wide heads": ("Qwen3", dict(num_key_value_heads=2, head_dim=16)),
+    "qwen3, biases, windows": (
+        "Qwen3",
+        dict(
+            num_key_value_heads=1,
+            head_dim=6,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=6,
+            max_window_layers=0,
+        ),
+    ),
+    "qwen3, tied": ("Qwen3", dict(num_key_value_heads=4, head_dim=8, tie_word_embeddings=True)),
+    "pythia": ("GPTNeoX", dict(rope_parameters=QUARTER)),
+    "pythia, one after the other": (
+        "GPTNeoX",
+        dict(use_parallel_residual=False, rope_parameters=HALF, hidden_act="gelu_new"),
+    ),
+    "pythia, tied, no biases": (
+        "GPTNeoX",
+        dict(attention_bias=False, tie_word_embeddings=True, rope_parameters=QUARTER),
+    ),
+}
+# Of weights with which no two candidates of the tests of generation are all but equal, and each row
+# goes on with five tokens or more.
+SEEDS = dict(zip(TWINS, (13, 6, 1, 8, 13, 18, 6, 18, 11, 74, 18, 6), strict=True))
+ONE_OF_EACH = ["mistral, window", "qwen2, windows in later layers", "qwen3, wide heads", "pythia"]
+
+
+def config_of(name: str, **fields):
+    """The config of transformers."""
+    kind, own = TWINS[name]
+    return getattr(transformers, f"{kind}Config")(**{**COMMON, **own, **fields})
+
+
+@cache
+def twin(name: str):
+    """The model of transformers, with random biases and norms, too.
+
+    Biases are around 0: around 1 that of the last norm would choose the token alone, the same one
+    again and again, whatever came before.
+    """
+    torch.manual_seed(SEEDS[name])
+    kind = TWINS[name][0]
+    return with_small_biases(
+        randomized_(getattr(transformers, f"{kind}ForCausalLM")(config_of(name)))
+    )
+
+
+def with_small_biases(hf):
+    """A model of `randomized_`, whose biases are around 0 and no longer around 1."""
+    for parameter_name, parameter in hf.named_parameters():
+        if parameter_name.endswith("bias"):
+            parameter.data.sub_(1.0)
+    return hf.eval()
+
+
+def saved(name: str, directory: Path) -> Path:
+    """The directory that transformers wrote it to."""
+    path = directory / name.replace(" ", "_").replace(",", "")
+    if not path.is_dir():
+        twin(name).save_pretrained(path)
+    return path

@@ -1,0 +1,102 @@
+"""Programs that are started whole, watched, signalled and killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from megazoo.cli.local_ranks import _catches as catches
+from tests.support.pretraining import ROOT, SMALL
+
+JOB = ["pretrain_gpt.py", *SMALL, "--eval-steps", "0", "--steps", "100000"]
+
+
+SOON = 60.0  # seconds, on a machine that does much else
+
+
+class Program:
+    """A program in a process group of its own, as a terminal starts it."""
+
+    def __init__(self, *arguments):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        environment = {k: v for k, v in os.environ.items() if k not in names}
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env=environment | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        self.out, self.err, self.ranks = [], [], []
+        self._readers = [
+            threading.Thread(target=lines.extend, args=(stream,), daemon=True)
+            for lines, stream in ((self.out, self.process.stdout), (self.err, self.process.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for(self, words, timeout=90):
+        end = time.monotonic() + timeout
+        while words not in "".join(self.out):
+            assert time.monotonic() < end, f"no {words!r} in {self.out} {self.err}"
+            assert self.process.poll() is None, f"ended without {words!r}: {self.out} {self.err}"
+            time.sleep(0.02)
+        self.find_ranks()
+
+    def wait_for_ranks(self, count, timeout=90):
+        """Until so many are there, and Python would turn SIGINT into a KeyboardInterrupt."""
+        end = time.monotonic() + timeout
+        while len(self.ranks) < count or not all(catches(pid, signal.SIGINT) for pid in self.ranks):
+            assert time.monotonic() < end, self.ranks
+            time.sleep(0.02)
+            self.find_ranks()
+
+    def find_ranks(self):
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        self.ranks = [child for child in map(int, children) if is_rank(child)]
+
+    def rank(self, number) -> int:
+        """The process of a rank."""
+        return self.ranks[number]  # in the order in which they were started
+
+    def interrupt(self):
+        """What a terminal does at Ctrl-C."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self, timeout=SOON) -> int:
+        """The exit code, once the program and its ranks have ended."""
+        code = self.process.wait(timeout)
+        until = time.monotonic() + timeout
+        while any(map(lives, self.ranks)):
+            assert time.monotonic() < until, f"left behind: {self.ranks}"
+            time.sleep(0.02)
+        for reader in self._readers:
+            reader.join(timeout)
+        return code
+
+    def clear(self):
+        for pid in (self.process.pid, *self.ranks):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def is_rank(pid) -> bool:
+    """Whether a launcher's child is a rank: torchrun may have others."""
+    with suppress(OSError):  # it has ended meanwhile
+        return JOB[0].encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def lives(pid) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,176 @@
+"""Run Python programs without starting Python: fork a process that has imported torch already.
+
+Started by programs.py with a socket's path; ends when its standard input closes. A client sends
+arguments, directory, environment, the three standard streams and its network namespace. It is told
+the program's process number at once, and its exit code at the end (below 0: the signal). If the
+client dies, its program is killed.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import marshal
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+from pathlib import Path
+
+PRELOADED = [
+    "torch.distributed.run",
+    "torch.fx.experimental.symbolic_shapes",
+    "megazoo.testing",
+    "pretrain_gpt",
+]
+LARGEST_REQUEST = 1 << 18  # bytes
+
+
+class Server:
+    """Forks a process for each request, and tells its client the process's number and exit code."""
+
+    def __init__(self, path: str):
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(path)
+        self.listener.listen(64)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(0, selectors.EVENT_READ)
+        # The file descriptor of a process: its client, its number.
+        self.running: dict[int, tuple[socket.socket, int]] = {}
+
+    def serve(self) -> tuple[list[str], str, dict[str, str]] | None:
+        """Return the request in each process that is forked for one, its streams in place; None at
+        the server's end."""
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj == 0:
+                    for _, pid in self.running.values():
+                        os.kill(pid, signal.SIGKILL)
+                    return None
+                if key.fileobj is self.listener:
+                    request = self.accept()
+                    if request:
+                        return marshal.loads(request)
+                elif key.data is None:
+                    self.end(key.fd)
+                else:
+                    self.kill(key.fileobj, key.data)
+
+    def accept(self) -> bytes | None:
+        """Fork a process for a request. Return the request there, and None here."""
+        client, _ = self.listener.accept()
+        request, streams, _, _ = socket.recv_fds(client, LARGEST_REQUEST, 4)
+        if not request:  # the client died before it asked
+            client.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            self.selector.close()
+            for each in [self.listener, client, *(other for other, _ in self.running.values())]:
+                each.close()
+            for process in self.running:
+                os.close(process)
+            _take_over(streams)
+            return request
+        for stream in streams:
+            os.close(stream)
+        process = os.pidfd_open(pid)
+        self.running[process] = client, pid
+        _send(client, pid)
+        self.selector.register(client, selectors.EVENT_READ, process)
+        self.selector.register(process, selectors.EVENT_READ)
+        return None
+
+    def end(self, process: int) -> None:
+        """Tell the client of a program that has ended its exit code."""
+        client, pid = self.running.pop(process)
+        _send(client, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        self.selector.unregister(process)
+        os.close(process)
+        if client in self.selector.get_map():
+            self.selector.unregister(client)
+        client.close()
+
+    def kill(self, client: socket.socket, process: int) -> None:
+        """Kill the program of a client that has died; its end is met later, unless it was met in
+        this round."""
+        owner, pid = self.running.get(process, (None, 0))
+        if owner is client:
+            self.selector.unregister(client)
+            os.kill(pid, signal.SIGKILL)
+
+
+def _send(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it has died
+        client.send(str(number).encode())
+
+
+def _take_over(streams: list[int]) -> None:
+    """Make the client's standard streams and network namespace this process's own."""
+    *standard, network = streams
+    for number, stream in enumerate(standard):
+        os.dup2(stream, number)
+        os.close(stream)
+    if os.fstat(network).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(network, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.close(network)
+
+
+def become(words: list[str], directory: str, environment: dict[str, str]) -> None:
+    """Be, as far as a program can tell, a Python that was just started with these arguments."""
+    os.setsid()
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = environment["MEGAZOO_TEST_PYTHON"]
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+        stream = io.TextIOWrapper(
+            open(number, "wb", closefd=False),  # noqa: SIM115
+            write_through=unbuffered,
+            line_buffering=number == 2 and not unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    threads = environment.get("OMP_NUM_THREADS")
+    if threads:
+        sys.modules["torch"].set_num_threads(int(threads))
+    first = directory if words[0] in ("-m", "-c") else str(Path(words[0]).resolve().parent)
+    sys.path[:0] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    importlib.invalidate_caches()
+
+
+def run(words: list[str]) -> None:
+    """Run `-m MODULE ...`, `-c CODE ...` or `FILE ...` as the main program."""
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(main))
+    else:
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this file's folder
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # for what is imported before
+    for module in PRELOADED:
+        importlib.import_module(module)
+    del sys.path[0], sys.modules["torch.distributed.run"]  # it runs as the main program, too: anew
+    gc.collect()
+    gc.freeze()
+    request = Server(sys.argv[1]).serve()
+    if request:
+        become(*request)
+        run(request[0])

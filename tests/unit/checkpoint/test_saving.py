@@ -1,0 +1,321 @@
+"""Saving: in the background, and what a kill, a full disk or --keep-last leaves behind."""
+
+import contextlib
+import errno
+import io
+import os
+import shutil
+import signal
+import threading
+import time
+import zlib
+
+import pytest
+import torch
+
+import megazoo
+import pretrain_gpt
+from megazoo.checkpoint import Checkpoint, Saver, load, save, saving, writing
+from megazoo.checkpoint.places import step_name
+from megazoo.errors import UserError
+from tests.support.checkpoints import run_steps
+from tests.support.training import context, make_batch, tiny_config
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it, nothing is cleaned up after it."""
+
+
+def killed_at(moment, monkeypatch):
+    """Make the moment-th call that changes the disk, and all that follow, raise Killed before they
+    act; returns the calls counted so far."""
+    calls = []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            calls.append(function)
+            if len(calls) >= moment:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    return calls
+
+
+@pytest.mark.parametrize("second_step", [2, 1], ids=["new step", "same step again"])
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, second_step):
+    model = megazoo.from_config(tiny_config(), seed=3)
+    optimizer = megazoo.optim.AdamW(model)
+    ids, targets = make_batch(0)
+
+    def values_on_disk(directory):
+        fresh = megazoo.from_config(tiny_config(), seed=4)
+        load(Checkpoint(directory), fresh, megazoo.optim.AdamW(fresh))
+        return fresh.embedding.weight.detach().clone()
+
+    def train():
+        model.train_batch(ids, targets=targets)
+        optimizer.step()
+        return model.embedding.weight.detach().clone()
+
+    old = train()
+    save(tmp_path / "0", 1, model, optimizer)
+    new = train()
+    moment = outcomes = 0
+    while True:
+        moment += 1
+        directory = tmp_path / str(moment)
+        shutil.copytree(tmp_path / "0", directory)
+        with pytest.MonkeyPatch.context() as patch:
+            calls = killed_at(moment, patch)
+            with contextlib.suppress(Killed):
+                save(directory, second_step, model, optimizer)
+        value = values_on_disk(directory)
+        assert torch.equal(value, old) or torch.equal(value, new), f"killed before call {moment}"
+        outcomes += torch.equal(value, new)
+        # and the next save is not disturbed by what is left
+        save(directory, second_step, model, optimizer)
+        assert torch.equal(values_on_disk(directory), new)
+        assert {path.name for path in directory.iterdir()} == {
+            "latest",
+            step_name(1),
+            step_name(second_step),
+        }
+        if len(calls) < moment:
+            break
+    assert moment > 10
+    assert 1 < outcomes < moment
+
+
+def test_a_directory_without_its_manifest_is_never_chosen(tmp_path):
+    model = megazoo.from_config(tiny_config(), seed=3)
+    step = save(tmp_path, 1, model)
+    # killed while writing, or while being removed
+    for leftover in (".step_00000002.partial", "step_00000003"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / ".megazoo.json.partial").write_text("{}")
+    (tmp_path / "latest").unlink()
+    assert Checkpoint(tmp_path).path == step
+
+
+def test_kill_minus_nine_while_saving(tmp_path):
+    """A process that does nothing but save is killed at twenty moments; each time a checkpoint
+    loads, whole."""
+    delays = torch.rand(20, generator=torch.Generator().manual_seed(0)) * 0.3
+    model = megazoo.from_config(tiny_config(), seed=3)
+    optimizer = megazoo.optim.AdamW(model)
+    save(tmp_path, 1, model, optimizer)
+    steps = []
+    for round_number, delay in enumerate(delays.tolist(), 1):
+        child = os.fork()
+        if child == 0:
+            with Saver(
+                tmp_path, model, optimizer, background=round_number % 2 == 0, keep_last=2
+            ) as saver:
+                for step in range(1, 1000):
+                    model.embedding.weight.data.fill_(1000 * round_number + step)
+                    saver.save(1 + step % 3, {})
+            os._exit(0)
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        fresh = megazoo.from_config(tiny_config(), seed=4)
+        checkpoint = Checkpoint(tmp_path)
+        load(checkpoint, fresh, megazoo.optim.AdamW(fresh))
+        for name, info in checkpoint.manifest["files"].items():
+            assert zlib.crc32((checkpoint.path / name).read_bytes()) == info["crc32"]
+        steps.append(fresh.embedding.weight[0, 0].item())
+    assert len(set(steps)) > 3
+
+
+def save_with_full_disk(directory, failing_rank):
+    model = megazoo.from_config(tiny_config(), context(tp=2), seed=3)
+    if model.ctx.rank != failing_rank:
+        return save_expecting_refusal(directory, model)
+    original = writing.sync
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writing.sync = full
+    try:
+        return save_expecting_refusal(directory, model)
+    finally:
+        writing.sync = original
+
+
+def save_expecting_refusal(directory, model):
+    try:
+        save(directory, 2, model)
+    except UserError as error:
+        return str(error), error.exit_code
+    return None
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_reported_by_all_and_costs_nothing(
+    ranks, tmp_path, failing_rank
+):
+    ranks(run_steps, 2, {"tp": 2}, tiny_config(), 1, tmp_path)
+    answers = ranks(save_with_full_disk, 2, tmp_path, failing_rank)
+    assert answers[0] == answers[1]
+    assert answers[0][1] == 1
+    assert "No space left on device; earlier checkpoints are untouched" in answers[0][0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    ranks(run_steps, 2, {"tp": 2}, tiny_config(), 1, None, tmp_path)
+
+
+def save_in_the_background(directory):
+    """Train on while two steps are written; returns what was saved, and what the weights were when
+    they were."""
+    model = megazoo.from_config(tiny_config(), context(tp=2), seed=3)
+    optimizer = megazoo.optim.AdamW(model)
+    held, begun = threading.Event(), threading.Event()
+    original = saving.write_rank
+
+    def slow(*arguments):
+        begun.set()
+        held.wait(60)
+        return original(*arguments)
+
+    weights = []
+    ids, targets = make_batch(0)
+    reported = []
+    saving.write_rank = slow
+    try:
+        with Saver(directory, model, optimizer, background=True, report=reported.append) as saver:
+            for step in (1, 2):
+                held.clear()
+                begun.clear()
+                model.train_batch(ids, targets=targets)
+                optimizer.step()
+                weights.append(model.embedding.weight.detach().clone())
+                saver.save(step, {})
+                begun.wait(60)
+                for _ in range(2):  # while the thread is held, collectives and all
+                    model.train_batch(ids, targets=targets)
+                    optimizer.step()
+                assert len(reported) == step - 1
+                held.set()
+    finally:
+        saving.write_rank = original
+    return weights, reported
+
+
+def test_training_goes_on_while_a_step_is_written(ranks, tmp_path):
+    results = ranks(save_in_the_background, 2, tmp_path)
+    for step in (1, 2):
+        model = megazoo.from_config(tiny_config(), seed=4)
+        load(Checkpoint(tmp_path / f"step_0000000{step}"), model, megazoo.optim.AdamW(model))
+        assert torch.equal(
+            model.embedding.weight, torch.cat([weights[step - 1] for weights, _ in results])
+        )
+    assert [len(reported) for _, reported in results] == [2, 2]
+    assert results[0][1][1] == f"saved {tmp_path}/step_00000002"
+
+
+def fail_in_the_background(directory, may_fail):
+    """Rank 1's disk is full at step 2; returns what the following save, or the end, raises."""
+    model = megazoo.from_config(tiny_config(), context(tp=2), seed=3)
+    optimizer = megazoo.optim.AdamW(model)
+    original = writing.sync
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    stderr = io.StringIO()
+    try:
+        with (
+            contextlib.redirect_stderr(stderr),
+            Saver(directory, model, optimizer, background=True) as saver,
+        ):
+            saver.save(1, {}, may_fail=may_fail)
+            saver.wait()
+            if model.ctx.rank == 1:
+                writing.sync = full
+            saver.save(2, {}, may_fail=may_fail)
+            while saver._thread.is_alive():
+                time.sleep(0.01)
+            writing.sync = original
+            saver.save(3, {}, may_fail=may_fail)
+    except UserError as error:
+        return str(error), stderr.getvalue()
+    finally:
+        writing.sync = original
+    return None, stderr.getvalue()
+
+
+@pytest.mark.parametrize("may_fail", [False, True])
+def test_a_failure_in_the_background_is_reported_by_the_next_save(ranks, tmp_path, may_fail):
+    message = (
+        f"can't save to {tmp_path}: No space left on device; earlier checkpoints are untouched"
+    )
+    answers = ranks(fail_in_the_background, 2, tmp_path, may_fail)
+    if may_fail:
+        assert answers == [(None, f"warning: {message}\n"), (None, "")]
+        steps = ["latest", "step_00000001", "step_00000003"]
+    else:
+        assert answers == [(message, "")] * 2
+        steps = ["latest", "step_00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == steps
+
+
+def test_what_fails_first_is_raised_after_the_last_step_is_written(tmp_path):
+    model = megazoo.from_config(tiny_config(), seed=3)
+
+    def fail():
+        with Saver(tmp_path, model, megazoo.optim.AdamW(model), background=True) as saver:
+            saver.save(1, {})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    Checkpoint(tmp_path).verify()
+
+
+def test_the_last_steps_are_kept(tmp_path):
+    model = megazoo.from_config(tiny_config(), seed=3)
+    (tmp_path / "step_notes").mkdir()
+    for step in (1, 9, 2, 3):  # 9: of an earlier run; what counts is when it was written
+        save(tmp_path, step, model, keep_last=3)
+    left = {"step_notes", "latest", *(step_name(step) for step in (9, 2, 3))}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    save(tmp_path, 3, model, keep_last=2)
+    assert {path.name for path in tmp_path.iterdir()} == left - {step_name(9)}
+    assert Checkpoint(tmp_path).path.name == step_name(3)
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_training_stops_or_goes_on_as_on_save_error_says(tmp_path, monkeypatch, capsys, policy):
+    arguments = (
+        "--steps 4 --save-interval 1 --eval-steps 0 --device cpu --seq-length 32 --keep-last 2 "
+        "--hidden-size 32 --heads 2 --global-batch-size 2 --micro-batch-size 2 --async-save"
+    ).split()
+    original, calls = os.mkdir, []
+
+    def refused(path, *rest, **options):
+        if "step_" in str(path):
+            calls.append(path)
+            if len(calls) == 2:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return original(path, *rest, **options)
+
+    monkeypatch.setattr(os, "mkdir", refused)
+    run = [*arguments, "--save", str(tmp_path / "run"), "--on-save-error", policy]
+    message = f"can't save to {tmp_path}/run: Permission denied; earlier checkpoints are untouched"
+    if policy == "stop":
+        with pytest.raises(UserError, match=message):
+            pretrain_gpt.main(run)
+        assert capsys.readouterr().err == ""
+        assert Checkpoint(tmp_path / "run").path.name == step_name(1)
+    else:
+        pretrain_gpt.main(run)
+        assert capsys.readouterr().err == f"warning: {message}\n"
+        assert sorted(path.name for path in (tmp_path / "run").glob("step*")) == [
+            step_name(3),
+            step_name(4),
+        ]
+    Checkpoint(tmp_path / "run").verify()

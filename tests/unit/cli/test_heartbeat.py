@@ -1,0 +1,272 @@
+"""An absent rank is named while the others still wait for it; steps that are longer than launchers
+wait are told."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import threading
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megazoo.cli import elastic, heartbeat
+from megazoo.cli.elastic import StopSignal, naming_absent_ranks
+from megazoo.cli.heartbeat import LEFT, Watch
+from megazoo.parallel import ParallelContext, failure
+from megazoo.parallel.collectives import all_gather_objects
+from tests.support.training import context
+
+SOON = 20.0  # seconds, on a machine that does much else
+
+
+def beats(number: int, *calls: int) -> list[bytes]:
+    """What ranks say that have made so many calls each; None for one that left."""
+    return [
+        LEFT if made is None else f"{number} {made} train_batch {made}".encode() for made in calls
+    ]
+
+
+def looks(watch: Watch, *told: list[bytes], every: float = 1.0) -> list[list[str]]:
+    return [watch.look(each, 100 + at * every) for at, each in enumerate(told)]
+
+
+NAMES = ["rank 0 on a", "rank 1 on a", "rank 2 on b"]
+
+
+def test_a_rank_that_says_nothing_is_named_once():
+    watch = Watch(NAMES, silence=3, lateness=100)
+    told = [beats(at, 7, 7, 7)[:2] + beats(0, 7) for at in range(8)]
+    found = looks(watch, *told)
+    assert found == [[]] * 4 + [
+        [
+            "rank 2 on b has said nothing for 4 s: it was stopped, or its machine or network is "
+            "down; its last call was train_batch 7"
+        ],
+        [], [], [],
+    ]  # fmt: skip
+    assert [watch.is_silent(rank) for rank in range(3)] == [False, False, True]
+
+
+def test_a_rank_that_is_named_and_speaks_again_may_be_named_again():
+    watch = Watch(NAMES[:1], silence=3, lateness=100)
+    told = [beats(number, 1) for number in [1] * 6 + [2] * 6]
+    assert [bool(lines) for lines in looks(watch, *told)].count(True) == 2
+
+
+def test_a_rank_that_does_not_enter_a_call_is_named():
+    watch = Watch(NAMES, silence=100, lateness=3)
+    told = [beats(at, 8, 7, 8) for at in range(6)]
+    assert looks(watch, *told) == [[]] * 4 + [
+        [
+            "rank 1 on a has not entered train_batch 8, in which others have waited for 4 s; "
+            "its last call was train_batch 7"
+        ],
+        [],
+    ]
+
+
+def test_ranks_that_go_on_are_not_late():
+    watch = Watch(NAMES, silence=100, lateness=3)
+    behind = [beats(at, at + 5, at, at + 5) for at in range(9)]
+    assert not any(looks(watch, *behind))
+    watch = Watch(NAMES, silence=100, lateness=3)
+    together = [beats(at, 5, 5, 5) for at in range(9)]  # in one long call
+    assert not any(looks(watch, *together))
+
+
+def test_ranks_that_left_are_not_absent():
+    watch = Watch(NAMES, silence=3, lateness=3)
+    assert not any(looks(watch, *[beats(at, 5, None, None) for at in range(9)]))
+    assert not watch.is_silent(1)
+    assert not any(looks(Watch(NAMES, 3, 3), *[beats(at, None, None, None) for at in range(9)]))
+
+
+def test_who_was_stopped_itself_blames_nobody():
+    watch = Watch(NAMES, silence=3, lateness=3)
+    assert not any(looks(watch, beats(1, 5, 4, 5), beats(1, 5, 4, 5), every=1000.0))
+
+
+def hears(absent: str, who: int):
+    """Ranks within naming_absent_ranks, of which one is stopped by a signal, or does not enter a
+    call. Returns what this rank said meanwhile, once the one that tells has said it."""
+    ctx, said = context(dp=3), io.StringIO()
+    heartbeat.PERIOD, heartbeat.SILENCE = 0.05, 2.0
+    if absent == "late":  # after half of the timeout; the groups' own stays 60 s
+        object.__setattr__(ctx, "timeout", timedelta(seconds=4))
+    pids = all_gather_objects(os.getpid(), ctx)
+    teller = 2 if who == 0 and absent == "stopped" else 0
+    waker = 1  # lets the one that was stopped go on
+    failure._note("earlier")
+    # The ranks' own store is a file, whose lock the one that is stopped might hold.
+    mine = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", all_gather_objects(mine.port, ctx)[waker])
+    heartbeat.store_of_a_thread = store.clone
+    began = time.monotonic()
+    with contextlib.redirect_stderr(said), naming_absent_ranks(ctx):
+        if ctx.rank != who:
+            failure._note("train_batch")
+        elif absent == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while ctx.rank == teller and not said.getvalue():
+            assert time.monotonic() < began + SOON
+            time.sleep(0.02)
+        if ctx.rank == teller:
+            store.set("seen", "")
+        while not store.check(["seen"]):
+            assert time.monotonic() < began + 2 * SOON
+            time.sleep(0.02)
+        if ctx.rank == waker and absent == "stopped":
+            os.kill(pids[who], signal.SIGCONT)
+    all_gather_objects(None, ctx)  # until all have left, the waker keeps the store
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(("absent", "who"), [("stopped", 2), ("stopped", 0), ("late", 1)])
+def test_the_others_name_the_absent_rank_while_they_wait(absent, who):
+    from megazoo.testing import RankPool
+
+    pool = RankPool()  # of its own: settings are changed in its processes
+    try:
+        said = pool.run(hears, 3, absent, who, timeout=3 * SOON)
+    finally:
+        pool.close()
+    teller = 2 if who == 0 else 0
+    name = rf"rank {who} \(tp 0, pp 0, dp {who}\) on {re.escape(os.uname().nodename)} "
+    line = {
+        "stopped": name + r"has said nothing for \d s: .*; its last call was earlier 1\n",
+        "late": name + r"has not entered train_batch 1, in which others have waited for \d s; "
+        r"its last call was earlier 1\n",
+    }
+    assert re.fullmatch(line[absent], said[teller])
+    assert not any(text for rank, text in enumerate(said) if rank != teller)
+
+
+def left_in_order():
+    """The threads before, within and after, where a beat takes a while."""
+
+    def slow(_):
+        time.sleep(0.3)
+
+    ctx, counts = context(dp=2), [threading.active_count()]
+    with (
+        mock.patch.object(heartbeat, "PERIOD", 0.01),
+        mock.patch.object(heartbeat._Heart, "_exchange", slow),
+        naming_absent_ranks(ctx),
+    ):
+        time.sleep(0.1)
+        counts.append(threading.active_count())
+    return [*counts, threading.active_count()]
+
+
+def test_no_thread_outlives_the_watch(ranks):
+    for before, within, after in ranks(left_in_order, 2):
+        assert within > before
+        assert after == before
+
+
+class Deaf:
+    """A store that answers threads other than the main one only where it is told to."""
+
+    answers = threading.Event()
+    beats = 0
+
+    def set(self, _, beat):
+        if threading.current_thread() is not threading.main_thread() and beat != LEFT:
+            assert self.answers.wait(SOON)
+            Deaf.beats += 1
+
+    def multi_get(self, keys):
+        return beats(self.beats, *[1 for _ in keys])
+
+
+@pytest.mark.parametrize(("rank", "local", "tells"), [(4, 0, True), (5, 1, False), (7, 3, True)])
+def test_a_store_that_does_not_answer_is_told_once(capfd, monkeypatch, rank, local, tells):
+    """When it answers again, as one whose launcher was stopped and goes on, beats go on: else this
+    rank would be named for its silence."""
+    monkeypatch.setattr(Deaf, "answers", threading.Event())
+    monkeypatch.setattr(heartbeat, "PERIOD", 0.02)
+    monkeypatch.setattr(heartbeat, "SILENCE", 0.1)
+    monkeypatch.setattr(heartbeat, "store_of_a_thread", Deaf)
+    monkeypatch.setattr(heartbeat, "all_gather_objects", lambda value, _: [value] * 8)
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    heart = heartbeat._Heart(ParallelContext.virtual(dp=8, rank=rank))
+    try:
+        heart._thread.join(0.5)
+        before = Deaf.beats
+        Deaf.answers.set()
+        until = time.monotonic() + SOON
+        while Deaf.beats < before + 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert Deaf.beats >= before + 3
+    finally:
+        heart.close()
+    said = f"rank {rank} on {os.uname().nodename} has had no answer of the job's store for 0 s: "
+    said += "is its machine or the network down?\n"
+    assert capfd.readouterr().err == (said if tells else "")
+
+
+class Clock:
+    """A clock that stands still but for what is added to it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("launcher", "advice"),
+    [
+        ({}, "send SIGUSR1, which waits for the step\n"),
+        ({"SLURM_JOB_ID": "7"}, "the step; Slurm does so by --signal=USR1@300\n"),
+        (
+            {"TORCHELASTIC_RUN_ID": "x"},
+            "torchrun passes on SIGTERM, and kills all ranks 30 s later\n",
+        ),
+    ],
+    ids=["none", "Slurm", "torchrun"],
+)
+def test_steps_longer_than_launchers_wait_are_told_once(monkeypatch, capsys, launcher, advice):
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MEGAZOO_LAUNCHER", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    clock, signals = Clock(), StopSignal(ParallelContext())
+    monkeypatch.setattr(elastic, "time", clock)
+    said = []
+    for passed in (300, 19, 45, 60):  # the first step may compile
+        clock.now += passed
+        assert signals.agreed() is None
+        said.append(capsys.readouterr().err)
+    assert [bool(text) for text in said] == [False, False, True, False]
+    start = "warning: a step took 45 s, saving included, but 20 s after a SIGTERM a rank ends "
+    assert said[2].startswith(start + "at once, unsaved: to stop the run, ")
+    assert said[2].endswith(advice)
+
+
+def test_signals_are_noted_where_there_are_many_sockets():
+    """A descriptor above 1023, which select.select refuses."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this system allows fewer")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < 1024:
+            opened.append(os.dup(opened[0]))
+        with StopSignal(ParallelContext()) as signals:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert signals._watcher.is_alive()
+            assert signals.agreed() == "SIGUSR1"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,341 @@
+"""Settings of the training program: flags, TOML files, sizes; and one line for each mistake."""
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megazoo
+import pretrain_gpt
+from megazoo.cli.flags import parse_flags, settings_of
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import Options, ShardingOptions
+from megazoo.cli.parsing import each_once
+from megazoo.cli.run import note_on_data
+from megazoo.errors import UserError
+from megazoo.models.gpt2 import GPT2
+from megazoo.models.llama import Llama
+from megazoo.tokenizer import ByteTokenizer
+from tests.support.pretraining import ROOT, start
+
+
+@pytest.mark.parametrize(
+    ("given", "once"),
+    [
+        ("--steps=3 --load a --steps 6", "--load a --steps 6"),
+        (
+            "--log_interval 1 --data 0.7 a 0.3 b --log-interval 2 --data c",
+            "--log-interval 2 --data c",
+        ),
+        ("--compile --no-compile --sequence-parallel", "--no-compile --sequence-parallel"),
+    ],
+)
+def test_of_a_flag_the_last_value_remains(given, once):
+    assert each_once(given.split()) == once.split()
+
+
+def test_toml_file_and_command_line(tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text(
+        'preset = "gpt2-tiny"\nlayers = 3\nsteps = 7\ntie_embeddings = false\n'
+        "lr = 1e-4\nmin_lr = 0\n"
+    )
+    options = pretrain_gpt.parse_options(["--config", str(config), "--steps", "9"], "")
+    assert (options.training.steps, options.model.layers, options.optimizer.lr) == (9, 3, 1e-4)
+    model = pretrain_gpt.model_config(options.model)
+    assert (model.layers, model.hidden_size, model.tie_embeddings) == (3, 128, False)
+
+
+def test_steps_and_epochs_replace_each_other(tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text('epochs = 3\ndata = [0.7, "a", 0.3, "b"]\n')
+    options = pretrain_gpt.parse_options(["--config", str(config)], "")
+    assert (options.training.epochs, options.data.data) == (3, ("0.7", "a", "0.3", "b"))
+    options = pretrain_gpt.parse_options(
+        ["--config", str(config), "--steps", "5", "--data", "c"], ""
+    )
+    assert (options.training.epochs, options.training.steps, options.data.data) == (None, 5, ("c",))
+    saved = {"epochs": 3, "steps": 70, "lr_decay_steps": 70}
+    for arguments, epochs, steps in [
+        ([], 3, 400),
+        (["--steps=90"], None, 90),
+        (["--epochs", "4"], 4, 400),
+    ]:
+        options = pretrain_gpt.parse_options(arguments, "", resumed=saved)
+        assert (options.training.epochs, options.training.steps) == (epochs, steps)
+        assert options.optimizer.lr_decay_steps == 70
+    # of a run on random tokens
+    for arguments, data in [([], ("mock",)), (["--data", "c"], ("c",))]:
+        options = pretrain_gpt.parse_options(
+            arguments, "", resumed={"data": ["mock"], "mock_data": True}
+        )
+        assert options.data.data == data
+    config.write_text("mock_data = true\n")
+    assert pretrain_gpt.parse_options(["--config", str(config), "--data", "c"], "").data.data == (
+        "c",
+    )
+    with pytest.raises(megazoo.UserError, match="give data or mock-data, not both"):
+        pretrain_gpt.parse_options(["--mock-data", "--data", "c"], "")
+    config.write_text("epochs = 3\nsteps = 5\n")
+    with pytest.raises(megazoo.UserError, match="give steps or epochs, not both"):
+        pretrain_gpt.parse_options(["--config", str(config)], "")
+
+
+def test_dropout_and_sizes_over_a_preset():
+    options = pretrain_gpt.parse_options(
+        ["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"], ""
+    )
+    model = pretrain_gpt.model_config(options.model)
+    assert (model.ffn_size, model.layers, model.vocab_size) == (6144, 12, 50257)
+    assert model.embedding_dropout == model.attention_dropout == model.residual_dropout == 0.2
+
+
+def test_the_shipped_configs_are_valid():
+    for path in (ROOT / "configs").glob("*.toml"):
+        options = pretrain_gpt.parse_options(["--config", str(path)], "")
+        config = pretrain_gpt.model_config(options.model)
+        pretrain_gpt.check_run(options, GPT2, config, ByteTokenizer(), dp=1)
+
+
+def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(
+        '{"model": "llama", "vocab_size": 257, "max_positions": 64, "hidden_size": 32, '
+        '"layers": 1, "heads": 2, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}'
+    )
+    for length in (256, 257):
+        options = pretrain_gpt.parse_options(
+            ["--preset", str(file), "--seq-length", str(length)], ""
+        )
+        config = pretrain_gpt.model_config(options.model)
+        if length == 256:
+            pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+            continue
+        with pytest.raises(UserError) as refused:
+            pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+    what = (
+        "seq-length 257 exceeds the model's max-positions 64, which its rotary scaling takes to 256"
+    )
+    assert str(refused.value) == f"{what}: use at most that, or a larger --max-positions"
+
+
+BAD_INPUT = {
+    "--tp 3": "tp 3 doesn't divide heads 4: use tp 1, 2 or 4",
+    "--tp 8": "tp 8 doesn't divide heads 4: use tp 1, 2 or 4",
+    "--tp 0": "tp 0 must be at least 1",
+    "--pp 5": "layers 4 don't fill pp 5 stages: use pp of at most 4",
+    "--heads 3": "heads 3 don't divide hidden-size 128: use heads 1, 2, 4, 8, 16, 32, 64 or 128",
+    "--layers 0": "layers 0 must be at least 1",
+    "--global-batch-size 10 --micro-batch-size 4": (
+        "global-batch-size 10 is not a multiple of micro-batch-size 4 x dp 1 = 4: use 8 or 12"
+    ),
+    "--micro-batch-size 64 --global-batch-size 32": (
+        "global-batch-size 32 is not a multiple of micro-batch-size 64 x dp 1 = 64: use 64"
+    ),
+    "--micro-batch-size 0": "micro-batch-size 0 must be at least 1",
+    "--seq-length 512": (
+        "seq-length 512 exceeds the model's max-positions 256: "
+        "use at most that, or a larger --max-positions"
+    ),
+    "--vocab-size 100": "vocab-size 100 is smaller than the 257 of the tokenizer byte",
+    "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
+    "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
+    "--model bert": "unknown model or preset 'bert'; there are",
+    "--tp two": "Error parsing --tp: invalid literal for int() with base 10: 'two'",
+    "--lr nan": "lr nan must be 0 or more",
+    "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: give both",
+    "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the schedule: use less",
+    "--dropout 1": "dropout 1.0 must be below 1",
+    "--schedule 2f2b": "unknown schedule '2f2b': there are gpipe, 1f1b, zb-h1",
+    "--steps": "Missing value for argument '--steps'.",
+    "stray": "Unrecognized options: stray",
+    "--data wikitext": "unknown data 'wikitext': there is stdlib",
+    "--split 1": "split '1' is not two or three shares such as 95,5 or 98,1,1",
+    "--tokenizer bpe": "unknown tokenizer 'bpe': there is byte",
+    "--load /nowhere": "/nowhere is not a directory",
+    "--load tests": (
+        "tests is not a checkpoint: it has neither latest nor megazoo.json, nor config.json"
+    ),
+    "--config none.toml": "--config none.toml: No such file or directory",
+    "--config LICENSE": "--config LICENSE is not TOML:",
+    "--config tests/bad_key.toml": (
+        "tests/bad_key.toml: unknown key warm_up_steps; did you mean warmup_steps?"
+    ),
+    "--save README.md": "--save: README.md is not a directory",
+    "--save LICENSE/run": f"--save: {ROOT}/LICENSE is not a directory",
+    "--metrics LICENSE/run": "--metrics: LICENSE is not a directory",
+    "--config docs/loss.png": "--config docs/loss.png is not TOML:",
+    "--split nan,5": "split 'nan,5' is not two or three shares such as 95,5",
+    "--metrics tests": "--metrics tests is a directory",
+    "--data 0.5 stdlib 0.5": (
+        "data '0.5 stdlib 0.5' is neither one source nor weights and sources in turn"
+    ),
+    "--data 0 stdlib 1 stdlib": "the weights of a blend must be above 0: 0, 1",
+    "--epochs 2 --steps 3": "give steps or epochs, not both",
+    "--epochs 0": "epochs 0 must be at least 1",
+    "--data-workers -1": "data-workers -1 must be 0 or more",
+    "--save=": "--save is empty: name a directory",
+    "--load=": "--load is empty: name a directory",
+    "--config=": "--config is empty: name a directory",
+    "--import=": "--import is empty: name a directory",
+    "--metrics=": "--metrics is empty: name a directory",
+    "--tokenizer=": "--tokenizer is empty: name it",
+    "--data=": "--data is empty: name a directory",
+    "--save a\udc80b": "--save is 'a\\udc80b': it must be text in UTF-8, without NUL",
+    "--save a\0b": "--save is 'a\\x00b': it must be text in UTF-8, without NUL",
+    "--steps 1e23": "Error parsing --steps: invalid literal for int() with base 10: '1e23'",
+    f"--steps {10**30}": f"--steps is {10**30}: it must be below 2**63",
+    f"--steps {10**13}": "steps 10000000000000 must be at most 1,000,000,000,000",
+    "--timeout 1e308": "timeout 1e+308 must be at most 31,536,000",
+    f"--vocab-size {10**18}": f"vocab_size {10**18} must be at most {2**40}",
+    f"--layers {10**9}": "layers 1000000000 must be at most 10000",
+    f"--heads {10**9}": "heads 1000000000 must be at most 65536",
+    f"--hidden-size {10**9}": "hidden_size 1000000000 must be at most 1048576",
+    f"--ffn-size {10**9}": "ffn_size 1000000000 must be at most 16777216",
+    f"--tp {10**9}": "tp 1000000000 must be at most 65,536",
+    "--data-workers 100000": "data-workers 100000 must be at most 1,000",
+    "--chat-template hello": "chat-template 'hello' must have {content} once, and may have {role}",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUT)
+def test_bad_input_ends_with_one_line_and_exit_code_2(arguments, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
+    monkeypatch.setattr(
+        pretrain_gpt.megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built")
+    )
+    with pytest.raises(SystemExit) as stop:
+        run_program(pretrain_gpt.main)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert err.count("\n") == 1, err
+    assert err.startswith("pretrain_gpt.py: error: " + BAD_INPUT[arguments])
+    assert not out
+
+
+def test_an_empty_word_after_a_flag_is_refused_and_so_is_an_empty_argument():
+    with pytest.raises(UserError, match=r"^--save is empty: name a directory"):
+        pretrain_gpt.parse_options(["--save", "", "--steps", "3"], "")
+    with pytest.raises(UserError, match=r"^--data is empty"):
+        pretrain_gpt.parse_options(["--data", "0.5", "a", "0.5", ""], "")
+    for words in (["", "b"], ["a", ""], ["a", "--overwrite", ""], ["--tp", "2", "a", ""]):
+        with pytest.raises(UserError, match=r"^an argument is empty: name a directory or file"):
+            parse_flags(ShardingOptions, words, "")
+
+
+TOML = {
+    'save = ""': "save is empty: name a directory",
+    'data = ["a", ""]': "data is empty: name a directory",
+    "save = 5": "save is 5: it must be a path",
+    'tp = "two"': "tp is 'two': it must be an int",
+    "tp = 2.0": "tp is 2.0: it must be an int",
+    "tp = true": "tp is True: it must be an int",
+    "lr = false": "lr is False: it must be a number",
+    'compile = "yes"': "compile is 'yes': it must be true or false",
+    "tie_embeddings = 1": "tie_embeddings is 1: it must be true or false",
+    'dtype = "float8"': "dtype is 'float8': there are float32, bfloat16, float16",
+    "zero = 2": "zero is 2: there are 0, 1",
+    "stage_layers = 5": "stage_layers is 5: it must be a string",
+    "profile_steps = [1]": "profile_steps is a list",
+    "steps = [1]": "steps must be a single value",
+    'lora_targets = ["q", "v"]': "lora_targets must be a single value, such as 'q,v'",
+    "data = [[1]]": "data[0] is a list: it must be a string",
+    "metrics = 1979-05-27": "metrics is datetime.date(1979, 5, 27): it must be a path",
+    "model = { a = 1 }": "model must be a single value",
+    'metrics = "a\\u0000b"': "metrics is 'a\\x00b': it must be text in UTF-8, without NUL",
+    "steps = " + "9" * 5000: "is not TOML: ",
+    "steps = 0x" + "f" * 5000: "steps is a huge number: it must be",
+    "data = " + "[" * 10_000 + "]" * 10_000: "is not TOML: ",
+}
+
+
+@pytest.mark.parametrize("text", TOML, ids=range(len(TOML)))
+def test_a_wrong_value_in_a_toml_file_is_one_line_that_names_the_file(text, tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refused:
+        pretrain_gpt.parse_options(["--config", str(file)], "")
+    assert str(file) in str(refused.value)
+    assert TOML[text] in str(refused.value)
+
+
+def test_text_in_a_toml_file_is_never_a_flag(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('data = "--metrics=x"\nwandb = "--save"\nsplit = "--load"\n')
+    options = pretrain_gpt.parse_options(["--config", str(file)], "")
+    assert (options.data.data, options.logging.wandb) == (("--metrics=x",), "--save")
+    assert options.data.split == "--load"
+    assert (options.logging.metrics, options.checkpoint.save) == (None, None)
+
+
+def test_values_of_a_toml_file_have_the_types_of_the_settings(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'lr = 1\nmin_lr = 0\nsave = "a"\nprofile_steps = [2, 4]\nzero = 1\nimport = "b.py"\n'
+        'data = "a.jsonl"\ncompile = true\ntie_embeddings = false\nmodel = "llama"\n'
+    )
+    options = pretrain_gpt.parse_options(["--config", str(file), "--no-compile"], "")
+    assert repr((options.optimizer.lr, options.optimizer.min_lr)) == "(1.0, 0.0)"
+    assert (options.checkpoint.save, options.model.import_) == (Path("a"), Path("b.py"))
+    assert (options.logging.profile_steps, options.parallel.zero) == ((2, 4), 1)
+    assert (options.data.data, options.training.compile) == (("a.jsonl",), False)
+    assert (options.model.tie_embeddings, options.model.model) == (False, "llama")
+
+
+def test_a_text_in_a_toml_file_may_stand_for_a_number_but_not_in_a_checkpoint(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'steps = "7"\nlr = "1e-4"\nzero = "1"\nprofile_steps = ["2", "4"]\nseed = "1"\n'
+    )
+    options = pretrain_gpt.parse_options(["--config", str(file)], "")
+    assert (options.training.steps, options.optimizer.lr, options.parallel.zero) == (7, 1e-4, 1)
+    assert (options.logging.profile_steps, options.training.seed) == ((2, 4), 1)
+    with pytest.raises(UserError, match="steps is '7': it must be an int"):
+        pretrain_gpt.parse_options([], "", resumed={"steps": "7"})
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "note"),
+    [
+        (("stdlib",), [], None),
+        (("a.jsonl",), [], "data: a.jsonl, as the checkpoint says"),
+        (("a.jsonl",), ["--data", "b"], "data: b; the checkpoint's run had a.jsonl"),
+        (("stdlib",), ["--data", "b"], "data: b; the checkpoint's run had stdlib"),
+        (("a.jsonl",), ["--mock-data"], "data: mock; the checkpoint's run had a.jsonl"),
+    ],
+)
+def test_data_that_a_checkpoint_names_is_told(before, given, note):
+    options = pretrain_gpt.parse_options(given, "", resumed={"data": before})
+    state = {"settings": {"data": before}}
+    assert note_on_data(SimpleNamespace(options=options, state=state)) == note
+
+
+def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
+    done = start([], "--tp", 3, executable=sys.executable)
+    assert done.returncode == 2
+    assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide heads 4: use tp 1, 2 or 4\n"
+    assert done.stdout == ""
+
+
+def test_help_names_every_setting_and_needs_no_torch(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = start([], "--help", executable=sys.executable)
+    assert done.returncode == 0
+    for setting in settings_of(Options):
+        assert re.search(rf"--{setting.replace('_', '-')}[ ,]", done.stdout), setting
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
+def test_more_ranks_than_cuda_devices_are_refused_before_they_start():
+    done = start([], "--device", "cuda", "--tp", 2)
+    message = "cuda: 2 ranks here but 0 CUDA devices: use fewer, or --device cpu"
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        f"pretrain_gpt.py: error: {message}\n",
+    )

@@ -1,0 +1,93 @@
+"""How ranks watch each other and their launcher, and what they do where that is not allowed."""
+
+import errno
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megazoo.cli import deaths
+from megazoo.cli.elastic import StopSignal
+from megazoo.cli.launch import end_with_launcher
+from megazoo.cli.local_ranks import _catches as catches
+from megazoo.parallel.context import ParallelContext
+from tests.support.processes import SOON, lives
+
+
+def test_handlers_that_nobody_tells_of_are_taken_to_be_there(monkeypatch):
+    for status in ("", "Name:\tpython\nState:\tS (sleeping)\n"):  # gVisor's has no SigCgt
+        monkeypatch.setattr(Path, "read_text", lambda *_, said=status: said)
+        assert catches(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM, errno.ESRCH])
+def test_a_process_that_can_not_be_watched_is_left_out(monkeypatch, error):
+    def refused(_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
+    watch = deaths._Watch([("rank 1", 1, os.getpid())])
+    watch.close()
+    assert not watch._thread.is_alive()
+
+
+@pytest.mark.timeout(30)
+def test_a_forked_child_holds_up_no_thread():
+    """It has all ends of the pipes that the threads wait at."""
+    watch = deaths._Watch([("rank 1", 1, os.getpid())])
+    try:
+        with StopSignal(ParallelContext()):
+            child = os.fork()
+            if not child:
+                time.sleep(SOON)
+                os._exit(0)
+        watch.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="processes can't be watched here")
+def test_how_a_process_died_is_read_before_its_parent_is_told_and_after():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        handle = os.pidfd_open(process.pid)
+        assert deaths._wait_status(handle, process.pid) is None
+        process.kill()
+        while lives(process.pid):
+            time.sleep(0.01)
+        assert deaths._wait_status(handle, process.pid) == signal.SIGKILL
+        process.wait()
+        # None where the kernel does not keep it
+        assert deaths._wait_status(handle, process.pid) in (signal.SIGKILL, None)
+        os.close(handle)
+
+
+def test_a_rank_whose_launcher_died_before_it_could_watch_it_ends(monkeypatch):
+    """The launcher of this rank, torchrun by its environment, dies while the rank still imports."""
+    with suppress(PermissionError):  # of a first process that is another user's
+        if "python" in os.readlink("/proc/1/exe"):
+            pytest.skip("the first process here could be torchrun")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.delenv("MEGAZOO_LAUNCHER", raising=False)
+    read, write = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        begun = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == begun:
+                time.sleep(0.01)
+            os.write(write, b"1" if os.getppid() == 1 else b"?")
+            end_with_launcher()
+            os.write(write, b"goes on")
+        os._exit(0)
+    os.waitpid(launcher, 0)
+    os.close(write)
+    with open(read, "rb") as told:
+        words = told.read()
+    if words.startswith(b"?"):
+        pytest.skip("orphans here have another parent than the first process")
+    assert words == b"1"

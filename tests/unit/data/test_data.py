@@ -1,0 +1,293 @@
+"""Data: the embedded corpus, token files, splits, batches made ahead, and what is refused."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain_gpt
+from megazoo.data import Batches, Blend, PackedDataset, check_data
+from megazoo.data.corpus import standard_library
+from megazoo.data.indexed import HEADER, IndexedTokens, write_index
+from megazoo.data.samples import MockDataset
+from megazoo.errors import UserError
+from megazoo.parallel import ParallelContext
+from megazoo.tokenizer import open_tokenizer
+from tests.support.data import open_all, write_lines
+
+
+def test_the_embedded_corpus_is_the_standard_library():
+    documents = standard_library()
+    assert sum(map(len, documents)) > 5e6
+    assert any(b"class Counter(dict)" in text for text in documents)
+    assert documents == standard_library()
+
+
+def test_no_document_is_in_two_splits_and_none_is_lost():
+    documents = [np.frombuffer(text, np.uint8).tobytes() for text in standard_library()]
+    parts = []
+    for blend in open_all("stdlib", split="80,15,5"):
+        (dataset,) = blend.datasets
+        ends = np.flatnonzero(dataset.tokens == 256)
+        parts.append(
+            [p[p != 256].astype(np.uint8).tobytes() for p in np.split(dataset.tokens, ends + 1)][
+                :-1
+            ]
+        )
+    assert sorted(text for part in parts for text in part) == sorted(documents)
+    assert [len(part) / len(documents) for part in parts] == pytest.approx(
+        [0.8, 0.15, 0.05], abs=2 / len(documents)
+    )
+
+
+def test_samples_overlap_by_one_token():
+    dataset = PackedDataset(np.arange(100, dtype=np.uint16), 10)
+    assert len(dataset) == 9
+    assert dataset[0].input_ids.tolist() == list(range(10))
+    assert dataset[8].input_ids.tolist() == list(range(80, 90))
+    assert dataset[8].targets.tolist() == list(range(81, 91))
+
+
+def test_stages_without_data_get_no_arguments():
+    assert Batches(None, 8, ParallelContext())(0) == {}
+
+
+def test_mock_data_is_random_and_the_same_again():
+    dataset = MockDataset(1000, 512)
+    samples = [dataset[index].input_ids for index in range(20)]
+    assert all(
+        np.array_equal(sample, dataset[index].input_ids) for index, sample in enumerate(samples)
+    )
+    counts = np.bincount(np.concatenate(samples), minlength=1000)
+    assert len(counts) == 1000
+    assert (counts > 0).mean() > 0.99
+    assert np.array_equal(dataset[3].input_ids[1:], dataset[3].targets[:-1])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_batches_made_ahead_are_those_made_when_needed(workers):
+    batches = Batches(
+        Blend([PackedDataset(np.arange(2001, dtype=np.uint16), 8)], seed=1), 8, ParallelContext()
+    )
+    starts = range(16, 400, 8)
+    for start, batch in zip(starts, batches.ahead(starts, workers), strict=True):
+        assert all(torch.equal(batch[name], tensor) for name, tensor in batches(start).items())
+        assert batches.tokens(start) == 64
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_fails_ahead_is_raised_in_its_turn(workers):
+    tokens = np.arange(2001, dtype=np.uint16)
+    batches = Batches(
+        Blend([PackedDataset(tokens, 8, vocab_size=1000, name="a.bin", first=5)]),
+        8,
+        ParallelContext(),
+    )
+    made = batches.ahead(range(0, 400, 8), workers)
+    for _ in range(15):
+        next(made)
+    with pytest.raises(
+        UserError, match=r"a\.bin: token 1000 at place 1,005 is outside the vocabulary of 1000"
+    ):
+        next(made)
+
+
+def test_byte_tokens():
+    tokenizer = open_tokenizer("byte")
+    text = "naïve ☃\n"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
+
+
+@pytest.mark.parametrize("split", ["95", "a,b", "0,5", "-1,2", "1,2,3,4", "nan,1", "1,inf"])
+def test_a_split_that_is_none_is_refused(split):
+    with pytest.raises(UserError, match="is not two or three shares such as 95,5 or 98,1,1"):
+        check_data(["stdlib"], split)
+
+
+def test_weights_and_sources_are_told_apart(tmp_path):
+    assert check_data(["stdlib"], "95,5") == (("stdlib",), (1.0,), (0.95, 0.05, 0.0))
+    assert check_data("3 stdlib 1 mock".split(), "98,1,1") == (
+        ("stdlib", "mock"),
+        (3.0, 1.0),
+        (0.98, 0.01, 0.01),
+    )
+    for words in (["stdlib", "mock"], ["1", "stdlib", "2"], [], ["stdlib", "1", "mock", "2"]):
+        with pytest.raises(
+            UserError, match="is neither one source nor weights and sources in turn"
+        ):
+            check_data(words, "95,5")
+    with pytest.raises(UserError, match="the weights of a blend must be above 0: 1, -2"):
+        check_data("1 stdlib -2 mock".split(), "95,5")
+    with pytest.raises(UserError, match="unknown data 'wikitext': there is stdlib"):
+        check_data("1 stdlib 2 wikitext".split(), "95,5")
+    with pytest.raises(UserError, match="unknown tokenizer 'bpe': there is byte"):
+        open_tokenizer("bpe")
+
+
+@pytest.fixture
+def token_files(tmp_path):
+    """Ten documents of 1 to 10 tokens, numbered on."""
+    lengths = np.arange(1, 11)
+    np.arange(lengths.sum(), dtype=np.uint16).tofile(tmp_path / "a.bin")
+    write_index(tmp_path / "a.idx", lengths, np.dtype(np.uint16))
+    return tmp_path / "a"
+
+
+def test_token_files_are_split_by_document(token_files):
+    train, valid, test = (
+        blend.datasets[0] for blend in open_all(token_files, split="60,20,20", seq_length=4)
+    )
+    assert train.tokens[:].tolist() == list(range(21))  # six documents, 1 + ... + 6 tokens
+    assert valid.tokens[:].tolist() == list(range(21, 36))
+    assert test.tokens[:].tolist() == list(range(36, 55))
+    assert [part.first for part in (train, valid, test)] == [0, 21, 36]
+    assert train[1].input_ids.tolist() == [4, 5, 6, 7]
+
+
+def test_a_blend_takes_from_all_its_sources_in_every_part(token_files):
+    train, valid, test = open_all(
+        "0.7", token_files, "0.3", "stdlib", split="60,20,20", seq_length=4
+    )
+    for blend in (train, valid, test):
+        places = [source for source, _ in blend.places(0, 1000)]
+        assert abs(places.count(0) - 700) <= 1
+    assert len(train) == len(train.datasets[0]) + len(train.datasets[1])
+    assert len(valid.datasets[0]) == 3
+
+
+REFUSED = {
+    "split 0.6,0.4,0 leaves no training sample of 21 tokens": dict(split="60,40", seq_length=21),
+    "split 0.01,0.99,0 leaves no training sample of 4 tokens": dict(split="1,99", seq_length=4),
+    "split 0.98,0.01,0.01 leaves no validation sample of 4 tokens": dict(
+        split="98,1,1", seq_length=4
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_split_without_documents_is_refused(token_files, message):
+    with pytest.raises(UserError, match=f"{token_files}: {message}"):
+        open_all(token_files, **REFUSED[message])
+
+
+def test_an_empty_dataset_is_refused(tmp_path):
+    (tmp_path / "a.bin").touch()
+    write_index(tmp_path / "a.idx", np.array([], int), np.dtype(np.uint16))
+    with pytest.raises(UserError, match=f"{tmp_path}/a has no tokens"):
+        open_all(tmp_path / "a")
+    (tmp_path / "b.jsonl").touch()
+    with pytest.raises(UserError, match=f"{tmp_path}/b.jsonl has no lines"):
+        open_all(tmp_path / "b.jsonl")
+
+
+def test_tokens_beyond_the_vocabulary_are_told_with_their_place(token_files):
+    train, _, _ = open_all(token_files, split="60,40", seq_length=4, vocab_size=11)
+    assert train.datasets[0][1].targets.tolist() == [5, 6, 7, 8]
+    with pytest.raises(
+        UserError, match=f"{token_files}.bin: token 11 at place 11 is outside the vocabulary of 11"
+    ):
+        train.datasets[0][2]
+    np.arange(-30, 25, dtype=np.int32).tofile(token_files.with_suffix(".bin"))
+    write_index(token_files.with_suffix(".idx"), np.arange(1, 11), np.dtype(np.int32))
+    _, valid, _ = open_all(token_files, split="60,40", seq_length=4, vocab_size=11)
+    with pytest.raises(
+        UserError, match=f"{token_files}.bin: token -9 at place 21 is outside the vocabulary of 11"
+    ):
+        valid.datasets[0][0]
+
+
+def test_documents_without_an_end_can_not_be_told_apart(token_files):
+    open_all(token_files, split="60,40", seq_length=4)
+    with pytest.raises(
+        UserError,
+        match=f"{token_files}.bin: its first document doesn't end with the tokenizer's 256",
+    ):
+        open_all(token_files, split="60,40", seq_length=4, separate_documents=True)
+
+
+def test_sequences_out_of_order_are_refused(token_files):
+    data = bytearray(token_files.with_suffix(".idx").read_bytes())
+    first = HEADER.size + 4 * 10  # offsets
+    data[first + 8 : first + 16], data[first + 16 : first + 24] = (
+        data[first + 16 : first + 24],
+        data[first + 8 : first + 16],
+    )
+    token_files.with_suffix(".idx").write_bytes(data)
+    train, valid, _ = open_all(token_files, split="60,40", seq_length=4)
+    with pytest.raises(
+        UserError, match=f"{token_files}.idx: sequences . to . don't lie end to end in the .bin"
+    ):
+        train.datasets[0][0]
+    valid.datasets[0][0]
+    data[first : first + 80] = np.arange(90, -10, -10).astype("<i8").tobytes()
+    token_files.with_suffix(".idx").write_bytes(data)
+    with pytest.raises(
+        UserError, match=f"{token_files}.idx: sequences 0 to . don't lie end to end in the .bin"
+    ):
+        open_all(token_files, split="60,40", seq_length=4)
+
+
+def test_batches_number_the_documents_if_they_are_to_be_separate():
+    eod = 99
+    tokens = np.array([1, 2, eod, 3, 4, 5, eod, eod, 6, 7, 8, 9, 1], np.uint16)
+    batch = Batches(Blend([PackedDataset(tokens, 6, eod)]), 2, ParallelContext())(0)
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 2, 2, 2, 2]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 3]]
+    assert batch["targets"].tolist() == [[2, eod, 3, 4, 5, eod], [eod, 6, 7, 8, 9, 1]]
+    assert "document_ids" not in Batches(Blend([PackedDataset(tokens, 6)]), 2, ParallelContext())(0)
+
+
+# Who opens what.
+
+_opened: list[str] = []
+
+
+def _note(event, arguments):
+    if event == "open" and isinstance(arguments[0], str | os.PathLike):
+        _opened.append(os.fspath(arguments[0]))
+
+
+def opened_while_training(directory, arguments) -> set[str]:
+    """The files in a directory that this rank opens."""
+    if _note not in getattr(sys, "_megazoo_hooks", []):
+        sys.addaudithook(_note)
+        sys._megazoo_hooks = [_note]
+    _opened.clear()
+    pretrain_gpt.main(arguments)
+    return {Path(name).name for name in _opened if str(directory) in name}
+
+
+def test_stages_between_the_first_and_the_last_open_no_data(ranks, token_files):
+    """Told by the interpreter's own audit events, of every file that is opened, memory maps
+    included."""
+    directory = token_files.parent
+    np.arange(55 * 20, dtype=np.uint16).__mod__(200).astype(np.uint16).tofile(
+        token_files.with_suffix(".bin")
+    )
+    write_index(token_files.with_suffix(".idx"), np.full(20, 55), np.dtype(np.uint16))
+    write_lines(
+        directory / "b.jsonl",
+        *({"prompt": "a" * number, "completion": "b"} for number in range(1, 15)),
+    )
+    sizes = "--hidden-size 16 --heads 2 --layers 4 --max-positions 16 --seq-length 16".split()
+    sizes += "--device cpu --pp 4 --global-batch-size 4 --micro-batch-size 1 --steps 2".split()
+    sizes += "--eval-steps 1 --split 80,10,10".split()
+    data = ["--data", "0.5", str(token_files), "0.5", str(directory / "b.jsonl")]
+    first, *between, last = ranks(opened_while_training, 4, directory, [*sizes, *data])
+    assert {"a.bin", "a.idx", "b.jsonl"} <= first & last
+    assert sum(name.endswith("document.bin") for name in last) == 2
+    assert between == [set(), set()]
+
+
+def test_an_index_of_many_documents_reads_back(tmp_path):
+    lengths = np.random.default_rng(0).integers(0, 50, 100_000)
+    np.zeros(lengths.sum(), np.uint16).tofile(tmp_path / "a.bin")
+    write_index(tmp_path / "a.idx", lengths, np.dtype(np.uint16))
+    tokens = IndexedTokens(tmp_path / "a")
+    stream = tokens.stream(10, 99_990)
+    assert stream.start == lengths[:10].sum()
+    assert len(stream) == lengths[10:99_990].sum()

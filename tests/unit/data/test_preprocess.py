@@ -1,0 +1,328 @@
+"""From text to token files: what is written reads back exactly, in every form of input, after an
+interruption too."""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megazoo.cli.launch import run_program
+from megazoo.data import preprocess as module
+from megazoo.data.indexed import IndexedTokens
+from megazoo.data.preprocess import Recipe, input_files, preprocess
+from megazoo.errors import UserError
+from megazoo.tokenizer import ByteTokenizer
+from tools import preprocess_data
+
+ROOT = Path(__file__).parents[3]
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Texts of many lengths, with all kinds of characters."""
+    generator = random.Random(seed)
+    letters = "abc \n\t\r\u2028é☃🙂\0"
+    return ["".join(generator.choices(letters, k=generator.randint(0, 60))) for _ in range(count)]
+
+
+def write_jsonl(path: Path, documents: list[str], **more) -> Path:
+    path.write_text(
+        "".join(json.dumps({"text": text, **more}, ensure_ascii=False) + "\n" for text in documents)
+    )
+    return path
+
+
+def read_back(prefix) -> list[str]:
+    tokens = IndexedTokens(prefix)
+    assert tokens.documents.tolist() == list(range(len(tokens) + 1))
+    assert len(tokens.tokens) == tokens.lengths.sum()
+    return [ByteTokenizer().decode(tokens[i]) for i in range(len(tokens))]
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["preprocess_data.py", *map(str, arguments)])
+    try:
+        run_program(preprocess_data.main)
+    except SystemExit as stop:
+        return stop.code, capsys.readouterr()
+    return 0, capsys.readouterr()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    monkeypatch.setattr(module, "SAVED_EVERY", 1)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_documents_read_back_in_their_order(tmp_path, monkeypatch, capsys, small_chunks, workers):
+    documents = texts(300)
+    source = write_jsonl(tmp_path / "a.jsonl", documents)
+    arguments = [
+        "--input",
+        source,
+        "--output-prefix",
+        tmp_path / "out" / "a",
+        "--workers",
+        workers,
+        "--append-eod",
+    ]
+    code, told = run(monkeypatch, capsys, *arguments)
+    assert code == 0, told.err
+    kept = [text for text in documents if text]
+    assert read_back(tmp_path / "out" / "a_text_document") == kept
+    tokens = IndexedTokens(tmp_path / "out" / "a_text_document")
+    assert all(tokens[i][-1] == 256 for i in range(len(tokens)))
+    assert (
+        f"{len(kept):,} documents, {sum(len(text.encode()) + 1 for text in kept):,} tokens (uint16)"
+        in told.out
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "a_text_document.bin",
+        "a_text_document.idx",
+    ]
+
+
+def test_every_form_of_input(tmp_path, small_chunks):
+    parts = [texts(80, seed) for seed in range(4)]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = [write_jsonl(tmp_path / "lines", part).read_bytes() for part in parts]
+    (folder / "0.jsonl").write_bytes(lines[0].rstrip(b"\n"))  # no end of the last line
+    (folder / "1.jsonl.gz").write_bytes(gzip.compress(lines[1]))
+    half = lines[2].index(b"\n", len(lines[2]) // 2) + 1
+    (folder / "2.json.zst").write_bytes(
+        b"".join(map(zstandard.compress, (lines[2][:half], lines[2][half:])))
+    )
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "3.txt").write_text("one document\n\nof two lines")
+    recipe = Recipe(input_files([folder, write_jsonl(tmp_path / "4.jsonl", parts[3])]), "byte")
+    done = preprocess(recipe, tmp_path / "out", 2)
+    expected = [text for text in [*parts[0], *parts[1], *parts[2]] if text]
+    expected += ["one document\n\nof two lines", *filter(None, parts[3])]
+    assert read_back(tmp_path / "out_text_document") == expected
+    assert (done.documents, done.bad) == (4 * 80 + 1, 0)
+
+
+def test_each_key_makes_files_of_its_own(tmp_path, monkeypatch, capsys):
+    lines = [{"title": f"title {i}", "text": f"text {i}"} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    arguments = [
+        "--input",
+        tmp_path / "a.jsonl",
+        "--output-prefix",
+        tmp_path / "a",
+        "--json-keys",
+        "text",
+        "title",
+    ]
+    assert run(monkeypatch, capsys, *arguments)[0] == 0
+    for key in ("text", "title"):
+        assert read_back(tmp_path / f"a_{key}_document") == [line[key] for line in lines]
+
+
+def test_token_files_in_a_folder_are_no_text(tmp_path):
+    """They would read as text: bytes as uint16 are UTF-8 with zeros in between."""
+    write_jsonl(tmp_path / "a.JSONL", ["a", "b"])
+    (tmp_path / "a.JSONL.tokens").mkdir()
+    preprocess(Recipe(input_files([tmp_path]), "byte"), tmp_path / "a.JSONL.tokens" / "0123", 0)
+    for _ in range(2):
+        preprocess(Recipe(input_files([tmp_path]), "byte"), tmp_path / "out", 0)
+        assert read_back(tmp_path / "out_text_document") == ["a", "b"]
+
+
+def test_a_worker_that_dies_is_told_in_one_line(tmp_path, monkeypatch):
+    def die(*_):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", die)
+    source = write_jsonl(tmp_path / "a.jsonl", texts(10))
+    with pytest.raises(UserError, match="a worker died"):
+        preprocess(Recipe((str(source),), "byte"), tmp_path / "out", 1)
+
+
+def test_two_runs_do_not_write_the_same_files(tmp_path):
+    recipe = Recipe((str(write_jsonl(tmp_path / "a.jsonl", ["a"])),), "byte")
+
+    def again(_):
+        with pytest.raises(
+            UserError, match=r"out_text_document\.bin\.partial: another run is writing it"
+        ):
+            preprocess(recipe, tmp_path / "out", 0)
+
+    preprocess(recipe, tmp_path / "out", 0, progress=again)
+    assert read_back(tmp_path / "out_text_document") == ["a"]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_what_was_interrupted_goes_on_where_it_stood(tmp_path, small_chunks, suffix):
+    documents = [texts(200), texts(200, seed=1)]
+    files = []
+    for number, part in enumerate(documents):
+        data = write_jsonl(tmp_path / "lines", part).read_bytes()
+        packed = {"jsonl": lambda d: d, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress}[
+            suffix
+        ](data)
+        files.append(tmp_path / f"{number}.{suffix}")
+        files[-1].write_bytes(packed)
+    recipe = Recipe(input_files(files), "byte", append_eod=True)
+    runs, chunks = 0, 0
+    while True:
+        seen = 0
+
+        def progress(_):
+            nonlocal seen, chunks
+            seen, chunks = seen + 1, chunks + 1
+            if seen == 3:
+                raise Interrupted
+
+        try:
+            done = preprocess(recipe, tmp_path / "out", 1, progress=progress)
+            break
+        except Interrupted:
+            runs += 1
+            assert not (tmp_path / "out_text_document.bin").exists()
+            with open(tmp_path / "out_text_document.bin.partial", "ab") as file:
+                file.write(b"half a document")  # what a kill leaves behind the last save
+    assert runs > 3
+    assert done.documents == 400
+    preprocess(recipe, tmp_path / "straight", 1)
+    for ending in ("bin", "idx"):
+        again, straight = (
+            tmp_path / f"{name}_text_document.{ending}" for name in ("out", "straight")
+        )
+        assert again.read_bytes() == straight.read_bytes()
+    assert (
+        chunks
+        < runs
+        + 2 * sum(os.path.getsize(file) for file in [tmp_path / "lines"]) / 1000
+        + 10
+        + 2 * runs
+    )
+
+
+def test_progress_without_its_files_starts_anew(tmp_path, small_chunks):
+    """Zeros must never stand for what is gone."""
+    recipe = Recipe((str(write_jsonl(tmp_path / "a.jsonl", texts(200))),), "byte")
+
+    def stop(_):
+        stop.calls += 1
+        if stop.calls == 3:
+            raise Interrupted
+
+    stop.calls = 0
+    with pytest.raises(Interrupted):
+        preprocess(recipe, tmp_path / "out", 1, progress=stop)
+    (tmp_path / "out_text_document.bin.partial").unlink()
+    preprocess(recipe, tmp_path / "out", 1)
+    assert read_back(tmp_path / "out_text_document") == [text for text in texts(200) if text]
+
+
+def test_another_recipe_starts_anew(tmp_path, small_chunks):
+    source = write_jsonl(tmp_path / "a.jsonl", texts(100))
+
+    def stop(_):
+        stop.calls += 1
+        if stop.calls == 3:
+            raise Interrupted
+
+    stop.calls = 0
+    with pytest.raises(Interrupted):
+        preprocess(Recipe((str(source),), "byte"), tmp_path / "out", 1, progress=stop)
+    preprocess(Recipe((str(source),), "byte", append_eod=True), tmp_path / "out", 1)
+    assert IndexedTokens(tmp_path / "out_text_document")[0][-1] == 256
+    assert read_back(tmp_path / "out_text_document") == [text for text in texts(100) if text]
+
+
+def test_bad_lines_are_counted_and_told_with_their_numbers(
+    tmp_path, monkeypatch, capsys, small_chunks
+):
+    lines = [json.dumps({"text": f"document {i} " + "x" * 200}) for i in range(40)]
+    lines[3], lines[17], lines[29] = "{", '{"other": 1}', '{"text": "\\ud800"}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    arguments = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "a", "--workers", 2]
+    code, told = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert "left out 3 lines without text" in told.out
+    for number, reason in {
+        4: "Expecting property name",
+        18: "no text under 'text'",
+        30: "not Unicode",
+    }.items():
+        assert f"a.jsonl, line {number}: " in told.err + told.out
+        assert reason in told.err + told.out
+    assert len(read_back(tmp_path / "a_text_document")) == 37
+    code, told = run(monkeypatch, capsys, *arguments, "--overwrite", "--strict")
+    assert (code, told.err.count("\n")) == (1, 1)
+    assert "a.jsonl, line 4: " in told.err
+
+
+def test_the_tool_and_its_workers_do_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    source = write_jsonl(tmp_path / "a.jsonl", texts(50))
+    command = [
+        sys.executable,
+        "tools/preprocess_data.py",
+        "--input",
+        source,
+        "--output-prefix",
+        tmp_path / "a",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_back(tmp_path / "a_text_document") == [text for text in texts(50) if text]
+
+
+def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    (tmp_path / "broken.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-20])
+    (tmp_path / "broken.jsonl.zst").write_bytes(b"nonsense")
+    (tmp_path / "cut.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "a"}\n' * 99)[:-1])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "there_text_document.bin").write_bytes(b"")
+    prefix = ["--output-prefix", tmp_path / "out"]
+    for arguments, code, message in [
+        ([], 2, "give --input and --output-prefix"),
+        (["--input", tmp_path / "none", *prefix], 2, "none: no such file"),
+        (["--input", tmp_path / "folder", *prefix], 2, "folder has no files"),
+        (["--input", source, *prefix, "--tokenizer", "bpe"], 2, "unknown tokenizer 'bpe'"),
+        (["--input", source, *prefix, "--workers", 0], 2, "workers 0 must be at least 1"),
+        (["--input", source, *prefix, "--json-keys", "a", "a"], 2, "json-keys must be different"),
+        (
+            ["--input", source, "--output-prefix", tmp_path / "there"],
+            2,
+            "--overwrite replaces them",
+        ),
+        (["--input", tmp_path / "broken.jsonl.gz", *prefix], 1, "broken.jsonl.gz can't be read: "),
+        (
+            ["--input", tmp_path / "broken.jsonl.zst", *prefix],
+            1,
+            "broken.jsonl.zst can't be read: ",
+        ),
+        (
+            ["--input", tmp_path / "cut.jsonl.zst", *prefix],
+            1,
+            "cut.jsonl.zst can't be read: Compressed file ended",
+        ),
+        (
+            ["--input", source, "--output-prefix", source / "out"],
+            1,
+            "a.jsonl can't be written: File exists",
+        ),
+    ]:
+        got, told = run(monkeypatch, capsys, *arguments)
+        assert (got, told.err.count("\n"), message in told.err) == (code, 1, True), told.err

@@ -1,0 +1,364 @@
+"""Loops and optimizers of a user's own: gradients that are summed are right, and those that nobody
+summed refused."""
+
+import copy
+
+import pytest
+import torch
+
+import megazoo
+from megazoo.engine.microbatch import MicroBatch
+from megazoo.errors import UserError
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.clip import clip_grad_norm
+from tests.support.training import (
+    MODELS,
+    context,
+    layout_name,
+    make_batch,
+    randomize,
+    replica_rows,
+    run_in_layout,
+    tiny_config,
+    world,
+    worst_gradient,
+)
+
+FORGOTTEN = (
+    r"not summed over the ranks: call model.sync_gradients\(\) on every rank before the step"
+)
+
+
+def pieces_of_gradients(model) -> dict:
+    tp = model.ctx.tp_size, model.ctx.tp_rank
+    return {
+        entry.name: [
+            (piece.box, entry.parameter.grad[piece.index()].clone())
+            for piece in entry.spec.pieces(*tp)
+        ]
+        for entry in model.entries()
+    }
+
+
+def parameters_after(optimizer_of, layout, steps=3, sync=True, config=None):
+    """A user's loop, `model(...).loss.backward()`: gradients of the last step, and this rank's
+    parameters."""
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(config or tiny_config(), ctx, seed=3))
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        ids, _ = make_batch(step)
+        optimizer.zero_grad()
+        for half in replica_rows(ids, ctx).chunk(2):  # two backwards, added up
+            (model(half, labels=half).loss / 2).backward()
+        if sync:
+            model.sync_gradients()
+        gradients = pieces_of_gradients(model)  # which the step clips
+        optimizer.step()
+    return gradients, {entry.name: entry.parameter.detach() for entry in model.entries()}
+
+
+def ours(model, **how):
+    return AdamW(model, lr=1e-2, eps=1e-4, clip_grad=0.2, **how)
+
+
+def sharded(model):
+    return ours(model, zero=1)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+LAYOUTS = [dict(dp=2), dict(tp=2), dict(tp=2, sp=True), dict(tp=2, dp=2, sp=True)]
+
+
+@pytest.mark.parametrize("optimizer_of", [ours, sharded, sgd])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_a_loop_of_ones_own_trains_like_one_process(ranks, layout, optimizer_of):
+    # All rows have as many labels, so that the mean over the replicas is the mean over the batch.
+    expected, parameters = parameters_after(optimizer_of, {})
+    answers = run_in_layout(ranks, parameters_after, layout, optimizer_of)
+    assert worst_gradient([gradients for gradients, _ in answers], expected)[0] < 1e-3
+    for _, found in answers:
+        for name, parameter in found.items():
+            if parameter.shape == parameters[name].shape:
+                torch.testing.assert_close(parameter, parameters[name], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer_of", [ours, sharded, sgd])
+def test_a_step_with_gradients_that_nobody_summed_is_refused(ranks, optimizer_of):
+    ranks(refused, 2, optimizer_of)
+
+
+def refused(optimizer_of):
+    with pytest.raises(UserError, match=FORGOTTEN):
+        parameters_after(optimizer_of, dict(dp=2), sync=False)
+
+
+def test_copies_over_tp_need_no_more_than_the_backward(ranks):
+    expected, _ = parameters_after(ours, {})
+    answers = ranks(parameters_after, 2, ours, dict(tp=2, sp=True), sync=False)
+    assert worst_gradient([gradients for gradients, _ in answers], expected)[0] < 1e-3
+
+
+def synced_after_train_batch(zero):
+    ctx = context(dp=2)
+    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
+    optimizer = AdamW(model, zero=zero)
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets)
+    before = [p.grad.clone() for p in model.parameters()]
+    model.sync_gradients()
+    for gradient, p in zip(before, model.parameters(), strict=True):
+        assert torch.equal(gradient, p.grad)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_after_train_batch_nothing_is_left_to_sum(ranks, zero):
+    ranks(synced_after_train_batch, 2, zero)
+
+
+def left_in_the_middle():
+    ctx = context(pp=2)
+    model = megazoo.from_config(tiny_config(), ctx)
+    optimizer = AdamW(model)
+    ids, _ = make_batch(0)
+    for out in model.microbatches(ids, labels=ids, num_microbatches=2):
+        out.loss.backward()
+        break
+    for act in (optimizer.step, model.sync_gradients, lambda: clip_grad_norm(model, 1.0)):
+        with pytest.raises(UserError, match=r"go through model.microbatches\(\) to its end"):
+            act()
+    for out in model.microbatches(ids, labels=ids, num_microbatches=2):
+        out.loss.backward()
+    optimizer.step()
+
+
+def test_a_loop_over_micro_batches_that_was_left_is_refused(ranks):
+    ranks(left_in_the_middle, 2)
+
+
+def own_pipeline():
+    """Two stages by hand, with a tied embedding: gradients after sync_gradients."""
+    import torch.distributed as dist
+
+    model = randomize(megazoo.from_config(MODELS["llama"], context(pp=2), seed=3))
+    ids, targets = make_batch(0)
+    targets = torch.where(targets == -100, 0, targets)
+    batch, (stage,) = MicroBatch(tuple(ids.shape), ids, targets), model.stages
+    optimizer = AdamW(model)
+    if stage.first:
+        x = model.forward_stage(ids, batch, stage)
+        dist.send(x.detach(), 1)
+        gradient = torch.empty_like(x)
+        dist.recv(gradient, 1)
+        x.backward(gradient)
+    else:
+        x = torch.empty(*ids.shape, 32)
+        dist.recv(x, 0)
+        x.requires_grad_()
+        model.token_losses(
+            model.outputs(model.forward_stage(x, batch, stage), batch), batch
+        ).mean().backward()
+        dist.send(x.grad, 0)
+    with pytest.raises(UserError, match=FORGOTTEN):
+        optimizer.step()
+    model.sync_gradients()
+    norm = optimizer.step()
+    return norm, model.embedding.weight.detach()
+
+
+def test_ties_of_an_own_pipeline_are_summed(ranks):
+    model = randomize(megazoo.from_config(MODELS["llama"], seed=3))
+    optimizer = AdamW(model)
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=torch.where(targets == -100, 0, targets))
+    norm = optimizer.step()
+    (norm_0, first), (norm_1, last) = ranks(own_pipeline, 2)
+    torch.testing.assert_close([norm_0, norm_1], [norm, norm])
+    assert torch.equal(first, last)
+
+
+def clipped(config, frozen, layout, zero=0):
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(config, ctx, seed=3))
+    if frozen:
+        model.train_only("norm|mlp")
+    if zero:
+        AdamW(model, zero=zero)
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets, num_microbatches=2)
+    norm = clip_grad_norm(model, 0.05).item()
+    again = clip_grad_norm(model, 1e9).item()
+    return norm, again, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [dict(), dict(tp=2), dict(pp=2), dict(tp=2, pp=2, sp=True), dict(dp=2)],
+    ids=layout_name,
+)
+def test_clip_grad_norm_is_of_the_whole_model(ranks, layout, frozen):
+    for name in ("gpt2", "llama"):  # tied, and llama's KV heads have copies at tp 4
+        model = randomize(megazoo.from_config(MODELS[name], seed=3))
+        if frozen:
+            model.train_only("norm|mlp")
+        ids, targets = make_batch(0)
+        torch.nn.functional.cross_entropy(
+            model(ids).logits.flatten(0, 1), targets.flatten()
+        ).backward()
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+        for norm, again, _ in run_in_layout(ranks, clipped, layout, MODELS[name], frozen):
+            assert norm == pytest.approx(expected, rel=1e-4)
+            assert again == pytest.approx(0.05, rel=1e-4)
+
+
+def test_clip_grad_norm_under_zero_1_and_with_copied_heads(ranks):
+    expected, _, _ = clipped(MODELS["llama, one KV head"], False, {})
+    for layout, zero in ((dict(tp=2, dp=2), 1), (dict(tp=4), 0)):
+        for norm, again, _ in ranks(
+            clipped, world(layout), MODELS["llama, one KV head"], False, layout, zero=zero
+        ):
+            assert norm == pytest.approx(expected, rel=1e-4)
+            assert again == pytest.approx(0.05, rel=1e-4)
+
+
+def test_small_gradients_are_not_clipped():
+    model = megazoo.from_config(tiny_config(), seed=3)
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=targets)
+    before = [p.grad.clone() for p in model.parameters()]
+    clip_grad_norm(model, 1e3)
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+
+
+def batch_of(ctx):
+    return replica_rows(make_batch(0)[0], ctx)
+
+
+def own_forward():
+    """Model.forward is not called, nor is anything of megazoo made but the model: gradients, and
+    what SGD says."""
+    ctx = context(dp=2)
+    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
+    ids = batch_of(ctx)
+    batch = MicroBatch(tuple(ids.shape), ids, ids)
+    x = model.forward_stage(ids, batch, model.stages[0])
+    (model.loss_sum(model.outputs(x, batch), batch) / ids.numel()).backward()
+    with pytest.raises(UserError, match=FORGOTTEN):
+        sgd(model).step()
+    model.sync_gradients()
+    sgd(model).step()
+    return next(model.parameters()).detach()
+
+
+def own_copy():
+    """The same of a deep copy, which has buckets of its own."""
+    ctx = context(dp=2)
+    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
+    ids = batch_of(ctx)
+    model.train_batch(ids, labels=ids)
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    batch = MicroBatch(tuple(ids.shape), ids, ids)
+    x = twin.forward_stage(ids, batch, twin.stages[0])
+    (twin.loss_sum(twin.outputs(x, batch), batch) / ids.numel()).backward()
+    twin.sync_gradients()
+    sgd(twin).step()
+    return next(twin.parameters()).detach()
+
+
+@pytest.mark.parametrize("train_on", [own_forward, own_copy])
+def test_gradients_of_an_own_forward_are_summed(ranks, train_on):
+    a, b = ranks(train_on, 2)
+    assert torch.equal(a, b)
+
+
+def zeros_mixed():
+    ctx = context(dp=2)
+    model = megazoo.from_config(tiny_config(), ctx, seed=3)
+    ids = batch_of(ctx)
+    shares = AdamW(model, zero=1)
+    model.train_batch(ids, labels=ids)
+    with pytest.raises(
+        UserError, match=r"shared out among the replicas, as AdamW\(zero=1\) asked for"
+    ):
+        sgd(model).step()
+    model(ids, labels=ids).loss.backward()
+    for act in (shares.step, model.sync_gradients):
+        with pytest.raises(
+            UserError, match=r"has added to what train_batch shared out .* call model.zero_grad\(\)"
+        ):
+            act()
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    model.sync_gradients()
+    shares.step()
+    AdamW(model)
+    model.train_batch(ids, labels=ids)
+    with pytest.raises(UserError, match="another AdamW was made for this model, with another zero"):
+        shares.step()
+
+
+def test_shares_and_sums_of_gradients_are_not_mixed(ranks):
+    ranks(zeros_mixed, 2)
+
+
+def test_a_backward_before_the_optimizer_is_made_counts():
+    """In bfloat16 its gradients are fp32 from the start."""
+    model = megazoo.from_config(tiny_config(), dtype=torch.bfloat16, seed=3)
+    ids, _ = make_batch(0)
+    model(ids, labels=ids).loss.backward()
+    gradient = model.norm.weight.grad
+    optimizer = AdamW(model)
+    assert gradient.dtype == torch.float32
+    assert model.norm.weight.grad is gradient
+    optimizer.step()
+
+
+def test_after_a_batch_that_failed_another_is_trained_on():
+    model = megazoo.from_config(tiny_config(), seed=3)
+    ids, _ = make_batch(0)
+    optimizer = AdamW(model)
+
+    def fail(*_):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        model.train_batch(ids, labels=ids, loss_fn=fail)
+    with pytest.raises(UserError, match="a batch is not finished"):
+        optimizer.step()
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="mine"):
+        model.train_batch(ids, labels=ids, loss_fn=fail)
+    model.train_batch(ids, labels=ids)
+    optimizer.step()
+
+
+def frozen_for_a_moment():
+    ctx = context(dp=2)
+    model = megazoo.from_config(tiny_config(), ctx, seed=3)
+    ids, optimizer = batch_of(ctx), AdamW(model)
+    model.train_batch(ids, labels=ids)
+    before = model.norm.weight.grad.clone()
+    model.requires_grad_(False)
+    model(ids, labels=ids)
+    model.requires_grad_(True)
+    assert torch.equal(model.norm.weight.grad, before)
+    optimizer.step()
+
+
+def test_a_model_that_is_frozen_for_a_moment_trains_on(ranks):
+    ranks(frozen_for_a_moment, 2)
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    model = megazoo.from_config(tiny_config())
+    ids, _ = make_batch(0)
+    with pytest.raises(UserError, match="loss_fn returns a number without a gradient"):
+        model.train_batch(ids, labels=ids, loss_fn=lambda logits, labels: logits.detach().mean())

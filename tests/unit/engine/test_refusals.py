@@ -1,0 +1,216 @@
+"""What a user's own loop may get wrong is refused in one line, before anything is trained; where
+one rank is wrong, by all."""
+
+import math
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.generate import GenerationSettings
+from megazoo.optim.loss_scale import LossScale
+from megazoo.testing import check_parallel as check
+from tests.support.training import context, tiny_config
+from tools import check_parallel, plan
+
+IDS = torch.arange(32).view(4, 8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return megazoo.from_config(tiny_config(layers=1))
+
+
+BATCHES = {
+    "num_microbatches 0 must be 1 or more": dict(num_microbatches=0),
+    "num_microbatches -2 must be 1 or more": dict(num_microbatches=-2),
+    "num_microbatches must be a whole number, not 2.0": dict(num_microbatches=2.0),
+    "num_microbatches must be a whole number, not '2'": dict(num_microbatches="2"),
+    "num_microbatches must be a whole number, not True": dict(num_microbatches=True),
+    "num_microbatches 3 doesn't divide the batch of 4": dict(num_microbatches=3),
+    "input_ids must be a tensor, not list": dict(input_ids=IDS.tolist()),
+    "input_ids must be a tensor, not ndarray": dict(input_ids=IDS.numpy()),
+    "input_ids must be whole numbers, int64, not float32": dict(input_ids=IDS.float()),
+    "input_ids must be whole numbers, int64, not bool": dict(input_ids=IDS > 3),
+    "input_ids has the shape [32], not the batch's [32]": dict(input_ids=IDS.flatten()),
+    "labels must be a tensor, not list": dict(labels=IDS.tolist()),
+    "labels must be whole numbers, int64, not float32": dict(labels=IDS.float()),
+    "targets must be a tensor, not tuple": dict(labels=None, targets=(1, 2)),
+    "targets must be whole numbers, int64, not float16": dict(labels=None, targets=IDS.half()),
+    "attention_mask must be a tensor, not list": dict(attention_mask=[[1]]),
+    "position_ids must be whole numbers, int64, not complex64": dict(
+        position_ids=IDS.to(torch.complex64)
+    ),
+    "document_ids must be a tensor, not int": dict(document_ids=3),
+    "token id 64 is outside the vocabulary of 61": dict(input_ids=IDS + 33),
+    "token id -1 is outside the vocabulary of 61": dict(input_ids=IDS - 1),
+}
+
+
+@pytest.mark.parametrize("message", BATCHES)
+def test_batches_that_are_none(model, message):
+    for call in (model.train_batch, model.eval_batch):
+        with pytest.raises(UserError) as caught:
+            call(**{"input_ids": IDS, "labels": IDS, **BATCHES[message]})
+        assert str(caught.value).startswith(message)
+
+
+def test_forward_and_generate_refuse_what_is_no_tensor(model):
+    for call in (model, model.generate):
+        with pytest.raises(UserError, match="input_ids must be a tensor, not list"):
+            call(IDS.tolist())
+        with pytest.raises(UserError, match="input_ids must be whole numbers, int64, not float32"):
+            call(IDS.float())
+    with pytest.raises(UserError, match="attention_mask must be a tensor, not list"):
+        model.generate(IDS, [[1]])
+
+
+def test_ids_of_any_whole_type_are_taken(model):
+    losses = {
+        kind: model.eval_batch(IDS.to(kind), IDS.to(kind)).item()
+        for kind in (torch.int64, torch.int32, torch.int16, torch.uint8)
+    }
+    assert len(set(losses.values())) == 1
+
+
+OPTIMIZERS = {
+    "lr nan must be 0 or more": dict(lr=math.nan),
+    "lr -0.1 must be 0 or more": dict(lr=-0.1),
+    "lr inf must be finite": dict(lr=math.inf),
+    "lr must be a number, not '1e-3'": dict(lr="1e-3"),
+    "betas must be two numbers, not 0.9": dict(betas=0.9),
+    "betas must be two numbers, not (0.9,)": dict(betas=(0.9,)),
+    "beta 1.0 must be below 1": dict(betas=(0.9, 1.0)),
+    "beta nan must be 0 or more": dict(betas=(math.nan, 0.9)),
+    "eps -1 must be 0 or more": dict(eps=-1),
+    "weight_decay nan must be 0 or more": dict(weight_decay=math.nan),
+    "clip_grad nan must be 0 or more": dict(clip_grad=math.nan),
+    "clip_grad must be a number, not None": dict(clip_grad=None),
+    "zero 2 is neither 0 nor 1": dict(zero=2),
+}
+
+
+@pytest.mark.parametrize("message", OPTIMIZERS)
+def test_optimizers_that_can_not_be(model, message):
+    with pytest.raises(UserError) as caught:
+        megazoo.optim.AdamW(model, **OPTIMIZERS[message])
+    assert str(caught.value) == message
+
+
+def test_a_learning_rate_that_becomes_no_number_changes_no_weight():
+    model = megazoo.from_config(tiny_config(layers=1))
+    optimizer = megazoo.optim.AdamW(model, lr=np.float32(1e-3), clip_grad=math.inf)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.train_batch(IDS, IDS)
+    for lr in (math.nan, -1.0):
+        optimizer.lr = lr
+        with pytest.raises(UserError, match=f"lr {lr} must be 0 or more"):
+            optimizer.step()
+    for norm in (math.nan, -1.0, "1"):
+        with pytest.raises(UserError, match="max_norm "):
+            megazoo.optim.clip_grad_norm(model, norm)
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.lr = torch.tensor(1e-3)  # as torch's schedulers may have it
+    optimizer.step()
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(value=math.nan), "the loss scale's value nan must be 1 or more"),
+        (dict(value=0.5), "the loss scale's value 0.5 must be 1 or more"),
+        (dict(value=math.inf), "the loss scale's value inf must be finite"),
+        (dict(growth_interval=0), "the loss scale's growth_interval 0 must be 1 or more"),
+        (dict(hysteresis=1.5), "the loss scale's hysteresis must be a whole number, not 1.5"),
+    ],
+)
+def test_loss_scales_that_can_not_be(fields, message):
+    with pytest.raises(UserError) as caught:
+        LossScale(**fields)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("size", [0, -1, "2", 2.0, True, None])
+def test_sizes_of_a_context_that_can_not_be(size):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size"):
+        with pytest.raises(UserError) as caught:
+            megazoo.ParallelContext.from_torch(**{name: size})
+        assert str(caught.value) == f"{name} must be a whole number of at least 1, not {size!r}"
+
+
+@pytest.mark.parametrize("timeout", [60, math.nan, timedelta(0), timedelta(seconds=-1), None])
+def test_timeouts_of_a_context_that_can_not_be(timeout):
+    with pytest.raises(UserError) as caught:
+        megazoo.ParallelContext.from_torch(timeout=timeout)
+    assert str(caught.value) == f"timeout must be a timedelta above 0, not {timeout!r}"
+
+
+def test_an_interval_of_recomputation_is_at_least_1(model):
+    for interval in (0, -1, 1.5):
+        with pytest.raises(UserError, match=r"interval .*(1 or more|whole number)"):
+            model.recompute("full", interval)
+
+
+@pytest.mark.parametrize("name", ["temperature", "length_penalty", "repetition_penalty"])
+def test_settings_of_generation_that_are_no_numbers(name):
+    for value in (math.nan, math.inf):
+        with pytest.raises(UserError, match=f"{name} {value} is out of range"):
+            GenerationSettings(**{name: value}).check(61)
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "inf"])
+def test_a_tolerance_that_would_pass_everything_or_nothing(tolerance):
+    for call in (
+        lambda: check_parallel.main(["--preset", "gpt2-tiny", f"--tolerance={tolerance}"]),
+        lambda: next(check("gpt2-tiny", ["tp2"], tolerance=float(tolerance))),
+    ):
+        with pytest.raises(UserError, match=f"tolerance {tolerance}.* must be (0 or more|finite)"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "flag", ["gpus", "tp", "pp", "dp", "virtual-pp", "micro-batch-size", "global-batch-size"]
+)
+@pytest.mark.parametrize("mode", [[], ["--search"]], ids=["plan", "search"])
+def test_sizes_of_a_plan_are_at_least_1(flag, mode):
+    for value in (0, -1):
+        with pytest.raises(UserError) as caught:
+            plan.main(["--preset", "gpt2-tiny", *mode, f"--{flag}={value}"])
+        assert str(caught.value) == f"{flag} {value} must be at least 1"
+
+
+def wrong_on_rank_1(kind, directory):
+    """What each rank is told where rank 1 alone is wrong. directory: of a model."""
+    ctx = context(pp=2)
+    model, wrong = megazoo.from_config(tiny_config(layers=2), ctx), ctx.rank == 1
+    calls = {
+        "batch": lambda: model.train_batch(IDS, IDS, num_microbatches=0 if wrong else 2),
+        "optimizer": lambda: megazoo.optim.AdamW(model, lr=math.nan if wrong else 1e-3),
+        "weights": lambda: model.from_parallelized(3 if wrong else directory),
+    }
+    with pytest.raises(UserError) as caught:
+        calls[kind]()
+    torch.distributed.destroy_process_group()  # it is no longer fit for a barrier
+    return str(caught.value), caught.value.exit_code
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("batch", "num_microbatches 0 must be 1 or more"),
+        ("optimizer", "lr nan must be 0 or more"),
+        (
+            "weights",
+            "weights are read from a directory, not from int: for random ones, megazoo.from_config",
+        ),
+    ],
+)
+def test_where_one_rank_is_wrong_all_are_told(ranks, tmp_path, kind, message):
+    megazoo.from_config(tiny_config(layers=2)).save_parallelized(tmp_path / "model")
+    others, wrong = ranks(wrong_on_rank_1, 2, kind, tmp_path / "model", timeout=60)
+    assert wrong == (message, 2)
+    assert others == (f"rank 1 failed: {message}", 1)

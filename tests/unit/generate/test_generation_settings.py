@@ -1,0 +1,277 @@
+"""The settings of generation: rules against repetition, lengths, what ends a row, streamers, and
+what is refused."""
+
+import pytest
+import torch
+from transformers.generation import NoRepeatNGramLogitsProcessor
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.generate import GenerationSettings
+from megazoo.generate.decoding import repeating
+from tests.support.generation import END, FAMILIES, NEW, PAD, generate, of_transformers, prompts
+from tests.support.training import context, layout_name, run_in_layout, tiny_config
+
+
+def test_penalty_and_least_length_equal_transformers(tmp_path):
+    hf = FAMILIES["llama"]()
+    hf.save_pretrained(tmp_path)
+    model = megazoo.from_pretrained(tmp_path)
+    for beams in (1, 3):
+        settings = {
+            "max_new_tokens": NEW,
+            "eos_token_id": END,
+            "pad_token_id": PAD,
+            "num_beams": beams,
+        }
+        for extra in (
+            {"repetition_penalty": 1.4},
+            {"min_new_tokens": 10},
+            {"repetition_penalty": 0.7},
+        ):
+            for seed in range(100):
+                ids = prompts(seed, batch=2)[0]
+                expected, margin = of_transformers(
+                    hf, ids, torch.ones_like(ids), **settings, **extra
+                )
+                if margin > 2e-5:
+                    break
+            assert margin > 2e-5
+            assert torch.equal(model.generate(ids, **settings, **extra), expected)
+
+
+REPEATS = {
+    "greedy, n-grams of 2": {"no_repeat_ngram_size": 2},
+    "greedy, n-grams of 1": {"no_repeat_ngram_size": 1, "max_new_tokens": 20},
+    "greedy, n-grams and penalty": {
+        "no_repeat_ngram_size": 3,
+        "repetition_penalty": 0.7,
+        "min_new_tokens": 8,
+    },
+    "beams, n-grams of 2": {"no_repeat_ngram_size": 2, "num_beams": 3},
+    "beams, all of them": {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": END},
+    "beams, two of them, n-grams": {
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "no_repeat_ngram_size": 3,
+    },
+    "beams, early, two of them": {
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "eos_token_id": END,
+        "early_stopping": True,
+        "length_penalty": 2.0,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def repeats(tmp_path_factory):
+    """What transformers generates with settings that forbid repetition, or return several rows."""
+    hf, path, made = repetitive(FAMILIES["llama"]()), tmp_path_factory.mktemp("repeats"), []
+    hf.save_pretrained(path)
+    for name, settings in REPEATS.items():
+        settings = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": 60, **settings}
+        for seed in range(100):
+            ids = prompts(seed, batch=3)[0]
+            ids[:, 3:6] = ids[:, 6:]  # a prompt repeats itself
+            expected, margin = of_transformers(hf, ids, torch.ones_like(ids), **settings)
+            if margin > 2e-5:
+                break
+        else:
+            raise AssertionError(f"no prompts for {name}")
+        free = {key: value for key, value in settings.items() if key != "no_repeat_ngram_size"}
+        assert free == settings or not torch.equal(
+            expected, hf.generate(ids, do_sample=False, **free)
+        ), name
+        made.append((path, settings, ids, None, expected))
+    return made
+
+
+def repetitive(hf):
+    """A model of transformers that repeats itself soon: the output head is nearly the embedding."""
+    with torch.no_grad():
+        hf.lm_head.weight.lerp_(hf.model.embed_tokens.weight, 0.8)
+    return hf
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(pp=4)], ids=layout_name
+)
+def test_repetition_rules_and_several_rows_equal_transformers(ranks, repeats, layout):
+    for outputs in run_in_layout(ranks, generate, layout, repeats):
+        for (*_, expected), ids, name in zip(repeats, outputs, REPEATS, strict=True):
+            assert torch.equal(ids, expected), name
+    if not layout:
+        for (*_, expected), ids in zip(
+            repeats, generate(repeats, {}, use_cache=False), strict=True
+        ):
+            assert torch.equal(ids, expected)
+
+
+def test_no_repeated_tokens_are_those_of_transformers():
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(100):
+        tokens = torch.randint(0, 6, (4, 1 + trial % 12), generator=generator)
+        for size in (1, 2, 3, 4):
+            theirs = NoRepeatNGramLogitsProcessor(size)(tokens, torch.zeros(4, 6)).isinf()
+            assert torch.equal(repeating(tokens, size, 6), theirs)
+
+
+def test_where_the_rule_would_forbid_all_tokens_it_does_not_hold():
+    model = megazoo.from_config(tiny_config(max_positions=100), seed=3)
+    ids = prompts(batch=2)[0]
+    for how in ({}, {"do_sample": True}):
+        new = model.generate(ids, max_new_tokens=80, no_repeat_ngram_size=1, **how)
+        assert 0 <= new.min() <= new.max() < 61
+        for row in new:
+            left = 61 - len(row[:9].unique())
+            assert len(row[9 : 9 + left].unique()) == left
+
+
+def test_max_length_counts_the_prompt_as_transformers_does(tmp_path):
+    hf = FAMILIES["gpt2"]()
+    hf.save_pretrained(tmp_path)
+    model = megazoo.from_pretrained(tmp_path)
+    ids, mask = prompts()
+    for beams in (1, 2):
+        settings = {"max_length": 20, "num_beams": beams, "pad_token_id": PAD, "eos_token_id": 60}
+        expected, margin = of_transformers(hf, ids, mask, **settings)
+        assert margin > 1e-5
+        assert torch.equal(model.generate(ids, mask, **settings), expected)
+    # without either, 20 new ones
+    assert model.generate(ids, mask, eos_token_id=[]).shape == (4, 29)
+
+
+def test_the_checkpoint_says_what_ends_and_pads(tmp_path):
+    hf = FAMILIES["gpt2"]()
+    hf.generation_config.eos_token_id, hf.generation_config.pad_token_id = END, PAD
+    hf.save_pretrained(tmp_path / "hf")
+    ids, mask = prompts()
+    expected = hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW)
+    model = megazoo.from_pretrained(tmp_path / "hf")
+    assert torch.equal(model.generate(ids, mask, max_new_tokens=NEW), expected)
+    model.save_parallelized(tmp_path / "shards")
+    again = megazoo.from_parallelized(tmp_path / "shards")
+    assert torch.equal(again.generate(ids, mask, max_new_tokens=NEW), expected)
+
+
+class Letters:
+    """A tokenizer of 61 letters."""
+
+    def decode(self, ids):
+        return "".join(chr(65 + token) for token in ids)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_stop_strings_end_a_row(beams):
+    model = megazoo.from_config(tiny_config(max_positions=64), seed=3)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    ids, letters = prompts(batch=2)[0], Letters()
+    free = model.generate(ids, max_new_tokens=20)[:, 9:]
+    text = letters.decode(free[0].tolist())
+    stop = text[6:9]
+    ends = text.index(stop) + 3
+    if beams == 1:
+        out = model.generate(
+            ids, max_new_tokens=20, pad_token_id=PAD, stop=[stop, "~~"], tokenizer=letters
+        )[:, 9:]
+        assert torch.equal(out[0, :ends], free[0, :ends])
+        assert (out[0, ends:] == PAD).all()
+    else:
+        out = model.generate(
+            ids, max_new_tokens=20, stop=stop, num_beams=3, early_stopping=True, tokenizer=letters
+        )
+        row = letters.decode(out[0, 9:].tolist()).rstrip("A")  # padded with token 0
+        assert stop not in row[:-1]
+
+
+class Kept:
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, ids):
+        self.tokens += ids.tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def streamed(layout):
+    model = megazoo.from_config(tiny_config(max_positions=64), context(**layout), seed=3)
+    streamer = Kept()
+    out = model.generate(prompts()[0][:1], max_new_tokens=10, streamer=streamer)
+    return streamer.tokens, streamer.ended, out
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2, pp=2)], ids=layout_name)
+def test_a_streamer_gets_each_token(ranks, layout):
+    for tokens, ended, out in run_in_layout(ranks, streamed, layout):
+        assert ended
+        assert tokens == out[0, 9:].tolist()
+
+
+def test_a_streamer_gets_the_row_of_another_replica(ranks):
+    for tokens, ended, out in ranks(streamed, 2, dict(dp=2)):
+        assert ended
+        assert tokens == out[0, 9:].tolist()
+
+
+def test_settings_in_all_their_forms():
+    plain = GenerationSettings(stop=None, top_k=None, top_p=None, eos_token_id=torch.tensor(3))
+    assert (plain.stop, plain.top_k, plain.top_p, plain.eos_token_id) == ((), 0, 1.0, (3,))
+    assert GenerationSettings(stop=["", "a"], eos_token_id=[1, 2]).stop == ("a",)
+    for wrong in ({"num_beams": 2.0}, {"max_new_tokens": "3"}):
+        with pytest.raises(UserError, match="is not a whole number"):
+            GenerationSettings(**wrong)
+
+
+WRONG = {
+    "an over-long prompt": (
+        {"max_new_tokens": 60},
+        "a prompt of 9 tokens and 60 new ones exceed .* 64: at most 55",
+    ),
+    "a temperature of 0": ({"temperature": 0.0}, "temperature 0.0 is out of range"),
+    "top_p": ({"top_p": 1.5}, "top_p 1.5 is out of range"),
+    "beams that sample": ({"num_beams": 2, "do_sample": True}, "exclude each other"),
+    "a misspelling": (
+        {"max_new_token": 3},
+        "generate has no max_new_token; did you mean max_new_tokens",
+    ),
+    "an end outside the vocabulary": ({"eos_token_id": 61}, "token 61 .* vocabulary of 61"),
+    "a stop without its tokenizer": ({"stop": "x"}, "stop needs the tokenizer"),
+    "padding on the right": (
+        {"attention_mask": torch.tensor([[1] * 9, [1] * 8 + [0]])},
+        "row 1 ends with padding",
+    ),
+    "a streamer for two": ({"streamer": Kept()}, "a streamer takes one row"),
+    "two lengths": (
+        {"max_length": 20, "max_new_tokens": 3},
+        "max_new_tokens and max_length exclude each other: give",
+    ),
+    "no room": ({"max_length": 9}, "max_length 9 leaves no new token after a prompt of 9"),
+    "an over-long max_length": (
+        {"max_length": 65},
+        "a prompt of 9 tokens and 56 new ones exceed .* 64: at most 55",
+    ),
+    "a length of 2.5": ({"max_length": 2.5}, "max_length 2.5 is not a whole number"),
+    "greedy copies": (
+        {"num_return_sequences": 2},
+        "num_return_sequences 2 needs do_sample, or num_beams of at least",
+    ),
+    "more than beams": (
+        {"num_beams": 2, "num_return_sequences": 3},
+        "num_return_sequences 3 needs do_sample, or",
+    ),
+    "no rows": ({"num_return_sequences": 0}, "num_return_sequences 0 is out of range"),
+    "a negative n-gram": ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size -1 is out of range"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_refused(name):
+    arguments, message = WRONG[name]
+    model = megazoo.from_config(tiny_config(max_positions=64))
+    with pytest.raises(UserError, match=message):
+        model.generate(prompts(batch=2)[0], **arguments)

@@ -1,0 +1,72 @@
+"""Logits whose rows are aligned in memory, as on CUDA: here on a CPU that is told to need it."""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from megazoo.layers import VocabParallelHead, aligned, linear
+from tests.support.layouts import case_name, one_process, short_pieces
+from tests.support.training import (
+    MODELS,
+    context,
+    train_and_keep_gradients,
+    world,
+    worst_gradient,
+    worst_relative,
+)
+
+STEPS = 4
+
+
+@contextmanager
+def on_tensor_cores():
+    """Within this block all CPU tensors need aligned rows, be they of 16 bits or not."""
+
+    def needs_alignment(x, columns):
+        return columns % 8 != 0
+
+    with ExitStack() as stack:
+        for module in ("aligned", "fused_linear", "linear"):
+            patch = mock.patch(f"megazoo.layers.{module}.needs_alignment", needs_alignment)
+            stack.enter_context(patch)
+        yield
+
+
+def train(*args, overlapped, in_pieces):
+    hides = mock.patch.object(linear, "hides_communication", return_value=overlapped)
+    made = mock.patch.object(aligned, "empty_aligned", side_effect=aligned.empty_aligned)
+    with on_tensor_cores(), hides, made as count:
+        if not in_pieces:
+            return *train_and_keep_gradients(*args), count.call_count
+        with short_pieces():
+            return *train_and_keep_gradients(*args), count.call_count
+
+
+CASES = [
+    ("gpt2", dict(), ""), ("gpt2", dict(), "in pieces"), ("llama", dict(tp=2, sp=True), "beside"),
+    ("mpt, learned positions", dict(tp=2), "beside, in pieces"), ("llama", dict(tp=2), ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout", "how"), CASES, ids=case_name)
+def test_gradients_are_those_of_one_process(ranks, model, layout, how):
+    history, gradients = one_process(MODELS[model])
+    options = {"overlapped": "beside" in how, "in_pieces": "in pieces" in how}
+    results = ranks(train, world(layout), MODELS[model], layout, STEPS, **options)
+    assert worst_relative(results[-1][0], history) < 1e-5
+    for step, expected in enumerate(gradients):
+        distance, name = worst_gradient([result[1][step] for result in results], expected)
+        assert distance < 1e-5, f"{name} at step {step + 1}"
+    assert all(result[2] for result in results)
+
+
+def test_rows_of_logits_and_of_their_gradients_begin_at_multiples_of_64():
+    head, x = VocabParallelHead(61, 8, ctx=context()), torch.randn(2, 5, 8)
+    with on_tensor_cores():
+        logits = head(x)
+        assert (logits.shape, logits.stride()) == ((2, 5, 61), (320, 64, 1))
+        assert aligned.aligned(torch.randn(7, 61)).stride() == (64, 1)
+    torch.testing.assert_close(logits, head(x))
+    assert head(x).is_contiguous()

@@ -1,0 +1,141 @@
+"""Linear layers whose weights are rounded to 8 bits: what they compute, in every layout."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.layers import ColumnParallelLinear, RowParallelLinear, int8, round_to_int8
+from megazoo.layers.int8 import int8_linear, rounded_to_int8
+from tests.support.inference import PROMPT, run_main, write_model
+from tests.support.training import MODELS, context, layout_name, randomize, run_in_layout
+from tools import evaluate, generate
+
+
+def test_a_row_is_whole_numbers_and_a_scale():
+    weight = torch.tensor([[127.0, -64.0, 0.4], [0.5, 0.0, -0.25], [0.0, 0.0, 0.0]])
+    numbers, scale = rounded_to_int8(weight)
+    assert numbers.dtype == torch.int8
+    assert numbers[0].tolist() == [127, -64, 0]
+    assert scale[0] == 1
+    # 0.5 / 127 has more digits than bfloat16: the nearest of its numbers is 0.00393677
+    assert scale[1].item() == pytest.approx(0.0039367676, rel=1e-6)
+    assert numbers[1].tolist() == [127, 0, -64]
+    assert numbers[2].tolist() == [0, 0, 0]
+    assert scale[2] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, int8.FEW_ROWS, int8.FEW_ROWS + 1, 200])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 32), (33, 17)])
+def test_products_are_those_of_the_rounded_weight(outputs, inputs, rows, dtype):
+    torch.manual_seed(0)
+    numbers, scale = rounded_to_int8(torch.randn(outputs, inputs))
+    x, bias = torch.randn(2, rows, inputs).to(dtype)[:1], torch.randn(outputs).to(dtype)
+    y = int8_linear(x, numbers, scale, bias)
+    expected = F.linear(x.double(), numbers.double() * scale.double()[:, None], bias.double())
+    by_kernel = rows <= int8.FEW_ROWS and outputs % 16 == 0
+    exact = dtype == torch.float32 and not by_kernel
+    tolerance = 1e-5 if exact else 2**-6
+    assert y.dtype == dtype
+    assert y.shape == (1, rows, outputs)
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_float16_does_not_overflow():
+    numbers, scale = torch.full((16, 4096), 127, dtype=torch.int8), torch.full((16,), 2**-7)
+    y = int8_linear(torch.ones(17, 4096).half(), numbers, scale, None)
+    assert torch.equal(y, torch.full((17, 16), 4064.0).half())
+
+
+def test_no_rows_give_none():
+    numbers, scale = rounded_to_int8(torch.randn(32, 16))
+    assert int8_linear(torch.randn(0, 3, 16), numbers, scale, None).shape == (0, 3, 32)
+
+
+def logits_of(config, layout, rounded="layers"):
+    """The logits of many rows, which no kernel rounds to bfloat16; rounded: "layers" or "by hand",
+    the same by other means, or None."""
+    model = randomize(megazoo.from_config(config, context(**layout), seed=3)).eval()
+    matrices = [
+        module.weight.data
+        for module in model.modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    ]
+    for matrix in matrices:
+        matrix *= 10  # so that layers matter
+    if rounded == "layers":
+        round_to_int8(model)
+    elif rounded == "by hand":
+        for matrix in matrices:
+            scale = (matrix.abs().amax(1, keepdim=True) / 127).bfloat16().float()
+            matrix.copy_((matrix / scale).round() * scale)
+    ids = torch.arange(4 * 16).reshape(4, 16) % config.vocab_size
+    with torch.no_grad():
+        return model(ids).logits
+
+
+LAYOUTS = [dict(tp=2), dict(tp=4), dict(pp=2), dict(tp=2, pp=2), dict(tp=2, sp=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_with_the_rounded_weights(name):
+    config = MODELS[name]
+    rounded, by_hand, plain = (logits_of(config, {}, how) for how in ("layers", "by hand", None))
+    torch.testing.assert_close(rounded, by_hand, rtol=1e-5, atol=1e-5)
+    assert 1e-3 < (rounded - plain).norm() / plain.norm() < 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize("name", ["gpt2", "llama, one KV head", "mpt"])
+def test_every_layout_computes_the_same(ranks, name, layout):
+    config = MODELS[name]
+    alone = logits_of(config, {})
+    logits = [
+        logits for logits in run_in_layout(ranks, logits_of, layout, config) if logits is not None
+    ]
+    assert logits
+    for each in logits:
+        torch.testing.assert_close(each, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_what_can_not_be_done_is_refused(tmp_path):
+    model = megazoo.from_config(MODELS["llama"])
+    megazoo.lora.add(model, rank=2)
+    with pytest.raises(UserError, match=r"merge\(model\) first"):
+        round_to_int8(model)
+    megazoo.lora.merge(model)
+    round_to_int8(model)
+    kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    round_to_int8(model)  # once more changes nothing
+    assert all(torch.equal(kept[name], p) for name, p in model.named_parameters())
+    assert model.dtype == torch.float32
+    with pytest.raises(UserError, match="rounded to 8 bits are not saved"):
+        model.save_parallelized(tmp_path / "a")
+    with pytest.raises(UserError, match="rounded to 8 bits are not adapted"):
+        megazoo.lora.add(model, rank=2)
+    megazoo.from_config(MODELS["llama"]).save_parallelized(tmp_path / "b")
+    with pytest.raises(UserError, match="rounded to 8 bits are not loaded"):
+        model.from_parallelized(tmp_path / "b")
+    with pytest.raises(UserError, match="nothing"):
+        megazoo.optim.AdamW(model)
+    assert model.to(torch.bfloat16).layers["0"].mlp.down.weight.dtype == torch.int8
+
+
+def test_the_tools_round(tokenizer, tmp_path, monkeypatch, capsys):
+    model = write_model(tmp_path, tokenizer) / "hf"
+    (tmp_path / "text").write_text(PROMPT * 3)
+    losses = []
+    for flags in ([], ["--int8"]):
+        arguments = [model, "--text", tmp_path / "text", "--device", "cpu", *flags]
+        code, out, _ = run_main(evaluate, monkeypatch, capsys, *arguments)
+        assert code == 0
+        losses.append(float(re.search(r"loss +([\d.]+)", out)[1]))
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.01)
+    arguments = [model, "--prompt", PROMPT, "--max-new-tokens", 4, "--device", "cpu", "--int8"]
+    code, out, _ = run_main(generate, monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert out.startswith(PROMPT)

@@ -1,0 +1,135 @@
+"""The loss of a long micro-batch, whose logits are made in pieces, against all logits at once. Here
+each micro-batch is long, and five tokens make a piece."""
+
+from types import MethodType
+
+import pytest
+import torch
+
+import megazoo
+from megazoo.models.gpt2 import GPT2
+from tests.support.layouts import STEPS, case_name, one_process, short_pieces
+from tests.support.training import (
+    MODELS,
+    context,
+    layout_name,
+    make_batch,
+    randomize,
+    train_and_keep_gradients,
+    world,
+    worst_gradient,
+    worst_relative,
+)
+
+
+def train_in_pieces(*args, **kwargs):
+    with short_pieces() as count:
+        return *train_and_keep_gradients(*args, **kwargs), count.call_count
+
+
+PIECES = [
+    ("gpt2", dict(), "1f1b"), ("gpt2", dict(tp=2), "1f1b"), ("llama", dict(tp=2, sp=True), "1f1b"),
+    ("mpt, learned positions", dict(pp=2), "1f1b"), ("llama, one KV head", dict(pp=2, v=2), "1f1b"),
+    ("mpt", dict(tp=2, dp=2), "1f1b"), ("gpt2", dict(pp=2, tp=2), "1f1b"),
+    ("llama", dict(pp=2), "gpipe"), ("llama", dict(pp=2), "zb-h1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout", "schedule"), PIECES, ids=case_name)
+def test_losses_in_pieces_have_the_gradients_of_one_process(ranks, model, layout, schedule):
+    """Only where backward comes at once: else the pieces' gradients would have to wait."""
+    history, gradients = one_process(MODELS[model])
+    results = ranks(train_in_pieces, world(layout), MODELS[model], layout, STEPS, schedule=schedule)
+    assert worst_relative(results[-1][0], history) < 1e-5
+    for step, expected in enumerate(gradients):
+        distance, name = worst_gradient([ours[step] for _, ours, _ in results], expected)
+        assert distance < 1e-5, f"{name} at step {step + 1}"
+    micro_batches = 8 // 2 if layout.get("pp") else 2  # of two rows each, or half a replica's
+    assert results[-1][2] == (STEPS * micro_batches if schedule == "1f1b" else 0)
+
+
+def losses_by_other_ways(layout):
+    """An evaluation's loss, and those of a loop's micro-batches: the first counts nothing, the
+    second twice."""
+    model = randomize(megazoo.from_config(MODELS["llama"], context(**layout), seed=3))
+    ids, targets = make_batch(0)
+    evaluated = model.eval_batch(ids, targets=targets, num_microbatches=2)
+    outputs = model.microbatches(ids, targets=targets, num_microbatches=2)
+    losses = []
+    for weight, out in zip((0.0, 2.0), outputs, strict=True):
+        (weight * out.loss).backward()
+        losses.append(out.loss.item())
+    return evaluated, losses, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def losses_by_other_ways_in_pieces(layout):
+    with short_pieces() as count:
+        return *losses_by_other_ways(layout), count.call_count
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2, pp=2)], ids=layout_name)
+def test_evaluation_and_a_loop_of_ones_own_make_losses_in_pieces(ranks, layout):
+    whole = ranks(losses_by_other_ways, world(layout), layout)
+    pieces = ranks(losses_by_other_ways_in_pieces, world(layout), layout)
+    for (evaluated, losses, gradients), (*ours, _) in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(ours[0], evaluated, rtol=1e-6, atol=0)
+        assert ours[1] == pytest.approx(losses, rel=1e-6)
+        for name, gradient in ours[2].items():
+            assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max(), (
+                name
+            )
+    assert pieces[-1][-1] == 4, "two evaluated, two of the loop"
+
+
+def gradients_in_half(dtype):
+    model = randomize(megazoo.from_config(MODELS["gpt2"], context(), dtype=dtype, seed=3))
+    megazoo.optim.AdamW(model, lr=1e-3)  # it brings float16's loss scale
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=targets, num_microbatches=2)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_losses_in_pieces_have_the_gradients_of_whole_ones_in_16_bits(dtype):
+    whole = gradients_in_half(dtype)
+    with short_pieces() as count:
+        pieces = gradients_in_half(dtype)
+    assert count.call_count == 2
+    for name, gradient in pieces.items():
+        assert gradient.dtype == torch.float32
+        assert (gradient - whole[name]).abs().max() <= 2e-2 * whole[name].abs().max(), name
+
+
+def test_float16_whose_scale_comes_with_the_gradient_waits_for_it():
+    """A user's own loss scaler: nothing may be rounded before."""
+    model = megazoo.from_config(MODELS["gpt2"], context(), dtype=torch.float16)
+    ids, targets = make_batch(0)
+    for scaled_by_us in (False, True):
+        if scaled_by_us:
+            megazoo.optim.AdamW(model, lr=1e-3)
+        with short_pieces() as count:
+            for out in model.microbatches(ids, targets=targets, num_microbatches=2):
+                out.loss.backward()
+        assert count.called == scaled_by_us
+
+
+class Capped(GPT2):
+    """Has logits of its own."""
+
+    def outputs(self, x, batch):
+        return 5 * torch.tanh(GPT2.outputs(self, x, batch) / 5)
+
+
+def test_logits_of_ones_own_are_made_together():
+    ids, targets = make_batch(0)
+    of_a_class, of_one = (build.build(MODELS["gpt2"], context()) for build in (Capped, GPT2))
+    of_one.outputs = MethodType(Capped.outputs, of_one)
+    expected = torch.nn.functional.cross_entropy(
+        of_a_class(ids).logits.flatten(0, 1), targets.flatten()
+    )
+    for model in (of_a_class, of_one):
+        with short_pieces() as count:
+            assert model.train_batch(ids, targets=targets).item() == pytest.approx(
+                expected.item(), rel=1e-6
+            )
+        assert not count.called

@@ -1,0 +1,108 @@
+"""Building: initial weights that don't depend on the layout, and memory for no more than the rank's
+own shard."""
+
+import sys
+
+import pytest
+import torch
+
+import megazoo
+from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.models.registry import FAMILIES, find_config
+from megazoo.parallel import ParallelContext
+from tests.support.training import PeakMemory, give_back_freed_memory, in_fresh_processes
+
+CONFIG = GPT2Config(
+    vocab_size=301, max_positions=24, hidden_size=160, layers=3, heads=4, tie_embeddings=False
+)
+
+
+def built(tp=1, pp=1, rank=0, seed=5):
+    return GPT2.build(CONFIG, ParallelContext.virtual(tp, pp, rank=rank), seed=seed)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 3), (2, 3)])
+def test_initial_weights_are_the_same_in_every_layout(tp, pp):
+    whole = {entry.name: entry.parameter for entry in built().entries()}
+    covered = {name: torch.zeros_like(parameter) for name, parameter in whole.items()}
+    for rank in range(tp * pp):
+        model = built(tp, pp, rank)
+        for entry in model.entries():
+            for piece in entry.spec.pieces(tp, model.ctx.tp_rank):
+                box = tuple(slice(*bounds) for bounds in piece.box)
+                assert torch.equal(entry.parameter[piece.index()], whole[entry.name][box]), (
+                    entry.name
+                )
+                covered[entry.name][box] = 1
+    assert all(cover.all() for cover in covered.values())
+
+
+def test_initial_weights_follow_their_distribution_and_the_seed():
+    parameters = {entry.name: entry.parameter for entry in built().entries()}
+    weight = parameters["layers.1.mlp.up.weight"]
+    assert abs(weight.std() - 0.02) < 2e-4
+    assert abs(weight.mean()) < 2e-4
+    assert abs(parameters["layers.1.mlp.down.weight"].std() - 0.02 / 6**0.5) < 2e-4
+    assert parameters["norm.weight"].eq(1).all()
+    assert parameters["norm.bias"].eq(0).all()
+    assert not torch.equal(weight, parameters["layers.2.mlp.up.weight"])
+    tiles = weight.detach()[:512, :128].split(128)
+    assert not any(torch.equal(tiles[0], tile) for tile in tiles[1:])
+    other = {entry.name: entry.parameter for entry in built(seed=6).entries()}
+    assert not torch.equal(weight, other["layers.1.mlp.up.weight"])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mpt"])
+def test_residual_projections_start_smaller_by_depth(family):
+    """GPT-2's rule (Radford et al. 2019), which the families share: 0.02 / sqrt(2 layers)."""
+    sizes = {"vocab_size": 61, "max_positions": 16, "hidden_size": 256, "layers": 3, "heads": 4}
+    parameters = dict(
+        megazoo.from_config(FAMILIES[family].Config(**sizes), seed=5).named_parameters()
+    )
+    for name in ("attention.output", "mlp.down"):
+        assert parameters[f"layers.1.{name}.weight"].std().item() == pytest.approx(
+            0.02 / 6**0.5, rel=0.02
+        )
+    assert parameters["layers.1.attention.qkv.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def build(preset, tp, pp, rank, dtype) -> tuple[int, int]:
+    """The peak of memory while a rank's part is built, and the bytes of its parameters."""
+    give_back_freed_memory()
+    ctx = ParallelContext.virtual(tp=tp, pp=pp, rank=rank)
+    with PeakMemory() as peak:
+        model = megazoo.from_config(preset, ctx, dtype=getattr(torch, dtype))
+    return peak.above, sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
+@pytest.mark.parametrize(
+    ("preset", "tp", "pp", "rank", "dtype"),
+    [
+        ("gpt2-xl", 2, 4, 0, "float32"),
+        ("gpt2-xl", 2, 4, 7, "float32"),
+        ("llama-7b", 8, 8, 0, "bfloat16"),
+        ("llama-7b", 8, 8, 63, "bfloat16"),
+    ],
+)
+def test_building_a_rank_takes_the_memory_of_its_shard(preset, tp, pp, rank, dtype):
+    ((peak, shard),) = in_fresh_processes(build, preset, tp, pp, rank, dtype)
+    assert shard > 180e6
+    assert peak <= 1.1 * shard + 64e6, f"{peak / 1e6:.0f} MB for a shard of {shard / 1e6:.0f} MB"
+
+
+def test_a_model_survives_deepcopy_and_a_change_of_dtype():
+    import copy
+
+    model = GPT2.build(CONFIG, ParallelContext(), seed=5)
+    twin = copy.deepcopy(model).to(torch.bfloat16)
+    for ours, theirs in zip(model.entries(), twin.entries(), strict=True):
+        assert (ours.name, ours.spec) == (theirs.name, theirs.spec)
+        assert theirs.parameter.dtype == torch.bfloat16
+        assert ours.parameter.dtype == torch.float32
+
+
+def test_every_preset_builds_on_meta():
+    for family in FAMILIES.values():
+        for preset in family.presets:
+            assert next(family.on_meta(find_config(preset), ParallelContext()).parameters()).is_meta

@@ -1,0 +1,254 @@
+"""OSLO's way in: a configuration, and a loop over micro-batches that calls backward itself."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.models.pretrained import save_parallelized
+from megazoo.models.registry import find_config
+from tests.support.training import (
+    MODELS,
+    context,
+    layout_name,
+    make_batch,
+    randomize,
+    replica_rows,
+    run_in_layout,
+    tiny_config,
+)
+
+
+def by_hand_and_at_once(config, layout, factor=1.0):
+    """Losses and gradients of one batch: by a loop of one's own, and by train_batch."""
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(config, ctx, seed=3))
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    found = []
+    for by_hand in (True, False):
+        if by_hand:
+            loss = 0.0
+            for out in model.microbatches(ids, targets=targets, num_microbatches=4):
+                loss += out.loss.item()
+                (out.loss * factor).backward()
+        else:
+            loss = model.train_batch(ids, targets=targets, num_microbatches=4).item()
+        found.append(
+            (loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(),
+        dict(pp=2),
+        dict(tp=2, pp=2),
+        dict(pp=2, v=2),
+        dict(pp=2, dp=2),
+        dict(tp=2, sp=True),
+        dict(pp=4),
+    ],
+    ids=layout_name,
+)
+def test_a_loop_of_ones_own_trains_as_train_batch_does(ranks, layout):
+    for by_hand, at_once in run_in_layout(ranks, by_hand_and_at_once, layout, MODELS["gpt2"]):
+        assert by_hand[0] == pytest.approx(at_once[0], rel=1e-6)
+        assert by_hand[1].keys() == at_once[1].keys()
+        assert all(torch.equal(gradient, at_once[1][name]) for name, gradient in by_hand[1].items())
+
+
+def test_what_the_loss_is_multiplied_by_counts(ranks):
+    for by_hand, at_once in ranks(by_hand_and_at_once, 2, MODELS["llama"], dict(pp=2), factor=0.25):
+        for name, gradient in by_hand[1].items():
+            torch.testing.assert_close(4 * gradient, at_once[1][name], atol=1e-8, rtol=1e-5)
+
+
+def initialized(model, config):
+    ctx = megazoo.initialize(model, config=config).ctx
+    return ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.rank
+
+
+def test_initialize_takes_a_configuration_or_a_json_file(ranks, tmp_path):
+    config = {
+        "model_parallelism": {
+            "enable": True,
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+        }
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.toml").write_text(
+        'model = "llama"\nlayers = 2\nvocab_size = 61\nhidden_size = 32\nheads = 4\n'
+    )
+    saved = megazoo.initialize(tiny_config())
+    saved.save_parallelized(tmp_path / "saved")
+    ways = [(tmp_path / "saved", tmp_path / "config.json"), (str(tmp_path / "saved"), config)]
+    for model, how in (*ways, (tmp_path / "model.toml", config), (MODELS["mpt"], config)):
+        for rank, found in enumerate(ranks(initialized, 4, model, how)):
+            assert found == (2, 2, 1, rank)
+    off = {"model_parallelism": {**config["model_parallelism"], "enable": False}}
+    again = megazoo.initialize(tmp_path / "saved", config=off)
+    assert all(
+        torch.equal(a, b) for a, b in zip(saved.parameters(), again.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_paralelism": {}},
+            "the configuration has no 'model_paralelism'; did you mean model_parallelism",
+        ),
+        ({"model_parallelism": {"tensor_size": 2}}, "model_parallelism has no 'tensor_size'"),
+        ({"model_parallelism": 2}, "model_parallelism must be a dictionary, not 2"),
+        (
+            {"model_parallelism": {"enable": "no"}},
+            "enable in model_parallelism must be true or false, not 'no'",
+        ),
+        ("nowhere.json", "nowhere.json: No such file or directory"),
+    ],
+)
+def test_what_is_not_known_is_told(config, message):
+    with pytest.raises(UserError, match=message):
+        megazoo.initialize(tiny_config(), config=config)
+
+
+@pytest.mark.parametrize("size", ["2", 2.0, True, None, 0, -1])
+def test_a_size_that_is_no_whole_number_is_refused_by_name(size):
+    names = (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "virtual_pipeline_size",
+    )
+    for name in names:
+        if name == "data_parallel_size" and size is None:
+            continue
+        message = f"^{name} must be a whole number of at least 1, not {re.escape(repr(size))}$"
+        with pytest.raises(UserError, match=message):
+            megazoo.ParallelContext.from_torch(**{name: size})
+        if name in names[:2]:
+            with pytest.raises(UserError, match=message):
+                megazoo.initialize(tiny_config(), config={"model_parallelism": {name: size}})
+
+
+def test_comments_in_json_are_told(tmp_path):
+    file = tmp_path / "oslo.json"
+    for text, hint in (
+        (
+            '{\n  // two ranks\n  "model_parallelism": {}\n}',
+            "; JSON has no comments: take them out",
+        ),
+        ('{"model_parallelism": {} /* none */}', "; JSON has no comments: take them out"),
+        ('{"model_parallelism": {"enable": true,//x\n}}', "; JSON has no comments: take them out"),
+        ('{"a": "http://b"', ""),
+        ('{"a": "run # 3",}', ""),
+    ):
+        file.write_text(text)
+        with pytest.raises(
+            UserError, match=f"oslo.json can't be read: .*char \\d+\\){re.escape(hint)}$"
+        ):
+            megazoo.initialize(tiny_config(), config=file)
+
+
+@pytest.mark.parametrize(
+    "load", [megazoo.initialize, megazoo.from_pretrained, megazoo.from_parallelized]
+)
+def test_a_name_is_never_taken_for_weights(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2", "gpt2-124m"):
+        message = (
+            f"{name} is not a directory: there is no {tmp_path}/{name}; give one that holds a "
+            "checkpoint, or what transformers' save_pretrained wrote; for random weights call "
+            f"megazoo.from_config('{name}', ctx)"
+        )
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            load(name)
+    with pytest.raises(UserError, match=r"^EleutherAI/gpt-j-6b is not a directory: .* wrote$"):
+        load("EleutherAI/gpt-j-6b")
+
+
+def test_a_model_object_is_told_to_save_itself(tmp_path):
+    hf = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)
+    )
+    ours = megazoo.from_config(tiny_config())
+    for load in (
+        megazoo.initialize,
+        megazoo.from_pretrained,
+        megazoo.from_config,
+        ours.from_parallelized,
+    ):
+        with pytest.raises(
+            UserError,
+            match=r"save it with its save_pretrained\(DIRECTORY\), then give that directory",
+        ):
+            load(hf)
+    for wrong in (3, {"model_type": "gpt2"}, None):
+        with pytest.raises(UserError, match=f"{type(wrong).__name__} is no config"):
+            megazoo.from_config(wrong)
+    with pytest.raises(UserError, match="weights are read from a directory, not from GPT2Config"):
+        megazoo.from_pretrained(tiny_config())
+
+
+def test_a_config_of_transformers_builds_the_same_as_its_file(tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 32}
+    llama = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    }
+    configs = {
+        "gpt2": transformers.GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16
+        ),
+        "llama": transformers.LlamaConfig(
+            **sizes, **llama, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+        ),
+        "mpt": transformers.MptConfig(
+            vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16
+        ),
+    }
+    for name, config in configs.items():
+        config.save_pretrained(tmp_path / name)
+        assert find_config(config) == find_config(tmp_path / name / "config.json")
+        for model in (megazoo.from_config(config), megazoo.initialize(config)):
+            assert (model.config.layers, model.config.hidden_size) == (2, 32)
+    assert find_config(configs["llama"]).rope_theta == 5e5
+    with pytest.raises(UserError, match="model_type 'bert' is not supported"):
+        megazoo.from_config(transformers.BertConfig())
+
+
+def test_the_directory_goes_by_oslos_names_too(tmp_path):
+    model = megazoo.from_config(tiny_config(), seed=1)
+    model.save_parallelized(save_directory=tmp_path / "a")
+    save_parallelized(model, save_directory=tmp_path / "b")
+    again = [megazoo.from_parallelized(load_directory=tmp_path / "a")]
+    again.append(
+        megazoo.from_config(tiny_config()).from_parallelized(load_directory=tmp_path / "b")
+    )
+    for other in again:
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
+    for call, function, name in (
+        (model.save_parallelized, "save_parallelized", "save_directory"),
+        (model.from_parallelized, "from_parallelized", "load_directory"),
+        (megazoo.from_parallelized, "from_parallelized", "load_directory"),
+    ):
+        with pytest.raises(
+            UserError, match=f"^{function} needs a directory: give .*{name}=DIRECTORY"
+        ):
+            call()
+        with pytest.raises(
+            UserError, match=f"^{function} gets its directory twice: give .*{name}=DIRECTORY"
+        ):
+            call(tmp_path / "a", **{name: tmp_path / "b"})

@@ -1,0 +1,320 @@
+"""A model of a user's own: one file, registered, named on the command line."""
+
+import math
+import sys
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pretrain_gpt
+from megazoo import from_config, register
+from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ParallelOptions, TrainingOptions
+from megazoo.cli.parsing import run_file
+from megazoo.errors import UserError
+from megazoo.layers import MLP
+from megazoo.models import Model
+from megazoo.models.counts import flops_per_token
+from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.models.registry import FAMILIES, find_config
+from megazoo.models.source import SavedModel
+from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
+from megazoo.planning.meter import forward_flops
+from megazoo.planning.plan import Planner, note_on_mfu
+from tools import plan
+
+ROOT = Path(__file__).parents[3]
+
+
+MODEL = """
+from dataclasses import dataclass
+
+import megazoo
+from megazoo.models.gpt2 import GPT2, GPT2Config
+
+
+@dataclass(frozen=True)
+class LouderConfig(GPT2Config):
+    loudness: float = 2.0
+
+
+@megazoo.register("louder")
+class Louder(GPT2):
+    Config = LouderConfig
+    presets = {
+        "louder-tiny": LouderConfig(
+            vocab_size=257, max_positions=32, hidden_size=32, layers=2, heads=2
+        )
+    }
+
+    def forward_stage(self, x, batch, stage):
+        x = super().forward_stage(x, batch, stage)
+        return x * self.config.loudness if stage.last else x
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(tmp_path):
+    file, saved = tmp_path / "louder.py", tmp_path / "run"
+    file.write_text(MODEL)
+    common = ["--import", str(file), "--device", "cpu", "--eval-steps", "0", "--save", str(saved)]
+    batch = ["--seq-length", "32", "--global-batch-size", "4", "--micro-batch-size", "2"]
+    pretrain_gpt.main([*common, *batch, "--model", "louder", "--steps", "2"])
+    assert SavedModel(saved).manifest["family"] == "louder"
+    assert SavedModel(saved).config.loudness == 2.0
+    FAMILIES.pop("louder")
+    pretrain_gpt.main([*common, "--load", str(saved), "--steps", "3"])
+    assert SavedModel(saved).trainer["step"] == 3
+
+
+def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path, capsys, monkeypatch):
+    test_a_registered_model_trains_saves_and_resumes_from_the_command_line(tmp_path)
+    FAMILIES.pop("louder")
+    capsys.readouterr()
+    for arguments, message in {
+        f"--load {tmp_path}/run": f"unknown model family 'louder'; there are {', '.join(FAMILIES)}",
+        "--import nothing.py": "--import nothing.py: no such file",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
+        with pytest.raises(SystemExit) as stop:
+            run_program(pretrain_gpt.main)
+        assert (stop.value.code, capsys.readouterr().err) == (
+            2,
+            f"pretrain_gpt.py: error: {message}\n",
+        )
+
+
+def test_a_taken_name_is_refused():
+    with pytest.raises(UserError, match="is taken: choose another name"):
+        register("mine")(GPT2)
+
+
+def test_the_config_of_another_family_is_refused():
+    class Mine(GPT2):
+        presets: ClassVar = {"mine-tiny": GPT2Config()}
+
+    with pytest.raises(
+        UserError, match="GPT2Config is the Config of gpt2: give mine a Config of its own"
+    ):
+        register("mine")(Mine)
+
+    class MineConfig(GPT2Config):
+        pass
+
+    Mine.Config = MineConfig
+    with pytest.raises(
+        UserError, match="the preset mine-tiny is a GPT2Config: make it a MineConfig"
+    ):
+        register("mine")(Mine)
+    assert "mine" not in FAMILIES
+    Mine.presets = {"mine-tiny": MineConfig()}
+    register("mine")(Mine)
+    register("mine")(Mine)  # a file that is run again
+    assert FAMILIES["mine"] is Mine
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    """Of a user's own: it inherits from nothing, and has no more than it needs."""
+
+    vocab_size: int = 61
+    max_positions: int = 16
+    hidden_size: int = 32
+    layers: int = 2
+    heads: int = 4
+    ffn_size: int = 64
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, config, index):
+        super().__init__()
+        self.mlp = MLP(config.hidden_size, config.ffn_size, F.gelu)
+        self.mix = Mix(config.hidden_size)
+
+    def forward(self, x):
+        return x + self.mix(self.mlp(x))
+
+
+class Mix(ShardedModule):
+    """A matrix of a user's own, of which only this class knows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.add_parameter("weight", ParameterSpec((size, size), std=0.02))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def own_model():
+    class Own(Model):
+        Config, Block, presets = OwnConfig, OwnBlock, {"own-tiny": OwnConfig()}
+
+        def __init__(self, config, ctx, seed=0):
+            super().__init__(config, ctx, seed)
+            self.add_embedding()
+            self.add_layers()
+            self.add_head()
+
+        def forward_stage(self, x, batch, stage):
+            return self.run_layers(self.embedding(x) if stage.first else x, stage)
+
+        @classmethod
+        def stage_costs(cls, config):
+            return 1, 0, 1
+
+    return register("own")(Own)
+
+
+def test_a_config_of_ones_own_needs_to_inherit_from_nothing():
+    own_model()
+    model, ids = from_config("own"), torch.zeros(2, 16, dtype=torch.int64)
+    assert model.train_batch(ids, labels=ids).item() == pytest.approx(math.log(61), rel=0.05)
+    assert model.generate(ids[:, :3], max_new_tokens=2, use_cache=False).shape == (2, 5)
+    assert OwnConfig().num_labels == 0
+    assert "num_labels" not in asdict(OwnConfig())
+    with pytest.raises(UserError, match="tp 3 doesn't divide heads 4: use tp 1, 2 or 4"):
+        Model.check(OwnConfig(), 3, 1)
+
+
+def test_a_model_that_nobody_registered_trains():
+    sizes = [(field.name, int, field.default) for field in fields(OwnConfig)]
+    bare = make_dataclass("BareConfig", sizes, frozen=True)
+    model = type("Bare", (own_model(),), {"Config": bare}).build(bare(), ParallelContext())
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    assert model.train_batch(ids, labels=ids).item() == pytest.approx(math.log(61), rel=0.05)
+
+
+@pytest.mark.parametrize("says", [("weight",), ()])
+def test_a_layer_of_ones_own_counts_as_it_says(says, monkeypatch):
+    monkeypatch.setattr(Mix, "multiplied", says)
+    own_model()
+    model = from_config("own", ParallelContext(device=torch.device("meta")))
+    runs = 3 * forward_flops(model, 1, 16) / 16
+    assert runs - flops_per_token(OwnConfig(), 16) == (0 if says else 6 * 2 * 32 * 32)
+    assert (note_on_mfu(OwnConfig(), 16) is None) == bool(says)
+
+
+PLAIN_ATTENTION = """
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import nn
+
+import megazoo
+from megazoo.layers import ColumnParallelLinear, RowParallelLinear
+from megazoo.models.gpt2 import GPT2, GPT2Config
+
+
+class PlainAttention(nn.Module):
+    SAYS
+
+    def __init__(self, c):
+        super().__init__()
+        self.size, self.recompute = c.hidden_size // c.heads, False
+        self.parts = nn.ModuleList(
+            ColumnParallelLinear(c.hidden_size, c.hidden_size) for _ in range(3)
+        )
+        self.output = RowParallelLinear(c.hidden_size, c.hidden_size)
+
+    def forward(self, x, seed, mask, cache):
+        q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.parts)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+
+class PlainConfig(GPT2Config):
+    pass
+
+
+@megazoo.register("plain")
+class Plain(GPT2):
+    Config = PlainConfig
+    presets = {
+        "plain-tiny": PlainConfig(
+            vocab_size=257, max_positions=512, hidden_size=32, layers=2, heads=2
+        )
+    }
+
+    def __init__(self, config, ctx, seed=0):
+        super().__init__(config, ctx, seed)
+        for block in self.layers.values():
+            block.attention = PlainAttention(config)
+"""
+
+
+@pytest.mark.parametrize("says", ["score_features = 32", "pass"])
+def test_an_attention_of_ones_own_counts_as_it_says(says, tmp_path, capsys):
+    """What MFU counts is what runs on meta under the planner's meter; where it is not, the planner
+    says so."""
+    file = tmp_path / "plain.py"
+    file.write_text(PLAIN_ATTENTION.replace("SAYS", says))
+    run_file(file)
+    config = find_config("plain")
+    how = {"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 512}
+    runs = Planner(config).plan(ParallelOptions(), TrainingOptions(**how)).model_flops_per_token
+    scores = 12 * 2 * 32 * 512
+    assert flops_per_token(config, 512) == pytest.approx(
+        runs - (scores if says == "pass" else 0), rel=1e-9
+    )
+    plan.main(["--import", str(file), "--model", "plain"])
+    assert ("note: MFU counts" in capsys.readouterr().out) == (says == "pass")
+
+
+def test_an_attention_that_says_its_features_counts_once_though_its_projection_says_them_too():
+    model = from_config("gpt2-tiny")
+    before = flops_per_token(model.config, 256)
+
+    class Saying(GPT2):
+        def __init__(self, config, ctx, seed=0):
+            super().__init__(config, ctx, seed)
+            for block in self.layers.values():
+                # as an attention says whose cost does not grow with the sequence
+                block.attention.score_features = 0
+
+    FAMILIES["gpt2"] = Saying
+    assert before - flops_per_token(model.config, 256) == 12 * 4 * 128 * 256
+
+
+def test_selective_recomputation_tells_the_modules_that_know_it(tmp_path):
+    file = tmp_path / "plain.py"
+    file.write_text(PLAIN_ATTENTION.replace("SAYS", "pass"))
+    run_file(file)
+    for mode, expected in (
+        ("selective", True),
+        ("full", False),
+        ("selective", True),
+        ("none", False),
+    ):
+        model = from_config("plain").recompute(mode)
+        told = {
+            name: module.recompute
+            for name, module in model.named_modules()
+            if name.startswith("layers.") and isinstance(getattr(module, "recompute", None), bool)
+        }
+        assert told == {
+            f"layers.{i}.{part}": expected for i in (0, 1) for part in ("attention", "mlp")
+        }
+
+
+def test_an_imported_file_runs_once_in_the_tools_that_run_a_model(tmp_path):
+    file, count = tmp_path / "counts.py", tmp_path / "count"
+    file.write_text(f"with open({str(count)!r}, 'a') as out:\n    out.write('x')\n")
+    from_config("gpt2-tiny").save_parallelized(tmp_path / "model")
+    load_for_inference(
+        InferenceOptions(source=tmp_path / "model", import_=file, tokenizer="byte", device="cpu")
+    )
+    assert count.read_text() == "x"

@@ -1,0 +1,112 @@
+"""AdamW, the gradient norm and the learning rate against torch and against their formulas."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.clip import square_sum
+from megazoo.optim.learning_rate import learning_rate
+from tests.support.training import make_batch, randomize, tiny_config
+
+
+def test_steps_equal_torchs_adamw_with_clipping():
+    ours, theirs = (randomize(megazoo.from_config(tiny_config(), seed=3)) for _ in range(2))
+    optimizer = AdamW(ours, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, clip_grad=0.2)
+    matrices = [p for p in theirs.parameters() if p.dim() > 1]
+    vectors = [p for p in theirs.parameters() if p.dim() == 1]  # no decay on biases and norms
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+    oracle = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), eps=1e-6)
+    for step in range(5):
+        ids, targets = make_batch(step)
+        for model in (ours, theirs):
+            model.train_batch(ids, targets=targets)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)
+        oracle.step()
+        torch.testing.assert_close(optimizer.step(), norm)
+        assert norm > 0.2
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_zero_turns_clipping_off():
+    model = megazoo.from_config(tiny_config(), seed=3)
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=targets)
+    before = model.norm.weight.grad.clone()
+    AdamW(model, clip_grad=0).step()
+    assert torch.equal(model.norm.weight.grad, before)
+
+
+def test_square_sum_is_exact_for_large_tensors():
+    tensor = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    exact = tensor.double().square().sum()
+    assert abs(square_sum(tensor) / exact - 1) < 1e-12
+
+
+def test_zero_grad_and_no_torch_dynamo():
+    import subprocess
+    import sys
+
+    script = """
+import sys, torch, megazoo
+model = megazoo.from_config("gpt2")
+optimizer = megazoo.optim.AdamW(model)
+ids = torch.zeros(2, 8, dtype=torch.long)
+model.train_batch(ids, labels=ids)
+optimizer.step()
+optimizer.zero_grad()
+assert all(not p.grad.any() for p in model.parameters())
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+RATE = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "steps": 110}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "rate"),
+    [
+        ("cosine", 1, 0.1),
+        ("cosine", 10, 1.0),
+        ("cosine", 35, 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2),
+        ("cosine", 60, 0.55),
+        ("cosine", 110, 0.1),
+        ("cosine", 200, 0.1),
+        ("cosine", 10_000, 0.1),
+        ("linear", 5, 0.5),
+        ("linear", 60, 0.55),
+        ("linear", 110, 0.1),
+        ("linear", 111, 0.1),
+        ("constant", 3, 0.3),
+        ("constant", 110, 1.0),
+        ("wsd", 88, 1.0),
+        ("wsd", 99, 0.55),
+        ("wsd", 110, 0.1),
+    ],
+)
+def test_learning_rate_schedules(schedule, step, rate):
+    assert learning_rate(step, schedule=schedule, **RATE) == pytest.approx(rate)
+
+
+def test_unknown_schedule_is_refused():
+    with pytest.raises(UserError, match="unknown lr-schedule 'cosin'; there are cosine"):
+        learning_rate(1, schedule="cosin", **RATE)
+
+
+def test_a_model_that_trained_is_freed():
+    model = megazoo.from_config(tiny_config())
+    optimizer = megazoo.optim.AdamW(model)
+    ids = torch.randint(0, 61, (2, 8))
+    model.train_batch(ids, labels=ids)
+    optimizer.step()
+    left = weakref.ref(model), weakref.ref(next(model.parameters()))
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]

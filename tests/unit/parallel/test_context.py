@@ -1,0 +1,86 @@
+"""Where a rank stands: the axes of the mesh, the arithmetic of ranks, sums along several axes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazoo.parallel import ParallelContext
+from megazoo.parallel import context as context_module
+from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.stages import rank_of, stages_of
+from tests.support.training import context
+
+
+def test_ranks_lie_tp_fastest_then_cp_then_dp_then_pp():
+    places = [ParallelContext.virtual(2, 3, 4, cp=5, rank=rank) for rank in range(120)]
+    assert [(ctx.pp_rank, ctx.dp_rank, ctx.cp_rank, ctx.tp_rank) for ctx in places] == [
+        (pp, dp, cp, tp) for pp in range(3) for dp in range(4) for cp in range(5) for tp in range(2)
+    ]
+    assert {(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size) for ctx in places} == {
+        (2, 3, 4, 5)
+    }
+
+
+def test_an_axis_says_what_its_short_names_say():
+    ctx = ParallelContext.virtual(2, 3, 4, cp=2, rank=17)
+    for name in context_module.AXES:
+        axis = ctx.axis(name)
+        for what in ("size", "rank", "group"):
+            assert getattr(ctx, f"{name}_{what}") is getattr(axis, what)
+        assert (axis.group.size(), axis.group.rank()) == (axis.size, axis.rank)
+    assert ctx.axes == tuple(ctx.axis(name) for name in context_module.AXES)
+    assert ParallelContext().axis("tp").group is None
+
+
+def test_a_rank_and_its_place_say_the_same():
+    ctx = ParallelContext.virtual(2, 3, 4, rank=17)
+    assert ctx.place_of(17) == {"pp": 2, "dp": 0, "cp": 0, "tp": 1}
+    for rank in range(24):
+        assert ctx.rank_at(**ctx.place_of(rank)) == rank
+    assert [ctx.rank_at(pp=pp) for pp in range(3)] == [1, 9, 17]  # its own dp and tp
+    other = replace(ctx, rank=ctx.rank_at(dp=3, tp=0))
+    assert (other.pp_rank, other.dp_rank, other.tp_rank) == (2, 3, 0)
+
+
+def test_an_axis_more_is_one_entry(monkeypatch):
+    monkeypatch.setattr(context_module, "AXES", ("pp", "dp", "cp", "ep", "tp"))
+    ctx = ParallelContext((2, 1, 1, 2, 2), rank=5)
+    assert (ctx.pp_rank, ctx.ep_rank, ctx.tp_rank, ctx.world_size) == (1, 0, 1, 8)
+    assert (ctx.ep_size, ctx.ep_group.size(), ctx.axis("ep").rank) == (2, 2, 0)
+    assert ctx.rank_at(ep=1) == 7
+    assert ctx.place_of(7) == {"pp": 1, "dp": 0, "cp": 0, "ep": 1, "tp": 1}
+
+
+@pytest.mark.parametrize(("pp", "virtual"), [(1, 1), (2, 1), (4, 3)])
+def test_each_stage_is_one_ranks(pp, virtual):
+    stages = {rank: list(stages_of(rank, pp, virtual)) for rank in range(pp)}
+    assert sorted(stage for mine in stages.values() for stage in mine) == list(range(pp * virtual))
+    assert all(rank_of(stage, pp) == rank for rank, mine in stages.items() for stage in mine)
+
+
+def totals():
+    ctx = context(tp=2, dp=2)
+    found = {}
+    for name, axes in {
+        "tp": [ctx.axis("tp")],
+        "dp": [ctx.axis("dp")],
+        "world": ctx.axes,
+        "none": [],
+    }.items():
+        total = torch.tensor(float(10**ctx.rank), dtype=torch.float64)
+        all_reduce_over(total, axes)
+        found[name] = total.item()
+    most = torch.tensor(float(ctx.rank))
+    all_reduce_over(most, ctx.axes, dist.ReduceOp.MAX)
+    return found, most.item()
+
+
+def test_sums_go_over_the_axes_that_are_named(ranks):
+    found, most = zip(*ranks(totals, 4), strict=True)
+    assert [each["tp"] for each in found] == [11, 11, 1100, 1100]
+    assert [each["dp"] for each in found] == [101, 1010, 101, 1010]
+    assert [each["world"] for each in found] == [1111] * 4
+    assert [each["none"] for each in found] == [1, 10, 100, 1000]
+    assert most == (3.0,) * 4

@@ -1,0 +1,375 @@
+"""What a run will need, told without running it: against the models, real runs and arithmetic by
+hand."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from functools import partial, update_wrapper
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megazoo
+from megazoo.cli.launch import run_program
+from megazoo.cli.options import ParallelOptions, TrainingOptions
+from megazoo.models.counts import flops_per_token, parameter_count
+from megazoo.models.gpt2 import GPT2Config
+from megazoo.models.registry import FAMILIES, family_of, find_config
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.schedule import Exchange, one_f_one_b, program
+from megazoo.planning import Planner
+from tests.support.programs import run_tool
+from tests.support.training import (
+    PeakMemory,
+    context,
+    give_back_freed_memory,
+    in_fresh_processes,
+    tiny_config,
+)
+from tools import plan as tool
+
+PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
+NO_DROPOUT = dict(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
+
+
+def plan(config, dp=1, parallel=None, quick=False, **training):
+    usual = {"micro_batch_size": 2, "seq_length": 16, "global_batch_size": 8}
+    planner = Planner(config, quick=quick)
+    parallel, training = ParallelOptions(**(parallel or {})), TrainingOptions(**(usual | training))
+    planner.check(parallel, training, dp)
+    return planner.plan(parallel, training, dp)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_are_those_of_the_built_model(preset):
+    """Of each rank, and without copies those of the whole."""
+    config = find_config(preset)
+    planner, tp, pp = Planner(config), 2, 2
+    parallel, training = ParallelOptions(tp=tp, pp=pp), TrainingOptions(dtype="bfloat16")
+    for pp_rank in range(pp):
+        for tp_rank in range(tp):
+            ctx = ParallelContext.virtual(tp, pp, 1, rank=pp_rank * tp + tp_rank)
+            build = FAMILIES[family_of(config)]
+            model = (
+                build.build(config, ctx) if preset.endswith("tiny") else build.on_meta(config, ctx)
+            )
+            built = sum(parameter.numel() for parameter in model.parameters())
+            planned = planner.static(
+                planner.build(parallel, 1, pp_rank, tp_rank), parallel, training
+            )
+            assert planned.parameters == built
+            assert planned.weights == 2 * built
+            assert planned.optimizer == 12 * built
+
+
+def test_with_uneven_inner_features_the_first_rank_has_the_most_and_all_add_up():
+    # 512 + 131 and 640; 384, 384, 259 and 256
+    config = replace(find_config("gpt2-tiny"), ffn_size=1283)
+    for tp in (2, 4):
+        planned = plan(config, parallel=dict(tp=tp))
+        assert planned.parameters == parameter_count(config)
+        assert planned.ranks[0].tp[0] == 0
+        assert planned.ranks[0].parameters == max(rank.parameters for rank in planned.ranks)
+        whole = plan(config).model_flops_per_token
+        assert (
+            planned.model_flops_per_token
+            == pytest.approx(whole)
+            == pytest.approx(flops_per_token(config, 16))
+        )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_flops_of_a_token_are_those_that_are_metered(preset):
+    """The training program's count, of weights and heads, against the meter's, of what runs on
+    meta."""
+    config = find_config(preset)
+    told = plan(config, quick=True).model_flops_per_token
+    assert flops_per_token(config, 16) == pytest.approx(told, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "mpt-tiny"])
+def test_copies_count_once_in_the_whole(name):
+    for parallel in ({}, dict(tp=4), dict(tp=2, pp=2, virtual_pp=2)):
+        assert plan(find_config(name), parallel=parallel).parameters == parameter_count(
+            find_config(name)
+        )
+    # published
+    assert plan(GPT2Config(**NO_DROPOUT), parallel=dict(tp=2, pp=2)).parameters == 124_439_808
+
+
+def test_thousands_of_ranks_take_seconds():
+    start, config = time.perf_counter(), find_config("gpt3-175b")
+    how = {
+        "micro_batch_size": 1,
+        "seq_length": 2048,
+        "dtype": "bfloat16",
+        "global_batch_size": 1536,
+    }
+    told = plan(config, 32, dict(tp=8, pp=16), **how)
+    assert time.perf_counter() - start < 30
+    assert told.parameters == 174_604_259_328
+    assert sorted((rank.pp, tp) for rank in told.ranks for tp in rank.tp) == [
+        (p, t) for p in range(16) for t in range(8)
+    ]
+    # one has a token of the vocabulary more, on the first stage and on the last
+    assert len(told.ranks) == 18
+
+
+def train_twice(config, layout, rows, dtype, recompute, count) -> int:
+    """The peak of the memory of two steps of `count` micro-batches, the model's and the optimizer's
+    included, bytes."""
+    give_back_freed_memory()
+
+    def steps(config, sequence):
+        model = megazoo.from_config(config, ctx, dtype=getattr(torch, dtype)).recompute(recompute)
+        optimizer = megazoo.optim.AdamW(model)
+        ids = torch.randint(
+            0,
+            config.vocab_size,
+            (count * rows, sequence),
+            generator=torch.Generator().manual_seed(1),
+        )
+        for _ in range(2):
+            model.train_batch(ids, targets=ids, num_microbatches=count)
+            optimizer.step()
+
+    ctx = context(**layout)
+    steps(megazoo.models.find_config(family_of(config)), 8)  # what is imported and allocated once
+    with PeakMemory() as peak:
+        steps(config, config.max_positions)
+    return peak.above
+
+
+SIZES = dict(vocab_size=2000, max_positions=256, hidden_size=256, layers=6, heads=4)
+MEASURED = [
+    ("gpt2", {**SIZES, **NO_DROPOUT}, {}, 4, "bfloat16", "none", 2),
+    ("llama", {**SIZES, "ffn_size": 1024}, {}, 4, "float32", "full", 2),
+    ("llama", {**SIZES, "ffn_size": 1024}, {}, 2, "float32", "none", 1),
+    ("gpt2", {**SIZES, **NO_DROPOUT}, dict(pp=2), 4, "float32", "none", 2),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
+@pytest.mark.parametrize(
+    ("family", "sizes", "layout", "rows", "dtype", "recompute", "count"), MEASURED
+)
+def test_memory_is_within_a_tenth_of_what_a_run_takes(
+    family, sizes, layout, rows, dtype, recompute, count
+):
+    config = FAMILIES[family].Config(**sizes)
+    measured = in_fresh_processes(
+        train_twice, config, layout, rows, dtype, recompute, count, processes=layout.get("pp", 1)
+    )
+    batch = {"micro_batch_size": rows, "global_batch_size": count * rows, "seq_length": 256}
+    told = plan(config, parallel=layout, dtype=dtype, recompute=recompute, **batch)
+    for rank, peak in zip(told.ranks, measured, strict=True):
+        assert peak > 80e6
+        assert rank.total == pytest.approx(peak, rel=0.1), (rank, peak)
+
+
+def sent_by(layout, config, recompute):
+    """Bytes that this rank sends over tp in a step, by wrapping what torch.distributed is asked
+    for."""
+    ctx, sent = context(**layout), 0.0
+    model = megazoo.from_config(config, ctx).recompute(recompute)
+    ids = torch.randint(0, 61, (8, 16))
+    model.train_batch(ids, targets=ids, num_microbatches=4)
+
+    def counted(real, rounds, whole, *args, group=None, **kwargs):
+        nonlocal sent
+        if group is ctx.tp_group:
+            sent += rounds * args[whole].nbytes * (ctx.tp_size - 1) / ctx.tp_size
+        return real(*args, group=group, **kwargs)
+
+    from megazoo.parallel import collectives
+    from megazoo.parallel.cpu import shared_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "shared_by", lambda group, kind: None)
+        for place, name, rounds, whole in (
+            (dist, "all_reduce", 2, 0),
+            (collectives, "_all_gather", 1, 0),
+            (collectives, "_reduce_scatter", 1, 1),
+        ):
+            real = getattr(place, name)
+            patch.setattr(place, name, update_wrapper(partial(counted, real, rounds, whole), real))
+        model.train_batch(ids, targets=ids, num_microbatches=4)
+    return sent
+
+
+@pytest.mark.parametrize(("sp", "recompute"), [(False, "none"), (True, "none"), (True, "full")])
+def test_bytes_over_tp_are_those_of_a_real_run(ranks, sp, recompute):
+    config = tiny_config()
+    real = ranks(sent_by, 2, dict(tp=2, sp=sp), config, recompute)
+    told = plan(config, parallel=dict(tp=2, sequence_parallel=sp), recompute=recompute)
+    for rank in told.ranks:
+        for tp in rank.tp:
+            assert rank.sent_tp == real[tp] > 0
+
+
+def test_bytes_by_hand():
+    """Two all-reduces of the activations forward and two backward in a layer, by Megatron-LM; one
+    more at each end."""
+    config, m, b, s, h, layers = tiny_config(tied=False), 4, 2, 16, 32, 5
+    activation = 4 * b * s * h
+    told = plan(config, parallel=dict(tp=2))
+    # the largest logit, then the sums of exponentials and the target's
+    losses = 4 * b * s * (1 + 2)
+    assert told.ranks[0].sent_tp == m * ((4 * layers + 2) * activation + losses)
+    told = plan(config, dp=2, parallel=dict(pp=3), global_batch_size=16)
+    for rank in told.ranks:
+        steps = program(one_f_one_b, rank.pp, 3, 1, m)
+        sends = sum(len(step.sends) for step in steps if isinstance(step, Exchange))
+        assert rank.sent_pp == sends * activation
+        assert rank.sent_dp == rank.gradients  # 2 (n - 1) / n of the buckets, for n = 2
+    zero = plan(config, dp=2, parallel=dict(pp=3, zero=1), global_batch_size=16, dtype="bfloat16")
+    for rank, before in zip(zero.ranks, told.ranks, strict=True):
+        # a half of the fp32 gradients and bf16 parameters
+        assert rank.sent_dp == before.gradients * (4 + 2) / 8
+        assert rank.optimizer == pytest.approx(rank.parameters * 12 / 2, rel=0.1)
+
+
+def test_flops_by_hand():
+    """6 a parameter that is multiplied, and a token; attention's scores and sums 12 x layers x
+    length x hidden."""
+    config, b, s = GPT2Config(**NO_DROPOUT), 2, 128
+    told = plan(config, seq_length=s, micro_batch_size=b)
+    multiplied = 12 * config.layers * config.hidden_size**2 + config.vocab_size * config.hidden_size
+    by_hand = 6 * multiplied + 12 * config.layers * s * config.hidden_size
+    assert told.model_flops_per_token == pytest.approx(by_hand, rel=1e-6)
+    assert told.ranks[0].flops == pytest.approx(8 * s * by_hand, rel=1e-6)
+    full = plan(config, seq_length=s, micro_batch_size=b, recompute="full")
+    assert full.model_flops_per_token == told.model_flops_per_token
+    layers = by_hand - 6 * config.vocab_size * config.hidden_size
+    assert full.ranks[0].flops == pytest.approx(8 * s * (by_hand + layers / 3), rel=1e-6)
+    cut = plan(
+        config, seq_length=s, micro_batch_size=b, parallel=dict(tp=2, pp=3, schedule="zb-h1")
+    )
+    assert sum(rank.flops * len(rank.tp) for rank in cut.ranks) == pytest.approx(
+        8 * s * by_hand, rel=1e-4
+    )
+
+
+def test_logits_in_pieces_take_as_many_flops_and_less_memory(monkeypatch):
+    """Of 16,384 tokens and a vocabulary of 50,257 on a device."""
+    config = GPT2Config(**NO_DROPOUT, layers=2)
+    how = dict(seq_length=1024, micro_batch_size=16, global_batch_size=32, dtype="bfloat16")
+    pieces = plan(config, **how)
+    monkeypatch.setattr(
+        "megazoo.layers.embedding._VocabParallel.loss_saves_memory", lambda *_: False
+    )
+    whole = plan(config, **how)
+    assert pieces.model_flops_per_token == pytest.approx(whole.model_flops_per_token)
+    logits, gradient = 2 * 16_384 * config.vocab_size, 4 * config.hidden_size * config.vocab_size
+    piece = 6 * (1 << 27)  # in fp32 and bfloat16
+    saved = whole.ranks[0].activations - pieces.ranks[0].activations
+    assert saved == pytest.approx(2 * logits - gradient - piece, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_few_layers_stand_for_many():
+    """What a search does gives what all layers would, or above."""
+    for name in ("gpt2", "llama"):
+        config = find_config(name)
+        config = type(config)(**{**vars(config), "layers": 8})
+        for how in (
+            dict(recompute="none"),
+            dict(recompute="full", recompute_interval=3),
+            dict(recompute="selective"),
+        ):
+            for parallel in (
+                dict(pp=2),
+                dict(pp=2, schedule="zb-h1"),
+                dict(tp=2, sequence_parallel=True),
+            ):
+                exact, quick = (
+                    plan(config, parallel=parallel, seq_length=64, quick=q, **how)
+                    for q in (False, True)
+                )
+                for a, b in zip(exact.ranks, quick.ranks, strict=True):
+                    assert (a.flops, a.sent_tp) == pytest.approx((b.flops, b.sent_tp))
+                    assert 0.999 * a.total <= b.total <= 1.05 * a.total, (name, how, parallel)
+
+
+def test_bubbles():
+    told = plan(tiny_config(), parallel=dict(pp=4))
+    assert told.bubble == pytest.approx(3 / 4)
+    assert told.bubble_of_stages > told.bubble  # 5 layers on 4 stages
+    assert [rank.in_flight for rank in told.ranks] == [4, 3, 2, 1]
+    held = [rank.activations for rank in told.ranks]
+    assert held[1] > held[2]
+    assert plan(tiny_config(), parallel=dict(pp=4, schedule="zb-h1")).bubble == pytest.approx(1 / 4)
+
+
+def test_an_offloaded_optimizer_is_not_on_the_device():
+    there = plan(tiny_config(), parallel=dict(offload_optimizer=True), dtype="bfloat16").ranks[0]
+    here = plan(tiny_config(), dtype="bfloat16").ranks[0]
+    assert (there.optimizer, there.optimizer_host) == (0, here.optimizer)
+    assert here.optimizer == 12 * here.parameters
+    assert here.total - there.total == here.optimizer
+
+
+def test_a_virtual_context_still_runs_nothing():
+    with ParallelContext.virtual(tp=2) as ctx:
+        model = megazoo.from_config("gpt2-tiny", ctx)
+        with pytest.raises(megazoo.UserError, match="no ranks to talk to"):
+            model.train_batch(
+                torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)
+            )
+        with pytest.raises(megazoo.UserError, match="no ranks to talk to"):
+            model.embedding(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_the_table_and_the_json_say_the_same(tmp_path):
+    arguments = ("--preset", "gpt2-124m", "--tp", 2, "--pp", 2, "--dp", 2, "--seq-length", 64)
+    done = run_tool("plan.py", *arguments, "--json", tmp_path / "plan.json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "plan.json").read_text())
+    rows = [line.split() for line in done.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == 15 and row[0].isdigit()]
+    assert len(rows) == len(told["ranks"]) >= 2
+    for row, rank in zip(rows, told["ranks"], strict=True):
+        assert row[3] == f"{rank['parameters']:,}"
+        assert row[9] == f"{rank['total'] / 1e6:.4g}MB" or row[9] == f"{rank['total'] / 1e9:.4g}GB"
+        sizes = ("weights", "gradients", "optimizer", "activations")
+        assert rank["total"] == sum(rank[name] for name in sizes)
+        assert row[11] == f"{rank['flops']:.4g}"
+    assert f"{told['parameters']:,} parameters" in done.stdout
+
+
+def test_search_lists_what_fits_fastest_first(capsys):
+    tool.main("--preset gpt2-124m --search --gpus 4 --memory 1.5GB --json -".split())
+    told = json.loads(capsys.readouterr().out)
+    assert told
+    assert [each["time"] for each in told] == sorted(each["time"] for each in told)
+    for each in told:
+        assert each["tp"] * each["pp"] * each["dp"] == 4
+        assert each["total"] <= 1.5e9
+    best = told[0]
+    layout = {name: best[name] for name in ("tp", "pp", "virtual_pp", "sequence_parallel", "zero")}
+    batch = {"micro_batch_size": 1, "global_batch_size": 4, "seq_length": 1024, "dtype": "bfloat16"}
+    exact = plan(find_config("gpt2-124m"), best["dp"], layout, recompute=best["recompute"], **batch)
+    assert 0.999 <= best["total"] / max(rank.total for rank in exact.ranks) < 1.1
+    assert best["bubble"] == pytest.approx(exact.bubble_of_stages, rel=1e-3, abs=1e-9)
+
+
+def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
+    for arguments, message in {
+        "--tp 3": "tp 3 doesn't divide heads 4: use tp 1, 2 or 4",
+        "--dp 0": "dp 0 must be at least 1",
+        "--pp 9": "layers 4 don't fill pp 9 stages: use pp of at most 4",
+        "--search --memory 80X": "'80X' is not a size such as 5GB or 200MB",
+        "--search --memory 1KB": "no layout of 8 GPUs fits into 1KB",
+        "--search --gpus 0": "gpus 0 must be at least 1",
+        "--serach": "unknown flag --serach; did you mean --search? (--help lists all)",
+        "--seq-length 257": "seq-length 257 exceeds the model's max-positions 256: use "
+        "at most that, or a larger --max-positions",
+        "--json /none/there.json": "--json /none/there.json: No such file or directory",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["plan.py", *arguments.split()])
+        with pytest.raises(SystemExit) as stop:
+            run_program(plan.main)
+        assert stop.value.code in (1, 2)
+        assert capsys.readouterr().err == f"plan.py: error: {message}\n"

@@ -1,0 +1,147 @@
+"""Imports go one way: a part of megazoo knows those before it in the order below, none after it.
+
+Read from the text of the files, so that an import within a function counts, too.
+"""
+
+import ast
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# From what knows nothing to what knows all. Parts of one line know nothing of each other.
+ORDER = [
+    ("errors",),
+    ("files", "lazy", "environment", "torch_internals"),
+    ("terminal",),
+    ("tokenizer", "parallel"),
+    ("layers",),
+    ("engine", "optim"),
+    ("checkpoint",),
+    ("generate",),
+    ("models",),
+    ("data", "evaluation", "lora"),
+    ("cli",),
+    ("planning", "compat", "testing", "command_line"),
+]
+LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
+
+
+def modules_of(root: Path) -> dict[str, Path]:
+    """The modules of a package's directory, by their dotted names."""
+    files = {file.relative_to(root.parent): file for file in sorted(root.rglob("*.py"))}
+    names = {".".join(place.with_suffix("").parts): file for place, file in files.items()}
+    return {name.removesuffix(".__init__"): file for name, file in names.items()}
+
+
+def imports_of(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """The modules of megazoo that each module imports, at its top or anywhere inside."""
+    imports = defaultdict(set)
+    for name, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}: imports are absolute"
+                targets = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in targets:
+                found = target if target in modules else target.rpartition(".")[0]
+                if found in modules and found != name:
+                    imports[name].add(found)
+    return imports
+
+
+def part_of(module: str) -> str:
+    """The part of megazoo that a module belongs to: `layers` of megazoo.layers.linear."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def wrong_ways(imports: dict[str, set[str]]) -> list[str]:
+    """Imports of a part that is not before the importing one, the package's own names left out."""
+    return [
+        f"{module} imports {target}"
+        for module, targets in sorted(imports.items())
+        for target in sorted(targets)
+        if part_of(module) != part_of(target)
+        and part_of(module)  # megazoo/__init__.py has names of all parts, for users
+        and (not part_of(target) or LEVEL[part_of(target)] >= LEVEL[part_of(module)])
+    ]
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, or none."""
+    done: set[str] = set()
+
+    def follow(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(imports.get(module, ())):
+            if found := follow(target, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(imports) if (found := follow(module, []))), [])
+
+
+@pytest.fixture(scope="module")
+def imports():
+    return imports_of(modules_of(ROOT / "megazoo"))
+
+
+def test_every_part_has_its_place(imports):
+    parts = {part_of(module) for module in modules_of(ROOT / "megazoo")} - {""}
+    assert parts == LEVEL.keys()
+
+
+def test_imports_go_one_way(imports):
+    assert wrong_ways(imports) == []
+
+
+def test_no_modules_import_each_other(imports):
+    assert circle(imports) == []
+
+
+def test_the_package_imports_no_program(imports):
+    """What is importable needs neither pretrain_gpt.py nor the tools."""
+    for file in (ROOT / "megazoo").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            outside = [
+                n for n in names if n.partition(".")[0] in ("pretrain_gpt", "tools", "tests")
+            ]
+            assert not outside, f"{file} imports {outside}"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "wrong"),
+    [
+        ("parallel/random.py", "from megazoo.layers.norm import RMSNorm", True),
+        ("checkpoint/format.py", "import megazoo.models.gpt2", True),
+        ("layers/norm.py", "def late():\n    from megazoo.models import base", True),
+        ("engine/batch.py", "from megazoo.optim import AdamW", True),  # of one line in the order
+        ("errors.py", "import megazoo", True),
+        ("layers/norm.py", "from megazoo.parallel.random import derive_seed", False),
+    ],
+)
+def test_a_planted_import_is_noticed(tmp_path, file, line, wrong):
+    shutil.copytree(ROOT / "megazoo", tmp_path / "megazoo")
+    planted = tmp_path / "megazoo" / file
+    planted.write_text(planted.read_text() + f"\n{line}\n")
+    assert bool(wrong_ways(imports_of(modules_of(tmp_path / "megazoo")))) == wrong
+
+
+def test_a_planted_circle_is_noticed(tmp_path):
+    shutil.copytree(ROOT / "megazoo", tmp_path / "megazoo")
+    planted = tmp_path / "megazoo" / "layers" / "fused.py"
+    planted.write_text(planted.read_text() + "\nfrom megazoo.layers.mlp import MLP\n")
+    imports = imports_of(modules_of(tmp_path / "megazoo"))
+    assert wrong_ways(imports) == []
+    assert {"megazoo.layers.fused", "megazoo.layers.mlp"} <= set(circle(imports))

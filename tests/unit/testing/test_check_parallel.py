@@ -1,0 +1,186 @@
+"""The check of layouts: it passes for every preset, and tells mistakes of users. The bugs that it
+finds are in test_gallery.py."""
+
+import random
+import re
+from functools import cache
+
+import pytest
+import torch.nn.functional as F
+
+from megazoo.errors import UserError
+from megazoo.models.registry import FAMILIES, find_config
+from megazoo.parallel.sequence import SequenceCut
+from megazoo.testing import Layout, all_layouts, check_parallel, shrink
+from megazoo.testing.batches import make_batch
+from tests.support.programs import run_tool
+
+PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
+
+
+def with_some_fast() -> list:
+    """All presets, of which each family's tiny one and one more are in the fast suite."""
+    fast = [
+        preset
+        for name, family in FAMILIES.items()
+        for preset in (f"{name}-tiny", random.Random(name).choice(list(family.presets)))
+    ]
+    slow = pytest.mark.slow
+    return [preset if preset in fast else pytest.param(preset, marks=slow) for preset in PRESETS]
+
+
+@pytest.mark.parametrize("preset", with_some_fast())
+def test_presets_pass(preset):
+    """Shrunk; of the layouts of four ranks some."""
+    config = shrink(find_config(preset))
+    layouts = random.Random(preset).sample(all_layouts(config, 4), 2)
+    assert [verdict.cause for verdict in check_parallel(config, layouts)] == [None, None]
+
+
+@cache
+def dealt_layouts() -> dict[str, list[Layout]]:
+    """All layouts of eight ranks, each for one preset of every family, in turns among those that
+    can be cut so."""
+    hands = {preset: [] for preset in PRESETS}
+    for family in FAMILIES.values():
+        fitting = {
+            preset: set(all_layouts(shrink(find_config(preset)), 8)) for preset in family.presets
+        }
+        for number, layout in enumerate(sorted(set().union(*fitting.values()), key=str)):
+            able = [preset for preset in fitting if layout in fitting[preset]]
+            hands[able[number % len(able)]].append(layout)
+    return hands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_families_pass_in_all_layouts(preset):
+    layouts = dealt_layouts()[preset]
+    assert len(layouts) > 5
+    for verdict in check_parallel(shrink(find_config(preset)), layouts):
+        assert verdict.passed, f"{verdict.layout}: {verdict.cause}"
+
+
+FAILS = """
+from megazoo.layers import linear
+leave = linear.leave_tensor_parallel
+def fails(x, ctx):
+    if ctx.tp_size > 1:
+        raise RuntimeError("ranks can't sum")
+    return leave(x, ctx)
+linear.leave_tensor_parallel = fails
+"""
+
+
+def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path):
+    passing = run_tool("check_parallel.py", "--model", "gpt2", "--shrink", "--layouts", "dp2+zero")
+    assert passing.returncode == 0, passing.stderr
+    assert re.search(r"^dp2\+zero( +\d\.\de.\d\d){4}  pass$", passing.stdout, re.MULTILINE), (
+        passing.stdout
+    )
+    (tmp_path / "bug.py").write_text(FAILS)
+    done = run_tool(
+        "check_parallel.py", "--model", "gpt2", "--layouts", "tp2", "--import", tmp_path / "bug.py"
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "check_parallel.py: error: 1 of 1 layouts failed\n",
+    )
+    assert "FAIL  it ends with RuntimeError: ranks can't sum" in done.stdout
+
+
+def test_shrinking_keeps_the_structure():
+    for preset in PRESETS:
+        config, small = find_config(preset), shrink(find_config(preset))
+        for name in (
+            "heads",
+            "kv_heads",
+            "tie_embeddings",
+            "alibi",
+            "qk_norm",
+            "activation",
+            "rope_scaling",
+        ):
+            assert getattr(small, name, None) == getattr(config, name, None)
+        assert small.vocab_size * small.hidden_size * small.layers < 1e6
+
+
+OF_CONTEXT = [
+    "cp2",
+    "cp4",
+    "tp2cp2",
+    "tp2cp2+sp",
+    "cp2pp2v2",
+    "cp2pp2+zb-h1",
+    "cp2+zero",
+    "cp2dp2",
+    "cp2+ulysses",
+    "tp2cp2pp2dp2v2+sp+zero+ulysses",
+]
+
+
+def test_layouts_by_name():
+    for name in ("tp2", "tp2pp4dp2v2+sp+zero", "pp4+zb-h1", "dp8+zero", *OF_CONTEXT):
+        assert str(Layout.named(name)) == name
+    assert Layout.named("pp2tp4") == Layout(tp=4, pp=2)
+    assert Layout.named("dp2cp4") == Layout(dp=2, cp=4)
+    assert Layout.named("tp2cp3pp2dp5v2").ranks == 60
+    for name in ("", "tp", "tp0", "cp", "cp0", "tp2 pp2", "tp2+fast", "2", "cp2cp4"):
+        with pytest.raises(UserError, match="unknown layout"):
+            Layout.named(name)
+    layouts = all_layouts(shrink(find_config("gpt2")), 8)
+    assert len(set(layouts)) == len(layouts) > 80
+    assert Layout.named("tp2pp2dp2+sp+zero+zb-h1") in layouts
+    for name in OF_CONTEXT[:-1]:
+        assert Layout.named(name) in layouts
+    assert "tp2cp4+ulysses" not in map(str, layouts)  # two heads on a tp rank
+
+
+def test_the_three_kinds_of_batches():
+    """Packed documents of odd lengths, and padding: on either side, and all that a rank has."""
+    _, packed, padded = (make_batch(step, 61, 32) for step in range(3))
+    lengths = packed["document_ids"][0].unique_consecutive(return_counts=True)[1].tolist()
+    assert lengths == [5, 3, 7, 1]
+    expected = [place for length in lengths for place in range(length)]
+    assert packed["position_ids"][0].tolist() == expected
+    mask, targets = padded["attention_mask"], padded["targets"]
+    assert mask.shape == (24, 15)
+    assert not (targets[mask == 0] != -100).any()
+    in_rows = {"".join(map(str, row)) for row in mask[6:].tolist()}
+    assert in_rows == {"1" * 15, "1" * 12 + "0" * 3, "0" * 4 + "1" * 11}
+    whole = F.pad(mask, (0, 1))
+    for cp in (2, 4):
+        assert not SequenceCut(16, cp, 0, "allgather").own(whole)[:6].any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give one of --model, --preset and --load"),
+        (("--model", "gpt2", "--layouts", "tp2,x"), "unknown layout 'x'"),
+        (("--model", "gpt2", "--layouts", "tp3"), "tp3: "),
+        (("--model", "gpt2", "--layouts", "dp5"), "dp5: dp 5 must divide the 24 rows of the check"),
+        (
+            ("--model", "gpt2", "--layouts", "tp1+sp"),
+            "tp1+sp: sequence parallelism needs tp above 1",
+        ),
+        (
+            ("--model", "gpt2", "--layouts", "tp2+ulysses"),
+            "tp2+ulysses: ulysses needs cp above 1",
+        ),
+        (
+            ("--model", "gpt2", "--shrink", "--layouts", "tp2cp4+ulysses"),
+            "tp2cp4+ulysses: cp-method ulysses cuts the 2 heads of a tp rank over cp 4: use cp 2",
+        ),
+        (
+            ("--model", "gpt2", "--layouts", "pp2v2+zb-h1"),
+            "pp2v2+zb-h1: schedule zb-h1 has one stage a rank",
+        ),
+        (("--model", "gpt2", "--steps", "0"), "steps 0 must be at least 1, and ranks 4 at least 2"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, message):
+    done = run_tool("check_parallel.py", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"check_parallel.py: error: {message}")
+    assert done.stderr.count("\n") == 1

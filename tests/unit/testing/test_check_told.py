@@ -1,0 +1,217 @@
+"""The check of layouts takes models as people write them, and what it tells of a mistake is true in
+other layouts than the gallery's."""
+
+import itertools
+import os
+import re
+import signal
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from megazoo.engine import pipeline
+from megazoo.engine.pipeline import PipelineRun
+from megazoo.errors import UserError
+from megazoo.layers import RowParallelLinear
+from megazoo.models.gpt2 import GPT2Config
+from megazoo.testing import check_parallel, gallery, trial
+from megazoo.testing.gallery import BUGS, engine, layers
+from megazoo.testing.gallery.planting import replaced
+from tests.support.programs import run_tool
+
+SMALL = GPT2Config(vocab_size=61, max_positions=16, hidden_size=16, layers=2, heads=2)
+OWN = """
+from dataclasses import dataclass
+import megazoo, torch
+from megazoo.models import llama
+
+class Halved(torch.nn.Module):
+    def forward(self, *, x):
+        return x / 2
+
+class Size(torch.nn.Module):
+    def forward(self, x):
+        return x.detach().norm()
+
+class Block(llama.Block):
+    def __init__(self, c, index):
+        super().__init__(c, index)
+        self.halved, self.size, self.both = Halved(), Size(), torch.nn.Identity()
+
+    def forward(self, x, *others, **more):
+        x = self.halved(x=super().forward(x, *others, **more))
+        return x + 0 * self.size(self.both(x)) * self.both(x[..., :4]).mean()
+
+@dataclass(frozen=True)
+class Config(llama.LlamaConfig):
+    pass
+
+@megazoo.register("halved")
+class HalvedLlama(llama.Llama):
+    Config, Block = Config, Block
+    presets = {"halved-tiny": Config(
+        vocab_size=61, max_positions=16, hidden_size=16, layers=2, heads=2, ffn_size=32)}
+"""
+
+
+def cause_in(layout, plant, config=SMALL, **settings):
+    (verdict,) = check_parallel(config, [layout], within=plant, **settings)
+    return verdict.cause, verdict.usual
+
+
+def test_modules_may_be_called_by_name_return_numbers_and_be_shared(tmp_path):
+    """All of which ended the check."""
+    own = tmp_path / "halved.py"
+    own.write_text(OWN)
+    done = run_tool("check_parallel.py", "--import", own, "--model", "halved", "--layouts", "tp2")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_more_stages_than_a_small_model_has_layers():
+    (verdict,) = check_parallel(replace(SMALL, layers=6), ["pp6"], steps=1)
+    assert verdict.passed, verdict.cause
+
+
+@contextmanager
+def one_clue():
+    """A bias is added twice, and only the first difference is looked at closely."""
+    with mock.patch.object(trial, "CLUES", 1), layers.bias_before_the_sum():
+        yield
+
+
+def test_the_first_difference_is_the_one_that_is_looked_at():
+    assert re.match(
+        r"module layers.0.attention.output: .* at every token", cause_in("tp2", one_clue)[0]
+    )
+
+
+@contextmanager
+def loss_on_one_replica():
+    """The second replica keeps its own part of the loss."""
+    calls = itertools.count()
+
+    def make(all_reduce):
+        def forgetful(tensor, group, **options):
+            loss = next(calls) % 2 == 1  # after the labels
+            lost = loss and group is not None and group.rank() == 1
+            all_reduce(tensor.clone() if lost else tensor, group, **options)
+
+        return forgetful
+
+    with replaced(pipeline, "all_reduce", make):
+        yield
+
+
+def labels_of_its_own_on_one_replica():
+    """The second replica divides by its own labels."""
+
+    def make(count_labels):
+        def count(model, batches, group):
+            whole = count_labels(model, batches, group)
+            return count_labels(model, batches, None) if model.ctx.dp_rank else whole
+
+        return count
+
+    return replaced(pipeline, "count_labels", make)
+
+
+def labels_counted_twice():
+    """The labels of all replicas count twice."""
+
+    def make(count_labels):
+        return lambda model, *what: count_labels(model, *what) * model.ctx.dp_size
+
+    return replaced(pipeline, "count_labels", make)
+
+
+def last_micro_batch_twice():
+    """The gradient of the head counts the last micro-batch twice."""
+
+    def make(backward):
+        def scaled(self, action, factor=1.0):
+            last = self.stages[action.stage].last and action.microbatch == 3
+            backward(self, action, factor * (1 + last))
+
+        return scaled
+
+    return replaced(PipelineRun, "backward", make)
+
+
+def output_halved():
+    """A row-parallel layer's output is half of what it should be on the second stage."""
+
+    def make(forward):
+        def halved(self, *arguments, **options):
+            y = forward(self, *arguments, **options)
+            return y * 0.5 if self.ctx.pp_rank else y
+
+        return halved
+
+    return replaced(RowParallelLinear, "forward", make)
+
+
+def output_shifted():
+    """A row-parallel layer adds some of its input to its output on the second stage."""
+
+    def make(forward):
+        def shifted(self, x, *arguments, **options):
+            y = forward(self, x, *arguments, **options)
+            return y + x[..., :1] if self.ctx.pp_rank else y
+
+        return shifted
+
+    return replaced(RowParallelLinear, "forward", make)
+
+
+REPLICAS = "a sum over the replicas left before the last micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("layout", "plant", "cause", "usual"),
+    [
+        ("dp2", loss_on_one_replica, r"loss: (\S+) instead of (?!\1)\S+ on rank 1 \(", ""),
+        ("dp2", labels_of_its_own_on_one_replica, "labels: .* on rank 1 ", "labels are counted on"),
+        ("dp2", labels_counted_twice, "labels: the mean is over 402", "the same labels"),
+        ("pp2dp2", engine.gradients_by_local_labels, "gradient of norm.bias", REPLICAS),
+        ("pp2dp2", engine.sum_before_the_last_micro_batch, "gradient of norm.bias", REPLICAS),
+        ("pp2dp2", engine.replica_without_a_sum, "gradient", "a sum over the replicas left some"),
+        ("pp2", last_micro_batch_twice, "gradient of norm.bias", "the loss's gradient lacks"),
+        ("pp2", output_halved, "module .*: it is 0.5 x", "(?!.*tp)a number of layers"),
+        ("pp2", output_shifted, "module .*: its output differs", "(?!.*tp)the module computes"),
+        ("pp2", engine.tied_gradient_of_one_stage, "tie: .* share, differs at step 1", "the sum"),
+    ],
+)  # fmt: skip
+def test_what_is_told_is_true_in_other_layouts(layout, plant, cause, usual):
+    told, usually = cause_in(layout, plant)
+    assert re.match(cause, told or ""), (told, usually)
+    assert re.match(usual, usually), usually
+
+
+@contextmanager
+def dies_on_a_rank():
+    """A rank is killed, as by a system without memory."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+
+def test_a_rank_that_dies_is_told_and_the_next_layout_is_checked():
+    first, second = check_parallel(SMALL, ["tp2", "tp1"], within=dies_on_a_rank)
+    assert first.cause == "it ends with rank 1 of 2: the process died"
+    assert second.passed, second.cause
+
+
+def test_what_can_not_be_checked_is_told_in_one_line(tmp_path, monkeypatch):
+    """Also what only the one process notices; and before anything is planted."""
+    with pytest.raises(UserError, match="steps 0 must be 1 or more"):
+        next(check_parallel(SMALL, ["tp2"], steps=0))
+    with pytest.raises(UserError, match="trains language models, and no classifier"):
+        next(check_parallel(replace(SMALL, num_labels=2), ["tp2"]))
+    with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+        next(check_parallel(SMALL, ["tp2"], load=tmp_path))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match="pip install transformers"):
+        next(gallery.self_test(BUGS))

@@ -1,0 +1,91 @@
+"""The check of layouts finds every mistake of its gallery, and names it; and each of its parts is
+needed for one of them."""
+
+import random
+import re
+from unittest import mock
+
+import pytest
+
+from megazoo.testing import check_parallel, gallery
+from megazoo.testing.causes import Comparison
+from megazoo.testing.gallery import BUGS
+from tests.docs import refresh_docs
+from tests.support.programs import run_tool
+
+THIRD = {bug.title for bug in random.Random(27).sample(BUGS, len(BUGS) // 3)}
+BY_NUMBER = {bug.number: bug for bug in BUGS if bug.number}
+# A part of the check, and a bug that only it finds, or names.
+PARTS = {
+    "_parameters": "25a",
+    "_activations": "10",
+    "_logits": "9a",
+    "_dropout": "16a",
+    "_labels": "5a",
+    "_loss": "3",
+    "_gradients": "6",
+    "_norm": "19",
+    "_weights": "24a",
+    "_optimizer": "20b",
+    "_overflow": "21b",
+}
+
+
+def outcome_of(bug):
+    (outcome,) = gallery.self_test([bug])
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        pytest.param(bug, id=bug.title, marks=[] if bug.title in THIRD else pytest.mark.slow)
+        for bug in BUGS
+    ],
+)
+def test_a_planted_bug_is_found_and_named(bug):
+    outcome = outcome_of(bug)
+    assert outcome.found, outcome.cause
+    assert outcome.seconds < 60
+    assert outcome.usual or bug.layout == "transformers"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_without_a_part_of_the_check_a_bug_is_missed(part):
+    with mock.patch.object(Comparison, part, return_value=()):
+        outcome = outcome_of(BY_NUMBER[PARTS[part]])
+    assert not outcome.found, outcome.cause
+
+
+def test_all_thirty_published_mistakes_are_there():
+    assert {number.rstrip("abc") for number in BY_NUMBER} == {str(n) for n in range(1, 31)}
+    assert len({bug.title for bug in BUGS}) == len(BUGS)
+    assert all(bug.link.startswith("https://") for bug in BY_NUMBER.values())
+
+
+def test_the_page_has_what_the_self_test_prints():
+    """But for how long it took."""
+    rows = refresh_docs.gallery_rows()
+    assert len(rows) == len(BUGS), "python -m tests.docs.refresh_docs --self-test"
+    for row, bug in zip(rows, BUGS, strict=True):
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert cells[:2] == [bug.number, bug.title]
+        assert cells[2] == (f"[{bug.source}]({bug.link})" if bug.link else "")
+        assert cells[4] == "yes"
+        assert re.match(bug.told, cells[5])
+        assert float(cells[6]) < 60
+
+
+def test_a_layout_without_the_bug_passes():
+    """So what is told of a planted one comes from it."""
+    for bug in random.Random(1).sample([bug for bug in BUGS if bug.layout != "transformers"], 4):
+        (verdict,) = check_parallel(
+            bug.config, [bug.layout], lora_rank=bug.lora_rank, optimizer=bug.optimizer
+        )
+        assert verdict.passed, verdict.cause
+
+
+def test_the_self_test_takes_no_other_flags():
+    done = run_tool("check_parallel.py", "--self-test", "--model", "gpt2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("check_parallel.py: error: --self-test has models and layouts")
