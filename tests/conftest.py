@@ -1,5 +1,7 @@
+import collections
 import os
 import shutil
+import signal
 import tempfile
 import textwrap
 
@@ -8,8 +10,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from megazoo.testing import RankPool
 from megazoo.testing.ranks import PRELOADED
@@ -23,7 +23,10 @@ PRELOADED += [
 
 def pytest_configure(config):
     """Keep the files of Hugging Face's libraries, which read this when they are imported, out of
-    the user's own directory, and the libraries off the network."""
+    the user's own directory, and the libraries off the network. Programs that tests start inherit
+    the signals that are ignored here: none, also under nohup and in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it from who started it
         config.hugging_face_home = tempfile.mkdtemp(prefix="megazoo-tests-")
         os.environ["HF_HOME"] = config.hugging_face_home
@@ -32,6 +35,20 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     shutil.rmtree(getattr(config, "hugging_face_home", ""), ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The seconds that each folder of tests took, of all workers together."""
+    seconds, tests = collections.Counter(), collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                folder = os.path.dirname(report.nodeid.partition("::")[0])
+                seconds[folder] += report.duration
+                tests[folder] += report.when == "call"
+    terminalreporter.section("seconds and tests by folder")
+    for folder, duration in seconds.most_common():
+        terminalreporter.line(f"{duration:8.1f} {tests[folder]:5d} {folder}")
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +67,9 @@ def _one_thread():
 @pytest.fixture(scope="session")
 def tokenizer():
     """A byte-level BPE tokenizer of 300 tokens, trained on a file of the standard library."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

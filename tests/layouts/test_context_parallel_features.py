@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from tests.support.context_parallel import batch_of, cp_name, trained, worst_difference
-from tests.support.training import MODELS, pairs_covered, tiny_config, world
+from tests.support.sampling import pairs_covered
+from tests.support.training import MODELS, tiny_config, world
 
 CONFIGS = {
     "gpt2": tiny_config(layers=2),

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 
 from tests.support.lora import assert_alike, one_process, train
+from tests.support.sampling import pairs_covered
 from tests.support.training import (
     MODELS,
     layout_name,
-    pairs_covered,
     run_in_layout,
     tiny_config,
 )

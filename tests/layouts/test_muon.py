@@ -16,12 +16,12 @@ from megazoo.optim import AdamW, Muon
 from megazoo.optim.muon import linear_names
 from megazoo.optim.newton_schulz import cost_of
 from megazoo.optim.whole_matrices import matrices_of
+from tests.support.sampling import pairs_covered
 from tests.support.training import (
     MODELS,
     context,
     layout_name,
     make_batch,
-    pairs_covered,
     randomize,
     replica_rows,
     run_in_layout,

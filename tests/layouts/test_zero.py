@@ -10,12 +10,12 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.buckets import ALIGNMENT, GradientBuckets
+from tests.support.sampling import pairs_covered
 from tests.support.training import (
     MODELS,
     context,
     layout_name,
     make_batch,
-    pairs_covered,
     randomize,
     replica_rows,
     run_in_layout,

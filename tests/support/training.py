@@ -2,9 +2,7 @@
 any layout."""
 
 import ctypes
-import itertools
 import math
-import random
 import threading
 import time
 from pathlib import Path
@@ -285,25 +283,6 @@ def worst_relative(a, b) -> float:
     """The largest |x - y| / |y| over two nested lists of numbers."""
     a, b = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     return ((a - b).abs() / b.abs()).max().item()
-
-
-def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> list[tuple]:
-    """A few of the possible combinations, one value of each factor: any two values that can meet do
-    so in one.
-
-    Most mistakes show wherever some two settings meet (Kuhn et al. 2004): these find them in
-    minutes where all combinations would take hours. Chosen greedily, by the number of new pairs;
-    the same for the same seed.
-    """
-    cases = [case for case in itertools.product(*factors) if possible(*case)]
-    random.Random(seed).shuffle(cases)
-    pairs = [set(itertools.combinations(enumerate(map(repr, case)), 2)) for case in cases]
-    chosen, missing = [], set().union(*pairs)
-    while missing:
-        best = max(range(len(cases)), key=lambda number: len(pairs[number] & missing))
-        missing -= pairs[best]
-        chosen.append(cases[best])
-    return chosen
 
 
 class PeakMemory:

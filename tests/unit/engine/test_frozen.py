@@ -12,12 +12,12 @@ from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.errors import UserError
 from megazoo.models.freezing import names_matching
 from megazoo.parallel import failure
+from tests.support.sampling import pairs_covered
 from tests.support.training import (
     MODELS,
     context,
     layout_name,
     make_batch,
-    pairs_covered,
     randomize,
     replica_rows,
     run_in_layout,

@@ -8,12 +8,12 @@ import pretrain_gpt
 from megazoo.errors import UserError
 from megazoo.layers import CausalSelfAttention
 from megazoo.parallel.compile import prepare_to_compile
+from tests.support.sampling import pairs_covered
 from tests.support.training import (
     CLIP,
     MODELS,
     context,
     make_batch,
-    pairs_covered,
     randomize,
     replica_rows,
     world,

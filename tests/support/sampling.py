@@ -1,0 +1,56 @@
+"""Which cases of a large table run in `make test`: a sample drawn with a seed. `make test-all` runs
+all of them."""
+
+import itertools
+import random
+
+import pytest
+
+
+def sampled(cases, fast: int, *, seed: int = 0, name=None) -> list:
+    """Return all cases as parameters of a test, of which all but a drawn sample are slow.
+
+    cases: tuples of arguments, or single arguments. fast: how many run in `make test`. name: gives
+    the id of a case; by default pytest makes it.
+    """
+    cases = list(cases)
+    kept = set(random.Random(seed).sample(range(len(cases)), min(fast, len(cases))))
+    return marked_slow(cases, lambda number, _: number not in kept, name=name)
+
+
+def sampled_pairs(*factors: list, possible=lambda *_: True, seed: int = 0, name=None) -> list:
+    """As `sampled`, of all combinations: those of `pairs_covered` run in `make test`."""
+    cases = [case for case in itertools.product(*factors) if possible(*case)]
+    kept = list(map(repr, pairs_covered(*factors, possible=possible, seed=seed)))
+    return marked_slow(cases, lambda _, case: repr(case) not in kept, name=name)
+
+
+def marked_slow(cases: list, is_slow, *, name=None) -> list:
+    """Return cases as parameters; is_slow(number, case) says which are slow."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name(case) if name else None,
+            marks=pytest.mark.slow if is_slow(number, case) else (),
+        )
+        for number, case in enumerate(cases)
+    ]
+
+
+def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> list[tuple]:
+    """A few of the possible combinations, one value of each factor: any two values that can meet do
+    so in one.
+
+    Most mistakes show wherever some two settings meet (Kuhn et al. 2004): these find them in
+    minutes where all combinations would take hours. Chosen greedily, by the number of new pairs;
+    the same for the same seed.
+    """
+    cases = [case for case in itertools.product(*factors) if possible(*case)]
+    random.Random(seed).shuffle(cases)
+    pairs = [set(itertools.combinations(enumerate(map(repr, case)), 2)) for case in cases]
+    chosen, missing = [], set().union(*pairs)
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
+        chosen.append(cases[best])
+    return chosen
