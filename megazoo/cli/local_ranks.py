@@ -75,7 +75,8 @@ class LocalRanks:
         """Start the ranks, wait for their end, and return the exit code of them all. In a rank that
         was forked, return None at once: there the program goes on."""
         for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            # SIGINT is ignored in a shell's background jobs, whose ranks are to save all the same.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._pass_on)
         if self.command is None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would leave no exit code

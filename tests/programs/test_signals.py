@@ -25,8 +25,8 @@ slow = pytest.mark.slow
 def start():
     programs = []
 
-    def begin(*arguments):
-        programs.append(Program(*arguments))
+    def begin(*arguments, **named):
+        programs.append(Program(*arguments, **named))
         return programs[-1]
 
     yield begin
@@ -38,13 +38,30 @@ def saved_step(path) -> int:
     return Checkpoint(path).trainer["step"]
 
 
-LAYOUTS = [["--tp", 2], pytest.param([], marks=slow)]
+IGNORED = (signal.SIGINT, signal.SIGHUP)  # under nohup in the background
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["own launcher", "one process"])
-def test_ctrl_c_saves_and_ends_well(start, tmp_path, layout):
-    program = start(*JOB, *layout, "--save", tmp_path)
+@pytest.mark.parametrize(
+    ("words", "ignored"),
+    [
+        ("--tp 2", ()),
+        ("--tp 2", IGNORED),
+        pytest.param("--tp 2 --import nothing.py", IGNORED, marks=slow),  # whose ranks aren't forked
+        pytest.param("", (), marks=slow),
+        pytest.param("", IGNORED, marks=slow),
+    ],
+)
+def test_ctrl_c_saves_and_ends_well(start, tmp_path, words, ignored):
+    """Also where it was ignored before; SIGHUP then stays so."""
+    (tmp_path / "nothing.py").write_text("")
+    words = words.replace("nothing.py", str(tmp_path / "nothing.py")).split()
+    program = start(*JOB, *words, "--save", tmp_path, ignored=ignored)
     program.wait_for("step      3/")
+    if ignored:
+        for pid in (program.process.pid, *program.ranks):
+            os.kill(pid, signal.SIGHUP)
+        told = len(program.out)
+        program.wait_for("step", after=told)
     program.interrupt()
     assert program.end() == 0
     assert "Traceback" not in "".join(program.err)
@@ -131,10 +148,10 @@ def test_ranks_that_are_not_training_die_with_their_launcher(start):
 @pytest.mark.parametrize(
     ("launcher", "layout", "number"),
     [
-        ([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGKILL),
+        ([], ["--tp", 2], signal.SIGKILL),
         pytest.param([*TORCHRUN, "--nproc-per-node=4"], ["--pp", 2], signal.SIGKILL, marks=slow),
         pytest.param([], ["--tp", 2], signal.SIGSEGV, marks=slow),
-        pytest.param([], ["--tp", 2], signal.SIGKILL, marks=slow),
+        pytest.param([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGKILL, marks=slow),
         pytest.param([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGSEGV, marks=slow),
     ],
 )

@@ -19,9 +19,12 @@ SOON = 60.0  # seconds, on a machine that does much else
 
 
 class Program:
-    """A program in a process group of its own, as a terminal starts it."""
+    """A program in a process group of its own, as a terminal starts it.
 
-    def __init__(self, *arguments):
+    ignored: the signals that it inherits as ignored, as nohup and background jobs do.
+    """
+
+    def __init__(self, *arguments, ignored=()):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         environment = {k: v for k, v in os.environ.items() if k not in names}
         self.process = subprocess.Popen(
@@ -32,6 +35,7 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
             process_group=0,
+            preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
         )
         self.out, self.err, self.ranks = [], [], []
         self._readers = [
@@ -41,9 +45,10 @@ class Program:
         for reader in self._readers:
             reader.start()
 
-    def wait_for(self, words, timeout=90):
+    def wait_for(self, words, timeout=90, after=0):
+        """Until it has printed these words, in a line after so many."""
         end = time.monotonic() + timeout
-        while words not in "".join(self.out):
+        while words not in "".join(self.out[after:]):
             assert time.monotonic() < end, f"no {words!r} in {self.out} {self.err}"
             assert self.process.poll() is None, f"ended without {words!r}: {self.out} {self.err}"
             time.sleep(0.02)

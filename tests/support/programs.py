@@ -85,4 +85,4 @@ ROOT = Path(__file__).parents[2]
 
 def run_tool(tool, *arguments):
     command = [python(), f"tools/{tool}", *map(str, arguments)]
-    return subprocess.run_tool(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
