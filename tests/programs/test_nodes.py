@@ -1,20 +1,22 @@
 """Several machines, restarts, signals and faults: jobs on nodes that are network namespaces."""
 
+import contextlib
+import io
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import uuid
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+import megazoo
 import pretrain_gpt
+from megazoo.cli import callbacks
 from megazoo.cli.parsing import parse_options
 from megazoo.environment import adopt_launcher
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records
@@ -41,8 +43,6 @@ def faulty(self, *arguments, step=None, **named):
             raise ValueError("a fault of this test")
         if kind == "stall":
             time.sleep(600)
-        if kind == "wait":
-            time.sleep(3)
     return train_batch(self, *arguments, step=step, **named)
 
 base.Model.train_batch = faulty
@@ -98,7 +98,7 @@ class Job:
     def end(self):
         """Leave no process behind: the launcher's ranks have sessions of their own."""
         for pid in marked(self.mark):
-            with suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
 
@@ -151,32 +151,17 @@ def nodes():
             subprocess.run(["ip", "netns", "del", f"{name}{side}"], capture_output=True)
 
 
-def torchrun_on(nodes, program, *arguments, restarts=0):
-    """The two commands that start a job of four ranks on two nodes, tp within each."""
+def torchrun_on(nodes, program, *arguments, ranks=4, restarts=0):
+    """The two commands that start a job of so many ranks on two nodes."""
     prefixes, _ = nodes
-    rendezvous = [
-        "--nnodes",
-        2,
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "10.77.0.1:29400",
-        "--rdzv-id",
-        "test",
-    ]
-    rendezvous += ["--nproc-per-node", 2, "--max-restarts", restarts]
+    words = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29400 --rdzv-id test "
+    words += f"--nproc-per-node {ranks // 2} --max-restarts {restarts} "
+    # Names don't resolve here; and the launchers notice a cut network sooner.
+    words += "--rdzv-conf is_host={},read_timeout=10 --local-addr 10.77.0.{}"
     commands = []
     for number, prefix in enumerate(prefixes, 1):
-        # Names don't resolve here; and the launchers notice a cut network sooner.
-        here = [
-            "--local-addr",
-            f"10.77.0.{number}",
-            "--rdzv-conf",
-            f"is_host={number == 1},read_timeout=10",
-        ]
-        commands.append(
-            [*prefix, python(), *TORCHRUN[:-1], *rendezvous, *here, program, *arguments]
-        )
+        how = words.format(number == 1, number).split()
+        commands.append([*prefix, python(), *TORCHRUN[:-1], *how, program, *arguments])
     return commands
 
 
@@ -195,17 +180,8 @@ def fault(tmp_path):
     return program
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tp 2 --pp 2",
-        pytest.param("--tp 2", marks=SLOW),
-        pytest.param("--pp 4 --zero 1", marks=SLOW),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--tp 2 --pp 2", "--tp 2", "--pp 4 --zero 1"])
 def test_two_nodes_train_like_one_process(start, nodes, straight, tmp_path, layout):
     arguments = [*JOB, *layout.split(), "--steps", 8, "--metrics", tmp_path / "metrics"]
     jobs = [start(command) for command in torchrun_on(nodes, "pretrain_gpt.py", *arguments)]
@@ -214,24 +190,23 @@ def test_two_nodes_train_like_one_process(start, nodes, straight, tmp_path, layo
     assert close(losses(tmp_path / "metrics"), straight)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(2, "--pp 2"), pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow)]
+)
 def test_a_rank_of_another_node_is_killed_and_the_job_goes_on_from_its_checkpoint(
-    start, nodes, straight, fault, tmp_path
+    start, nodes, straight, fault, tmp_path, ranks, layout
 ):
-    arguments = ["--fault", f"kill,3,6,{tmp_path}/once", *JOB, "--tp", 2, "--pp", 2, "--steps", 8]
-    arguments += ["--save", tmp_path / "run", "--save-interval", 2]
-    arguments += ["--metrics", tmp_path / "metrics"]
-    jobs = [start(command) for command in torchrun_on(nodes, fault, *arguments, restarts=1)]
+    words = ["--fault", f"kill,{ranks - 1},6,{tmp_path}/once", *JOB, *layout.split(), "--steps", 8]
+    words += ["--save", tmp_path / "run", "--save-interval", 2, "--metrics", tmp_path / "metrics"]
+    jobs = [
+        start(command) for command in torchrun_on(nodes, fault, *words, ranks=ranks, restarts=1)
+    ]
     for job in jobs:
         assert job.wait(200) == 0, "\n\n".join(job.text for job in jobs)
     assert (tmp_path / "once").exists()
-    assert [r["step"] for r in records(tmp_path / "metrics")] == [1, 2, 3, 4, 5, 5, 6, 7, 8], (
-        "on from step 4"
-    )
+    steps = [record["step"] for record in records(tmp_path / "metrics")]
+    assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8], "on from step 4"
     assert close(losses(tmp_path / "metrics"), straight)
-
-
-def one_node(program, *arguments, executable=None):
-    return [executable or python(), *TORCHRUN, "--nproc-per-node", 4, program, *arguments]
 
 
 FAULTS = {
@@ -243,69 +218,52 @@ FAULTS = {
 LATE = f"rank 2 (tp 0, pp 1, dp 0) on {os.uname().nodename} has not entered train_batch 3, in which"
 
 
-@pytest.mark.parametrize("kind", ["kill", pytest.param("raise", marks=SLOW), "stall"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_of_a_rank_ends_the_job_and_is_told(start, fault, tmp_path, kind):
-    job = start(
-        one_node(
-            fault,
-            "--fault",
-            f"{kind},2,3,{tmp_path}/once",
-            *JOB,
-            "--tp",
-            2,
-            "--pp",
-            2,
-            "--timeout",
-            10,
-        )
-    )
-    job.wait_for("step   2/")
-    began = time.monotonic()
-    assert job.wait(80) != 0
-    assert time.monotonic() - began < 60
+    words = ["--fault", f"{kind},2,3,{tmp_path}/once", *JOB, *"--tp 2 --pp 2 --timeout 10".split()]
+    job = start([python(), *TORCHRUN, "--nproc-per-node", 4, fault, *words])
+    assert job.wait(170) != 0
+    assert "step   2/" in job.text
     assert FAULTS[kind] in job.text
     assert (LATE in job.text) == (kind == "stall")
 
 
+@pytest.mark.slow
 def test_a_network_that_is_cut_ends_the_job_on_both_nodes(start, nodes, tmp_path):
     arguments = [*JOB, "--tp", 2, "--pp", 2, "--steps", 100_000, "--timeout", 10]
     jobs = [start(command) for command in torchrun_on(nodes, "pretrain_gpt.py", *arguments)]
     jobs[0].wait_for("step      3/")
     nodes[1]()
-    began = time.monotonic()
     for job in jobs:
-        assert job.wait(90) != 0
-    assert time.monotonic() - began < 60
+        assert job.wait() != 0
     assert "no word from rank" in jobs[0].text
     assert "can't reach the others any more" in jobs[1].text
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=SLOW)])
-def test_a_signal_to_one_rank_saves_and_ends_all(start, fault, straight, tmp_path, name):
-    """One rank of four is sent it; the run goes on as if it had not been stopped."""
-    arguments = [
-        *JOB,
-        "--tp",
-        2,
-        "--pp",
-        2,
-        "--save",
-        tmp_path / "run",
-        "--metrics",
-        tmp_path / "metrics",
-    ]
-    arguments = ["--fault", f"wait,1,5,{tmp_path}/once", *arguments, "--steps", 8]
-    # whose ranks are its children
-    job = start(one_node(fault, *arguments, executable=sys.executable))
-    job.wait_for("step 4/8")
-    children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
-    child = next(c for c in children if b"\0RANK=3\0" in Path(f"/proc/{c}/environ").read_bytes())
-    os.kill(int(child), getattr(signal, name))
-    assert job.wait() == 0, job.text
-    assert re.search(f"stopped by {name}: trained steps 1 to [45]", job.text)
-    pretrain_gpt.main(
-        ["--load", str(tmp_path / "run"), "--metrics", str(tmp_path / "metrics"), "--device", "cpu"]
-    )
+def train_and_signal(arguments: list[str], name: str) -> str:
+    """Train, with a signal to the last rank after step 4; what this rank prints."""
+
+    @megazoo.on_step
+    def tell(step, values, model):
+        if step == 4 and model.ctx.rank == 3:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        try:
+            pretrain_gpt.main(arguments)
+        finally:
+            callbacks._steps.clear()
+    return told.getvalue()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
+def test_a_signal_to_one_rank_saves_and_ends_all(ranks, straight, tmp_path, name):
+    """The run then goes on as if it had not been stopped."""
+    kept = ["--save", str(tmp_path / "run"), "--metrics", str(tmp_path / "metrics")]
+    first, *_ = ranks(train_and_signal, 4, [*JOB, *"--tp 2 --pp 2 --steps 8".split(), *kept], name)
+    assert re.search(f"stopped by {name}: trained steps 1 to [45]", first)
+    pretrain_gpt.main([*kept[2:], "--load", kept[1], "--device", "cpu"])
     assert close(losses(tmp_path / "metrics"), straight)
 
 
@@ -342,24 +300,17 @@ def test_the_slurm_script_goes_on_after_a_rank_has_died(tmp_path):
 def test_srun_alone_starts_a_job(start, straight, tmp_path):
     """What srun sets for two tasks on one node."""
     slurm = {
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-    }
-    slurm |= {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port())}
-    command = [
-        python(),
-        "pretrain_gpt.py",
-        *JOB,
-        "--pp",
-        2,
-        "--steps",
-        8,
-        "--metrics",
-        tmp_path / "metrics",
-    ]
+        "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    job = [*JOB, "--pp", 2, "--steps", 8, "--metrics", tmp_path / "metrics"]
     jobs = [
-        start(command, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        start(
+            [python(), "pretrain_gpt.py", *job],
+            **slurm,
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+        )
         for rank in range(2)
     ]
     for job in jobs:

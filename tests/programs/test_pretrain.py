@@ -12,7 +12,7 @@ import pytest
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
-from megazoo.cli.launch import run_program
+from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records, start
 from tools import preprocess_data
 
@@ -26,31 +26,42 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    [[*TORCHRUN, "--nproc-per-node", "8"], [*TORCHRUN, "--nproc-per-node", "1"], []],
-    ids=["torchrun with 8 ranks", "torchrun with 1 rank", "python"],
+    ("launcher", "layout"),
+    [
+        ([*TORCHRUN, "--nproc-per-node", "2"], "--pp 2"),
+        # the one that is as users start it, without the server
+        pytest.param([*TORCHRUN, "--nproc-per-node", "8"], "--tp 2 --pp 4", marks=pytest.mark.slow),
+        ([*TORCHRUN, "--nproc-per-node", "1"], "--tp 2"),
+        ([], "--tp 2 --pp 2"),
+        pytest.param([], "--tp 2 --pp 4", marks=pytest.mark.slow),
+    ],
 )
-def test_every_way_to_start_trains_at_tp2_pp4(launcher, straight, tmp_path):
+def test_every_way_to_start_trains_the_same(launcher, layout, straight, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    # the one that is as users start it, without the server
     executable = sys.executable if "8" in launcher else None
-    job = [*SMALL, "--tp", 2, "--pp", 4, "--steps", 4, "--metrics", metrics]
+    job = [*SMALL, *layout.split(), "--steps", 4, "--metrics", metrics]
     done = start(launcher, *job, executable=executable)
     assert done.returncode == 0, done.stderr
-    assert ("starting 8 ranks here" in done.stdout) == ("8" not in launcher)
+    started_here = not launcher or launcher[-1] == "1"
+    assert bool(re.search("starting [248] ranks here", done.stdout)) == started_here
     assert close(losses(metrics), straight)
 
 
-def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command():
-    done = start([*TORCHRUN, "--nproc-per-node", "6"], "--tp", 2, "--pp", 4)
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
-    assert lines == [
-        "pretrain_gpt.py: error: a world of 6 ranks does not fit tp 2 x pp 4 = 8: "
-        "use torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4"
-    ]
-    # no traceback of ours; torchrun's own report is its own
-    assert "in run_program" not in done.stderr
+def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command(monkeypatch, capsys):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for world, right, sizes, words in [
+        ("6", 8, "tp 2 x pp 4 = 8", "--tp 2 --pp 4"),
+        ("3", 4, "tp 1 x pp 1 x cp 2 = 2", "--tp 1 --cp 2"),
+    ]:
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", world)
+        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words.split())
+        use = f"use torchrun --nproc-per-node {right} pretrain_gpt.py {words}"
+        told = f"a world of {world} ranks does not fit {sizes}: {use}"
+        assert (code, error) == (2, f"pretrain_gpt.py: error: {told}\n")
 
 
 def test_stop_and_resume_in_another_layout(ranks, straight, tmp_path):
@@ -76,14 +87,9 @@ def test_token_files_train_like_their_text(ranks, tmp_path):
     """Text to token files to training, with its tokenizer, at tp 2 x pp 2 as in one process."""
     (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
     (tmp_path / "more.txt").write_bytes(Path(megazoo.__file__).read_bytes() * 3)
-    source = [
-        "--input",
-        str(tmp_path / "text.txt"),
-        str(tmp_path / "more.txt"),
-        "--output-prefix",
-        str(tmp_path / "a"),
-    ]
-    preprocess_data.main([*source, "--append-eod", "--workers", "1"])
+    source = ["--input", str(tmp_path / "text.txt"), str(tmp_path / "more.txt")]
+    words = ["--output-prefix", str(tmp_path / "a"), "--append-eod", "--workers", "1"]
+    preprocess_data.main([*source, *words])
     data = ["--data", str(tmp_path / "a_text_document"), "--split", "1,1", "--steps", "2"]
     for name, layout, world in [("one", [], 1), ("four", ["--tp", "2", "--pp", "2"], 4)]:
         ranks(pretrain_gpt.main, world, [*SMALL, *data, *layout, "--metrics", str(tmp_path / name)])
@@ -128,27 +134,21 @@ def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
         pretrain_gpt.main(words)
         (line,) = re.findall(r"^  go on +(.*)$", capsys.readouterr().out, re.MULTILINE)
         words = shlex.split(line)[2:]
-        assert words == [
-            *kept,
-            "--no-load-weights-only",
-            "--load",
-            str(saved),
-            "--steps",
-            str(steps),
-        ]
+        more = ["--no-load-weights-only", "--load", str(saved), "--steps", str(steps)]
+        assert words == [*kept, *more]
     assert list(losses(metrics)) == [1, 2, 3, 4]
 
 
 def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, capsys, monkeypatch):
     """Two epochs at pp 3, whose middle stage has no data; then one more in one process."""
     (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": "word " * 20}) + "\n" for _ in range(50))
+        "".join(json.dumps({"text": "word " * 20}) + "\n" for _ in range(30))
     )
     metrics = tmp_path / "metrics"
     common = ["--metrics", str(metrics), "--save", str(tmp_path / "run"), "--device", "cpu"]
     data = ["--data", str(tmp_path / "a.jsonl"), "--split", "80,10,10"]
     ranks(pretrain_gpt.main, 3, [*SMALL, *common, *data, "--pp", "3", "--epochs", "2"])
-    samples = (40 * 101 - 1) // 32
+    samples = (24 * 101 - 1) // 32
     steps = -(-2 * samples // 8)
     assert [record["step"] for record in records(metrics) if "loss" in record] == list(
         range(1, steps + 1)
@@ -186,45 +186,35 @@ def test_mock_data_needs_neither_files_nor_a_tokenizer_that_fits(tmp_path):
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch):
-    saved = str(tmp_path)
-    pretrain_gpt.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", saved])
+    pretrain_gpt.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", str(tmp_path)])
     capsys.readouterr()
-    for arguments, message in {
-        "--layers 6": f"layers is 6, but 5 in the checkpoint {saved}/step_00000002",
-        "--steps 2": f"--load {saved} is at step 2 already: --steps 2 leaves nothing to do",
+    for words, message in {
+        "--layers 6": f"layers is 6, but 5 in the checkpoint {tmp_path}/step_00000002",
+        "--steps 2": f"--load {tmp_path} is at step 2 already: --steps 2 leaves nothing to do",
     }.items():
-        options = ["--model", "gpt2", "--load", saved, *arguments.split()]
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *options])
-        with pytest.raises(SystemExit) as stop:
-            run_program(pretrain_gpt.main)
-        assert stop.value.code == 2
-        assert capsys.readouterr().err == f"pretrain_gpt.py: error: {message}\n"
+        words = ["--model", "gpt2", "--load", tmp_path, *words.split()]
+        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+        assert (code, error) == (2, f"pretrain_gpt.py: error: {message}\n")
 
 
 def test_a_run_that_diverges_stops_before_it_saves(tmp_path, capsys, monkeypatch):
-    arguments = [*SMALL, "--lr", "1e30", "--clip-grad", "0", "--steps", "5", "--save-interval", "1"]
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments, "--save", str(tmp_path)])
-    with pytest.raises(SystemExit) as stop:
-        run_program(pretrain_gpt.main)
-    assert stop.value.code == 1
-    assert re.search(r"gradient norm \S+ at step \d: try a smaller --lr", capsys.readouterr().err)
-    kept = [path.name for path in tmp_path.glob("step_*")]
-    assert len(kept) < 5
+    words = [*SMALL, *"--lr 1e30 --clip-grad 0 --steps 5 --save-interval 1".split()]
+    code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words, "--save", tmp_path)
+    assert code == 1
+    assert re.search(r"gradient norm \S+ at step \d: try a smaller --lr", error)
+    assert len(list(tmp_path.glob("step_*"))) < 5
 
 
 def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypatch):
     path = save(tmp_path, 1, megazoo.from_config("gpt2-tiny"))
     whole = (path / "trainer.json").read_text()
-    for text, message, code in [
+    for text, message, expected in [
         (whole, "is not of a training run: trainer.json has no consumed_samples", 2),
         ("{", f"trainer.json has 1 bytes, the manifest says {len(whole)}", 1),
     ]:
         (path / "trainer.json").write_text(text)
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--load", str(tmp_path)])
-        with pytest.raises(SystemExit) as stop:
-            run_program(pretrain_gpt.main)
-        error = capsys.readouterr().err
-        assert (stop.value.code, error.count("\n"), message in error) == (code, 1, True), error
+        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, "--load", tmp_path)
+        assert (code, error.count("\n"), message in error) == (expected, 1, True), error
 
 
 def test_a_restart_goes_on_from_a_step_that_latest_does_not_name_yet(tmp_path, monkeypatch):
@@ -247,4 +237,5 @@ def test_a_mistake_of_all_ranks_is_told_once(tmp_path):
     )
     assert done.returncode == 1
     assert done.stderr.count("pretrain_gpt.py: error: ") == 1
+    assert "in run_program" not in done.stderr  # torchrun's own report is its own
     assert "File name too long" in done.stderr

@@ -90,6 +90,7 @@ def test_bytes_of_replicas_are_those_of_a_ring():
     assert scaling.plan(shape).sent_dp == pytest.approx(gradients * 2 * 3 / 4, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_conversions_are_measured_and_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")

@@ -46,7 +46,8 @@ IGNORED = (signal.SIGINT, signal.SIGHUP)  # under nohup in the background
     [
         ("--tp 2", ()),
         ("--tp 2", IGNORED),
-        pytest.param("--tp 2 --import nothing.py", IGNORED, marks=slow),  # whose ranks aren't forked
+        # whose ranks are not forked
+        pytest.param("--tp 2 --import nothing.py", IGNORED, marks=slow),
         pytest.param("", (), marks=slow),
         pytest.param("", IGNORED, marks=slow),
     ],
