@@ -1,35 +1,15 @@
 """Adapters train alike in every layout, and leave the weights beside them as they were."""
 
-import random
-from functools import partial
-
 import pytest
 
+from megazoo.testing import Layout
+from tests.support.layouts import LAYOUTS, in_layout
 from tests.support.lora import assert_alike, one_process, train
-from tests.support.sampling import pairs_covered
-from tests.support.training import (
-    MODELS,
-    layout_name,
-    run_in_layout,
-    tiny_config,
-)
+from tests.support.sampling import marked_slow, pairs_covered
+from tests.support.training import MODELS, tiny_config
 
-LAYOUTS = {
-    "tp2": dict(tp=2),
-    "tp2sp": dict(tp=2, sp=True),
-    "tp4": dict(tp=4),
-    "pp2": dict(pp=2),
-    "tp2pp2": dict(tp=2, pp=2),
-    "zb-h1": dict(pp=2),
-    "zero": dict(dp=2),
-    "cp2": dict(cp=2),
-    "ulysses": dict(cp=2, method="ulysses"),
-}
 HOW = {
     "plain": {},
-    "zb-h1": {"schedule": "zb-h1"},
-    "gpipe": {"schedule": "gpipe"},
-    "zero": {"zero": 1},
     "offload": {"offload": True},
     "selective": {"recompute": ("selective",)},
     "full": {"recompute": ("full", 1)},
@@ -41,22 +21,6 @@ HOW = {
     "dropout, recomputed": {"dropout": 0.2, "recompute": ("full", 2)},
     "dropout, selective": {"dropout": 0.2, "recompute": ("selective",)},
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=[] if number % 3 == turn else pytest.mark.slow)
-        for turn, name in enumerate(["gpt2", "llama", "mpt"])
-        for number, layout in enumerate(LAYOUTS)
-    ],
-)
-def test_twenty_steps_are_those_of_one_process(ranks, name, layout):
-    how = HOW.get(layout, {})
-    assert_alike(
-        run_in_layout(ranks, train, LAYOUTS[layout], MODELS[name], **how),
-        one_process(MODELS[name]),
-    )
 
 
 # The last has a head that weighs more than all layers, so that the last stage has none of these.
@@ -74,12 +38,6 @@ TARGETS = {
     "third layer": ("layers.2.attention.v", "layers.2.attention.output"),
     "last layer": ("layers.4.attention.v", "layers.4.mlp.down"),
 }
-MANY_LAYOUTS = [
-    {}, dict(tp=2), dict(tp=2, sp=True), dict(tp=4), dict(tp=4, sp=True), dict(dp=2), dict(pp=2),
-    dict(pp=2, v=2), dict(pp=4), dict(tp=2, pp=2), dict(tp=2, pp=2, sp=True), dict(pp=2, dp=2),
-    dict(tp=2, dp=2), dict(cp=2), dict(cp=2, method="ulysses"), dict(tp=2, cp=2, sp=True),
-    dict(pp=2, cp=2),
-]  # fmt: skip
 
 
 def possible(config, targets, layout, how):
@@ -88,43 +46,45 @@ def possible(config, targets, layout, how):
     Replicas and context-parallel ranks drop other elements; so do tp ranks of what is cut over
     them, the input of row-parallel layers.
     """
-    size = {axis: layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp", "v")}
-    if how == "zb-h1" and (size["pp"] == 1 or size["v"] > 1):
-        return False
-    if how == "gpipe" and size["pp"] == 1:
-        return False
-    if how == "zero" and size["dp"] * size["cp"] == 1:
-        return False
-    if how == "own loop" and (size["pp"] > 1 or size["dp"] > 1):  # its loss is a replica's
+    place = Layout.named(layout)
+    if how == "own loop" and place.pp * place.dp > 1:  # its loss is a replica's
         return False
     if how.startswith("dropout"):
-        alike = size["tp"] == 1 or targets == "q and v"
-        return size["dp"] * size["cp"] == 1 and alike
-    return bool(layout) or how != "plain"
+        alike = place.tp == 1 or targets == "q and v"
+        return place.dp * place.cp == 1 and alike
+    return True
 
 
-CASES = pairs_covered(list(CONFIGS), list(TARGETS), MANY_LAYOUTS, list(HOW), possible=possible)
-FAST = {  # a case of each of these, and of some layout
-    how: random.Random(2).choice([case for case in CASES if case[3] == how])
-    for how in ("zb-h1", "zero", "interval", "norms, too", "dropout, recomputed", "microbatches")
-}
-
-
-def name_of(part) -> str:
-    return layout_name(part) if isinstance(part, dict) else part
+CASES = pairs_covered(list(CONFIGS), list(TARGETS), LAYOUTS, list(HOW), possible=possible)
+FAST = [  # each way to cut adapters, each family, each way to train
+    ("llama", "all", "tp2pp2+sp", "plain"),
+    ("llama", "all", "tp4", "norms, too"),
+    ("mpt", "all", "tp2cp2+sp+ulysses", "plain"),
+    ("gpt2, tied", "all", "cp2dp2+zero", "microbatches"),
+    ("gpt2", "third layer", "pp2+zb-h1", "interval"),
+    ("heavy head", "all", "pp2+zb-h1", "plain"),
+    ("mpt", "q and v", "tp2", "dropout, recomputed"),
+    ("llama", "last layer", "pp2v2", "dropout, selective"),
+    ("gpt2", "q and v", "cp2", "own loop"),
+    ("llama", "first layer", "dp2", "offload"),
+    ("mpt", "all", "cp4+ulysses", "full"),
+]
 
 
 @pytest.mark.parametrize(
     ("config", "targets", "layout", "how"),
-    [
-        pytest.param(*case, marks=[] if case in FAST.values() else pytest.mark.slow)
-        for case in CASES
-    ],
-    ids=name_of,
+    marked_slow(
+        [*FAST, *(case for case in CASES if case not in FAST)],
+        lambda number, _: number >= len(FAST),
+        name="-".join,
+    ),
 )
-def test_every_two_settings_go_together(ranks, config, targets, layout, how):
-    what, settings = TARGETS[targets], HOW[how]
-    of_all = {key: settings[key] for key in ("by", "trained", "dropout") if key in settings}
-    expected = one_process(CONFIGS[config], targets=what, steps=4, **of_all)
-    run = partial(run_in_layout, ranks, train, layout, CONFIGS[config])
-    assert_alike(run(targets=what, steps=4, **settings), expected)
+def test_adapters_train_as_in_one_process(ranks, request, config, targets, layout, how):
+    """Three steps in `make test`, else ten: each pair of settings, and all layouts."""
+    steps = 10 if request.node.get_closest_marker("slow") else 3
+    place, what = Layout.named(layout), TARGETS[targets]
+    of_all = {key: HOW[how][key] for key in ("by", "trained", "dropout") if key in HOW[how]}
+    expected = one_process(CONFIGS[config], targets=what, steps=steps, **of_all)
+    settings = {"schedule": place.schedule, "zero": place.zero, **HOW[how]}
+    found = in_layout(ranks, train, layout, CONFIGS[config], targets=what, steps=steps, **settings)
+    assert_alike(found, expected)
