@@ -229,12 +229,13 @@ def test_bytes_over_cp_are_those_of_the_plan_and_by_hand(ranks, tp, method, reco
 def test_a_search_offers_cp_to_sequences_that_do_not_fit_otherwise():
     """A GPT-2 of 4,096 tokens on four ranks; cut over four, each has as few as can be searched."""
     config = replace(LONG["gpt2"], max_positions=4096)
+    planner = Planner(config, quick=True)
 
     def sizes(memory, length):
         how = TrainingOptions(
             micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16"
         )
-        found = find_layouts(Planner(config, quick=True), 4, memory, ParallelOptions(), how)
+        found = find_layouts(planner, 4, memory, ParallelOptions(), how)
         return {(each.tp, each.pp, each.cp, each.dp): each for each in found}
 
     roomy, short = sizes(10**9, 4096), sizes(90 * 10**6, 2047)

@@ -193,11 +193,11 @@ def test_rank_0_warns_of_a_stage_without_layers(ranks):
     assert ranks(warnings_of_building, 4, dict(pp=2, dp=2, stage_layers="uniform")) == [[]] * 4
 
 
-def told_by(program, arguments: list[str]) -> list[str]:
+def told_by(main, arguments: list[str]) -> list[str]:
     """What a rank of a program advises."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", Advice)
-        program.main(arguments)
+        main(arguments)
     return [str(warning.message) for warning in told if warning.category is Advice]
 
 
@@ -207,7 +207,7 @@ def test_programs_warn_in_one_line(ranks, tmp_path):
     sizes = "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16"
     job = f"{sizes} --seq-length 16 --device cpu --pp 2 --tp 2 --steps 1 --eval-steps 0"
     job += f" --global-batch-size 2 --micro-batch-size 1 --save {tmp_path}"
-    assert ranks(told_by, 4, pretrain_gpt, job.split()) == [
+    assert ranks(told_by, 4, pretrain_gpt.main, job.split()) == [
         [
             "stage 2 of 2 gets no layers: its head weighs as much as 9.6 of them; "
             "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
@@ -216,7 +216,7 @@ def test_programs_warn_in_one_line(ranks, tmp_path):
     ]
     writing = [str(tmp_path), *"--device cpu --pp 2 --prompt a --max-new-tokens 2".split()]
     for more, count in (([], 1), (["--stage-layers", "uniform"], 0)):
-        told, _ = ranks(told_by, 2, generate, [*writing, *more])
+        told, _ = ranks(told_by, 2, generate.main, [*writing, *more])
         assert len([line for line in told if line.startswith("stage 2 of 2")]) == count
 
 

@@ -56,7 +56,7 @@ def test_a_run_goes_on_in_another_layout(ranks, tmp_path, before, afters):
 
 
 def save_under_zero(layout: dict, config, steps: int, directory):
-    trained(config, batches_of("documents", steps), layout, zero=1, saved=directory)
+    trained(config, batches_of("documents", steps), layout, count=4, zero=1, saved=directory)
 
 
 def test_each_tensor_is_written_once_and_files_are_those_of_replicas(ranks, tmp_path):
