@@ -119,9 +119,9 @@ def in_low_precision(dtype, layout):
     ctx, losses = context(**layout), []
     model = megazoo.from_config(MODELS["llama"], ctx, seed=3, dtype=dtype)
     megazoo.lora.add(model, rank=3, targets="all-linear")
-    optimizer = megazoo.optim.AdamW(model, lr=2e-2)
+    optimizer = megazoo.optim.AdamW(model, lr=1e-2)
     ids, _ = make_batch(0)
-    for step in range(4):
+    for step in range(8):
         loss = model.train_batch(ids, labels=ids, num_microbatches=2, step=step)
         losses.append(loss.item())
         optimizer.step()
