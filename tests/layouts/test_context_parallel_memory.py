@@ -226,29 +226,34 @@ def test_bytes_over_cp_are_those_of_the_plan_and_by_hand(ranks, tp, method, reco
     assert set(real) == {(layers * forward, rank.sent_cp)}
 
 
+# A GPT-2 of 4,096 tokens on four ranks; cut over four, each has as few as can be searched.
+LONGER, LITTLE = replace(LONG["gpt2"], max_positions=4096), 90 * 10**6
+
+
+def layouts_found(memory: int, length: int) -> dict:
+    how = TrainingOptions(
+        micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16"
+    )
+    found = find_layouts(Planner(LONGER, quick=True), 4, memory, ParallelOptions(), how)
+    return {(each.tp, each.pp, each.cp, each.dp): each for each in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "length"), [(10**9, 4096), (LITTLE, 2047)])
+def test_a_search_offers_no_cp_to_sequences_that_fit_or_are_short(memory, length):
+    assert {cp for _, _, cp, _ in layouts_found(memory, length)} == {1}
+
+
 def test_a_search_offers_cp_to_sequences_that_do_not_fit_otherwise():
-    """A GPT-2 of 4,096 tokens on four ranks; cut over four, each has as few as can be searched."""
-    config = replace(LONG["gpt2"], max_positions=4096)
-    planner = Planner(config, quick=True)
-
-    def sizes(memory, length):
-        how = TrainingOptions(
-            micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16"
-        )
-        found = find_layouts(planner, 4, memory, ParallelOptions(), how)
-        return {(each.tp, each.pp, each.cp, each.dp): each for each in found}
-
-    roomy, short = sizes(10**9, 4096), sizes(90 * 10**6, 2047)
-    assert {cp for _, _, cp, _ in roomy} == {cp for _, _, cp, _ in short} == {1}
-    tight = sizes(90 * 10**6, 4096)
+    tight = layouts_found(LITTLE, 4096)
     assert tight[1, 1, 1, 4].recompute != "none"
     assert tight[1, 1, 4, 1].recompute == "none"
     assert tight[1, 1, 4, 1].sent_cp > 0
     for (tp, pp, cp, dp), each in tight.items():
         assert tp * pp * cp * dp == 4
-        assert each.total <= 90 * 10**6
+        assert each.total <= LITTLE
         exact = plan(
-            config, cp, dp=dp, micro_batch_size=1, global_batch_size=4, seq_length=4096,
+            LONGER, cp, dp=dp, micro_batch_size=1, global_batch_size=4, seq_length=4096,
             dtype="bfloat16", recompute=each.recompute, parallel=dict(
                 tp=tp, pp=pp, virtual_pp=each.virtual_pp, zero=each.zero,
                 sequence_parallel=each.sequence_parallel,
