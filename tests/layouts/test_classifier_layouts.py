@@ -15,10 +15,14 @@ from megazoo.evaluation import evaluate_rows
 from megazoo.models.config import add_missing_fields
 from megazoo.models.pretrained import with_labels
 from megazoo.models.source import SavedModel
+from megazoo.testing import Layout
 from tests.support.classifiers import PROGRAM, read_rows, write_language_models, write_rows
+from tests.support.context_parallel import TOKENS, batch_of, rows_of_replica
 from tests.support.data import write_lines
 from tests.support.inference import run_main
+from tests.support.layouts import assert_gradients_equal, in_layout, model_in, parts_of_gradients
 from tests.support.pretraining import SMALL, close, losses, records
+from tests.support.sampling import marked_slow
 from tests.support.training import MODELS, context, replica_rows
 from tools import evaluate
 
@@ -29,14 +33,14 @@ def language_models(tmp_path_factory):
 
 
 LAYOUTS = {
-    "tp2": (2, "--tp 2"),
     "dp2 zero": (2, "--zero 1"),
-    "dp4": (4, ""),
     "tp2pp2, recomputed": (4, "--tp 2 --pp 2 --recompute full --schedule zb-h1"),
-    "cp2pp2 ulysses": (4, "--cp 2 --pp 2 --cp-method ulysses"),
     "cp2tp2sp": (4, "--cp 2 --tp 2 --sequence-parallel"),
 }
 SLOW_LAYOUTS = {
+    "tp2": (2, "--tp 2"),
+    "dp4": (4, ""),
+    "cp2pp2 ulysses": (4, "--cp 2 --pp 2 --cp-method ulysses"),
     "tp2sp": (2, "--tp 2 --sequence-parallel"),
     "pp2": (2, "--pp 2 --schedule gpipe"),
     "pp2dp2, interleaved": (4, "--pp 2 --virtual-pp 2"),
@@ -83,7 +87,9 @@ def test_every_layout_trains_and_evaluates_as_one_process(ranks, job, tmp_path, 
     assert 0 < expected["eval_accuracy"] < 1  # else a wrong count might hide
 
 
-@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2", "--cp 2", ""])
+@pytest.mark.parametrize(
+    "layout", marked_slow(["--pp 2", "--cp 2", "--tp 2", ""], lambda number, _: number > 1)
+)
 def test_predictions_are_the_same_in_every_layout(ranks, language_models, tmp_path, layout):
     model = megazoo.from_pretrained(language_models / "mpt", num_labels=3, seed=1)
     model.save_parallelized(tmp_path / "mpt")
@@ -107,14 +113,72 @@ def tallied(layout):
     return tally, count.item(), loss.item()
 
 
-@pytest.mark.parametrize("layout", [dict(cp=2), dict(dp=2), dict(pp=2), dict(tp=2)], ids=str)
-def test_every_row_is_counted_once_and_told_on_every_rank(ranks, layout):
+def test_every_row_is_counted_once_and_told_on_every_rank(ranks):
     expected, count, loss = tallied({})
     assert (expected.rows, expected.labelled, count) == (8, 3, 8)
     assert 0 < expected.right < 8
-    for found in ranks(tallied, 2, layout):
-        assert found[:2] == (expected, count)
-        assert found[2] == pytest.approx(loss, abs=1e-5)
+    for layout in ("cp2", "dp2", "pp2", "tp2"):
+        for found in in_layout(ranks, tallied, layout):
+            assert found[:2] == (expected, count), layout
+            assert found[2] == pytest.approx(loss, abs=1e-5), layout
+
+
+PAD = 60
+PROBLEMS = {  # labels of four rows; sixteen labels are as many as the padded sequence has tokens
+    "single_label_classification": (3, torch.tensor([2, -100, 0, 1])),
+    "multi_label_classification": (16, (torch.arange(64) % 3 == 1).float().view(4, 16)),
+    "regression": (1, torch.tensor([0.5, -2.0, 1.0, 3.0])),
+}
+
+
+def classified(problem: str, loss_fn, layout: dict):
+    """Loss, count, logits and gradients of a classifier whose rows end on either cp rank: at
+    tokens 12 and 3 on the first of two, 6 and 8 on the second."""
+    number, labels = PROBLEMS[problem]
+    ctx = context(**layout)
+    llama = replace(MODELS["llama"], layers=2)
+    config = replace(llama, num_labels=number, pad_token_id=PAD, problem_type=problem)
+    model = model_in(config, ctx)
+    ids = batch_of(0)["input_ids"].clamp(max=PAD - 1)
+    ends = torch.tensor([[13], [7], [4], [9]])
+    ids = ids.masked_fill(torch.arange(TOKENS) >= ends, PAD)
+    batch = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels}
+    batch = rows_of_replica(batch, ctx)
+    logits = model(**batch).logits
+    logits = None if logits is None else logits.detach()
+    count = 1 if ctx.dp_size > 1 else 2
+    loss = model.train_batch(**batch, num_microbatches=count, loss_fn=loss_fn)
+    gradients = parts_of_gradients(model)
+    evaluated, counted = model.eval_batch(**batch, return_count=True)
+    return (loss.item(), evaluated.item(), counted.item()), (model.has_last, logits), gradients
+
+
+def classified_each_way(layout: dict) -> list:
+    return [classified(*way, layout) for way in WAYS]
+
+
+def own_loss(logits, labels):
+    return (logits.squeeze(-1) - 2 * labels).abs().mean()
+
+
+WAYS = [*((problem, None) for problem in PROBLEMS), ("regression", own_loss)]
+CUTS = ["cp2+ulysses", "tp2cp2+sp", "cp2pp2", "cp2dp2", "cp2", "cp3"]
+
+
+@pytest.mark.parametrize("layout", marked_slow(CUTS, lambda number, _: number > 3))
+def test_a_classifier_is_trained_on_parts_as_in_one_process(ranks, layout):
+    results, place = in_layout(ranks, classified_each_way, layout), Layout.named(layout)
+    for number, way in enumerate(WAYS):
+        numbers, (_, logits), gradients = classified(*way, {})
+        size = len(logits) // place.dp
+        for rank, (ours, (has_last, theirs), _) in enumerate(each[number] for each in results):
+            assert ours == pytest.approx(numbers, rel=1e-5), way
+            assert (theirs is not None) == has_last, way
+            if has_last:
+                replica = rank // 2 if place.dp > 1 else 0
+                mine = logits[replica * size : (replica + 1) * size]
+                torch.testing.assert_close(theirs, mine, atol=1e-5, rtol=1e-5)
+        assert_gradients_equal([each[number][-1] for each in results], gradients)
 
 
 def test_a_run_goes_on_bit_for_bit(job, tmp_path):

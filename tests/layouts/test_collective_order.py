@@ -4,12 +4,15 @@ context parallelism among those of tensors, replicas and gradients, in every sch
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import megazoo
 from megazoo.parallel import collectives
+from megazoo.parallel.collectives import exchange_parts
 from tests.support.nccl_rules import run_collectives
-from tests.support.training import MODELS, context, layout_name, make_batch, replica_rows, world
+from tests.support.sampling import marked_slow
+from tests.support.training import MODELS, context, make_batch, replica_rows, world
 
 
 def issued(config, layout, schedule, recompute):
@@ -36,28 +39,30 @@ def issued(config, layout, schedule, recompute):
     return made, names[id(ctx.cp_group)]
 
 
-CASES = [
+CASES = [  # model, layout, schedule, what is recomputed; the last ones are slow
     ("llama", dict(cp=2, dp=2), "1f1b", "none"),
     ("mpt", dict(cp=2, pp=2), "1f1b", "full"),
+    ("gpt2", dict(cp=2, pp=2, v=2, method="ulysses"), "1f1b", "selective"),
+    ("llama", dict(cp=2, tp=2, sp=True, method="ulysses"), "1f1b", "selective"),
+    ("gpt2", dict(cp=2, dp=2, pp=2), "zb-h1", "full"),
+    ("llama", dict(cp=2, dp=2, method="ulysses"), "1f1b", "none"),
+    ("mpt", dict(cp=2, pp=2, method="ulysses"), "1f1b", "full"),
     ("llama", dict(cp=2, pp=2), "zb-h1", "none"),
+    ("llama", dict(cp=2, pp=2, method="ulysses"), "zb-h1", "none"),
     ("gpt2", dict(cp=2, pp=2, v=2), "1f1b", "selective"),
     ("llama", dict(cp=2, tp=2, sp=True), "1f1b", "selective"),
-    ("gpt2", dict(cp=2, dp=2, pp=2), "zb-h1", "full"),
+    ("gpt2", dict(cp=2, dp=2, pp=2, method="ulysses"), "zb-h1", "full"),
 ]
 
 
-@pytest.mark.parametrize("method", ["allgather", "ulysses"])
 @pytest.mark.parametrize(
-    ("model", "layout", "schedule", "recompute"),
-    CASES,
-    ids=lambda part: layout_name(part) if isinstance(part, dict) else part,
+    ("model", "layout", "schedule", "recompute"), marked_slow(CASES, lambda number, _: number > 4)
 )
-def test_no_rank_waits_for_another_in_a_circle(ranks, model, layout, schedule, recompute, method):
-    layout = {**layout, "method": method}
+def test_no_rank_waits_for_another_in_a_circle(ranks, model, layout, schedule, recompute):
     found = ranks(issued, world(layout), MODELS[model], layout, schedule, recompute)
     run_collectives([made for made, _ in found])
     made, of_context = found[0]
-    if method == "allgather" and layout.get("dp", 1) > 1 and layout.get("pp", 1) == 1:
+    if "method" not in layout and layout.get("dp", 1) > 1 and layout.get("pp", 1) == 1:
         gathers = [name for name, group, _ in made if group == of_context and "gather" in name]
         times = 3 if recompute == "full" else 2  # forward, backward, and what is recomputed
         assert len(gathers) == times * 4 * 5  # of four micro-batches each of five layers
@@ -85,3 +90,26 @@ def test_the_check_finds_ranks_that_issue_in_different_orders():
     for wrong in ([b, a], [a], [a, ("all_gather_single", (0, 1), 8)]):
         with pytest.raises(AssertionError, match="wait for each other"):
             run_collectives([[a, b], wrong])
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = [[1, 2, 0], [3, 0, 1], [0, 0, 2]]  # that rank r sends to each
+
+
+def exchanged(dtype, rank):
+    x = torch.arange(sum(ROWS[rank]) * 4).view(-1, 4) + 100 * rank
+    receives = [row[rank] for row in ROWS]
+    return exchange_parts(x.to(dtype), dist.group.WORLD, ROWS[rank], receives).long()
+
+
+def exchanged_in_each_dtype():
+    rank = context(cp=3).cp_rank
+    return [exchanged(dtype, rank) for dtype in DTYPES]
+
+
+def test_uneven_and_empty_parts_are_exchanged(ranks):
+    sent = [(torch.arange(sum(ROWS[r]) * 4).view(-1, 4) + 100 * r).split(ROWS[r]) for r in range(3)]
+    for rank, found in enumerate(ranks(exchanged_in_each_dtype, 3)):
+        for dtype, received in zip(DTYPES, found, strict=True):
+            expected = torch.cat([sent[other][rank] for other in range(3)])
+            assert torch.equal(received, expected), dtype

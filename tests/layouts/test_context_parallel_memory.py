@@ -15,6 +15,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.planning import Planner, find_layouts
 from megazoo.testing import GROUP_TIMEOUT
 from megazoo.torch_internals import TorchDispatchMode
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     NO_DROPOUT,
     PeakMemory,
@@ -62,10 +63,11 @@ def peak_of_activations(config, length, cp, recompute, rows=2):
     return peak.above
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_two_ranks_need_half_the_activations_of_one(name):
-    """With full recomputation; measured, and as planned."""
+    """With full recomputation."""
     measured = {
         cp: max(
             in_fresh_processes(
@@ -76,6 +78,10 @@ def test_two_ranks_need_half_the_activations_of_one(name):
     }
     assert measured[1] > 50e6
     assert measured[2] < 0.55 * measured[1], measured
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_two_ranks_are_planned_half_the_activations_of_one(name):
     how = dict(micro_batch_size=2, global_batch_size=4, seq_length=LENGTH, recompute="full")
     told = {cp: plan(LONG[name], cp, dtype="bfloat16", **how).ranks[0] for cp in (1, 2)}
     assert told[2].activations < 0.55 * told[1].activations
@@ -125,6 +131,7 @@ def test_no_tensor_is_of_all_heads_queries_and_keys(ranks):
     assert largest_tensor(1024, 1) == MPT.heads * 1024**2  # so the measure sees it
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_a_rank_of_four_needs_three_tenths_for_a_long_sequence_with_alibi():
     measured = {
@@ -192,10 +199,14 @@ def forward_by_hand(cp, tp, method):
 
 @pytest.mark.parametrize(
     ("tp", "method", "recompute"),
-    [
-        (1, "allgather", "none"), (2, "allgather", "none"), (2, "allgather", "selective"),
-        (2, "allgather", "full"), (1, "ulysses", "none"), (2, "ulysses", "full"),
-    ],
+    marked_slow(
+        [
+            (1, "allgather", "none"), (2, "allgather", "selective"), (1, "allgather", "full"),
+            (1, "ulysses", "none"), (2, "ulysses", "full"), (2, "allgather", "none"),
+            (2, "allgather", "full"),
+        ],
+        lambda number, _: number > 4,
+    ),
 )  # fmt: skip
 def test_bytes_over_cp_are_those_of_the_plan_and_by_hand(ranks, tp, method, recompute):
     """2 b s d_kv (cp - 1) / cp elements of a layer's forward. Backward gathers again, and scatters
@@ -215,28 +226,34 @@ def test_bytes_over_cp_are_those_of_the_plan_and_by_hand(ranks, tp, method, reco
     assert set(real) == {(layers * forward, rank.sent_cp)}
 
 
+# A GPT-2 of 4,096 tokens on four ranks; cut over four, each has as few as can be searched.
+LONGER, LITTLE = replace(LONG["gpt2"], max_positions=4096), 90 * 10**6
+
+
+def layouts_found(memory: int, length: int) -> dict:
+    how = TrainingOptions(
+        micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16"
+    )
+    found = find_layouts(Planner(LONGER, quick=True), 4, memory, ParallelOptions(), how)
+    return {(each.tp, each.pp, each.cp, each.dp): each for each in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "length"), [(10**9, 4096), (LITTLE, 2047)])
+def test_a_search_offers_no_cp_to_sequences_that_fit_or_are_short(memory, length):
+    assert {cp for _, _, cp, _ in layouts_found(memory, length)} == {1}
+
+
 def test_a_search_offers_cp_to_sequences_that_do_not_fit_otherwise():
-    """A GPT-2 of 4,096 tokens on four ranks; cut over four, each has as few as can be searched."""
-    config = replace(LONG["gpt2"], max_positions=4096)
-
-    def sizes(memory, length):
-        how = TrainingOptions(
-            micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16"
-        )
-        found = find_layouts(Planner(config, quick=True), 4, memory, ParallelOptions(), how)
-        return {(each.tp, each.pp, each.cp, each.dp): each for each in found}
-
-    roomy, short = sizes(10**9, 4096), sizes(90 * 10**6, 2047)
-    assert {cp for _, _, cp, _ in roomy} == {cp for _, _, cp, _ in short} == {1}
-    tight = sizes(90 * 10**6, 4096)
+    tight = layouts_found(LITTLE, 4096)
     assert tight[1, 1, 1, 4].recompute != "none"
     assert tight[1, 1, 4, 1].recompute == "none"
     assert tight[1, 1, 4, 1].sent_cp > 0
     for (tp, pp, cp, dp), each in tight.items():
         assert tp * pp * cp * dp == 4
-        assert each.total <= 90 * 10**6
+        assert each.total <= LITTLE
         exact = plan(
-            config, cp, dp=dp, micro_batch_size=1, global_batch_size=4, seq_length=4096,
+            LONGER, cp, dp=dp, micro_batch_size=1, global_batch_size=4, seq_length=4096,
             dtype="bfloat16", recompute=each.recompute, parallel=dict(
                 tp=tp, pp=pp, virtual_pp=each.virtual_pp, zero=each.zero,
                 sequence_parallel=each.sequence_parallel,

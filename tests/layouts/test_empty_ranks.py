@@ -1,18 +1,19 @@
 """Stages of no layers, ranks that own no tensor, replicas of no rows: every call does what one
 process does."""
 
-import os
-import subprocess
+import sys
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import megazoo
+import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
+from megazoo.cli.launch import run_program
 from megazoo.cli.options import ParallelOptions, TrainingOptions
+from megazoo.errors import Advice
 from megazoo.evaluation.scoring import score
 from megazoo.models.counts import parameter_count
 from megazoo.models.gpt2 import GPT2Config
@@ -22,12 +23,10 @@ from megazoo.parallel import ParameterSpec
 from megazoo.parallel.schedule import SCHEDULES
 from megazoo.planning.plan import Planner
 from megazoo.testing import check_parallel
-from tests.support.programs import python
-from tests.support.training import context, layout_name, make_batch, randomize, run_in_layout
-from tools import convert_hf, inspect_checkpoint, merge_shards, reshard
-
-ROOT = Path(__file__).parents[2]
-
+from tests.support.layouts import in_layout
+from tests.support.sampling import marked_slow
+from tests.support.training import context, make_batch, randomize
+from tools import convert_hf, generate, inspect_checkpoint, merge_shards, reshard
 
 # The tied vocabulary weighs as much as ten layers: the last stage gets none, and its norm is all
 # that it owns, which tp rank 0 writes.
@@ -38,17 +37,17 @@ CONFIGS = {
     "llama": LlamaConfig(**TINY, kv_heads=1, ffn_size=32, tie_embeddings=True),
     "mpt": MPTConfig(**TINY),
 }
-CASES = [
-    ("gpt2", dict(tp=2, pp=2)),
-    ("gpt2", dict(tp=2, pp=2, sp=True)),
+CASES = [  # the first ones in `make test`
+    ("gpt2", "tp2pp2+sp"),
     # the last of four stages is empty, the one before it on the same rank is not
-    ("gpt2", dict(pp=2, v=2)),
-    ("gpt2", dict(pp=2, dp=2)),  # the second replica is given no rows
-    ("gpt2", dict(tp=2, dp=2, sp=True)),
-    ("llama", dict(tp=2, pp=2)),
-    ("llama", dict(pp=2, dp=2)),
-    ("mpt", dict(tp=2, pp=2)),
-    ("mpt", dict(pp=2, dp=2)),
+    ("gpt2", "pp2v2"),
+    ("llama", "pp2dp2"),  # the second replica is given no rows
+    ("mpt", "tp2pp2"),
+    ("gpt2", "tp2dp2+sp"),
+    ("gpt2", "tp2pp2"),
+    ("gpt2", "pp2dp2"),
+    ("llama", "tp2pp2"),
+    ("mpt", "pp2dp2"),
 ]
 
 
@@ -104,11 +103,9 @@ def one_process():
     return {family: everything(family, {}) for family in CONFIGS}
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"), CASES, ids=lambda it: it if isinstance(it, str) else layout_name(it)
-)
+@pytest.mark.parametrize(("family", "layout"), marked_slow(CASES, lambda number, _: number > 4))
 def test_every_call_gives_the_numbers_of_one_process(family, layout, ranks, one_process):
-    for numbers in run_in_layout(ranks, partial(everything, family), layout):
+    for numbers in in_layout(ranks, everything, layout, family):
         for call, found in numbers.items():
             assert found == pytest.approx(one_process[family][call], rel=1e-5), call
 
@@ -133,13 +130,13 @@ def go_on(family: str, run: Path, layout: dict, **optimizer) -> list[float]:
 
 @pytest.mark.parametrize(
     ("family", "layout", "zero"),
-    [("gpt2", dict(tp=2, pp=2), 0), ("gpt2", dict(pp=2, dp=2), 1), ("gpt2", dict(pp=2, v=2), 0),
-     ("llama", dict(tp=2, pp=2), 0), ("mpt", dict(tp=2, pp=2), 0)],
-    ids=lambda it: layout_name(it) if isinstance(it, dict) else str(it),
+    marked_slow([("gpt2", "tp2pp2", 0), ("gpt2", "pp2dp2", 1), ("gpt2", "pp2v2", 0),
+                 ("llama", "tp2pp2", 0), ("mpt", "tp2pp2", 0)],
+                lambda number, _: number > 2),
 )  # fmt: skip
 def test_checkpoints_load_everywhere(family, layout, zero, ranks, one_process, tmp_path, capsys):
     """And come back the same through every tool."""
-    found = run_in_layout(ranks, partial(save_and_go_on, family, tmp_path, zero=zero), layout)
+    found = in_layout(ranks, save_and_go_on, layout, family, tmp_path, zero=zero)
     # The losses of the third step of one process: its recomputing gives the same.
     for loss, norm in [*found, go_on(family, tmp_path / "run", {})]:
         assert [loss, norm] == pytest.approx(one_process[family]["recompute"], rel=1e-5)
@@ -193,62 +190,39 @@ def test_rank_0_warns_of_a_stage_without_layers(ranks):
         "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
     )
     assert ranks(warnings_of_building, 4, dict(tp=2, pp=2)) == [[line], [], [], []]
-    assert ranks(warnings_of_building, 4, dict(pp=2, dp=2, stage_layers="uniform")) == [
-        [],
-        [],
-        [],
-        [],
-    ]
+    assert ranks(warnings_of_building, 4, dict(pp=2, dp=2, stage_layers="uniform")) == [[]] * 4
 
 
-def test_programs_warn_in_one_line(tmp_path):
+def told_by(main, arguments: list[str]) -> list[str]:
+    """What a rank of a program advises."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", Advice)
+        main(arguments)
+    return [str(warning.message) for warning in told if warning.category is Advice]
+
+
+def test_programs_warn_in_one_line(ranks, tmp_path):
     """The training program, which saves what a tool then reads; and that tool, which can also cut
     otherwise."""
-    sizes = (
-        "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16 --seq-length 16"
-    ).split()
-    job = [*sizes, "--device", "cpu", "--pp", "2", "--tp", "2", "--steps", "1", "--eval-steps", "0"]
-    lines = run(
-        "pretrain_gpt.py",
-        *job,
-        "--global-batch-size",
-        "2",
-        "--micro-batch-size",
-        "1",
-        "--save",
-        tmp_path,
-    )
-    assert [line for line in lines if "gets no layers" in line] == [
-        "warning: stage 2 of 2 gets no layers: its head weighs as much as 9.6 of them; "
-        "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
+    sizes = "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16"
+    job = f"{sizes} --seq-length 16 --device cpu --pp 2 --tp 2 --steps 1 --eval-steps 0"
+    job += f" --global-batch-size 2 --micro-batch-size 1 --save {tmp_path}"
+    assert ranks(told_by, 4, pretrain_gpt.main, job.split()) == [
+        [
+            "stage 2 of 2 gets no layers: its head weighs as much as 9.6 of them; "
+            "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
+        ],
+        *[[]] * 3,
     ]
+    writing = [str(tmp_path), *"--device cpu --pp 2 --prompt a --max-new-tokens 2".split()]
     for more, count in (([], 1), (["--stage-layers", "uniform"], 0)):
-        told = run(
-            "tools/generate.py",
-            tmp_path,
-            "--pp",
-            "2",
-            "--prompt",
-            "a",
-            "--max-new-tokens",
-            "2",
-            *more,
-        )
-        assert len([line for line in told if line.startswith("warning: stage 2 of 2")]) == count
+        told, _ = ranks(told_by, 2, generate.main, [*writing, *more])
+        assert len([line for line in told if line.startswith("stage 2 of 2")]) == count
 
 
-def run(*words) -> list[str]:
-    """What a program tells on stderr."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
-    }
-    done = subprocess.run(
-        [python(), *map(str, words)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr.splitlines()
+def test_a_program_prints_advice_in_one_line(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    run_program(lambda _: told.append(warnings.formatwarning(Advice("text"), Advice, "file", 1)))
+    assert told == ["warning: text\n"]

@@ -1,4 +1,5 @@
-"""One result in every layout: losses, gradient norms and gradients against one process."""
+"""One result in every layout: losses, gradient norms, every gradient and the weights, what is
+generated and the scores, against one process."""
 
 import random
 from dataclasses import replace
@@ -10,100 +11,141 @@ import pytest
 import torch
 
 import megazoo
-from tests.support.layouts import STEPS, case_name, one_process
+from megazoo.errors import UserError
+from megazoo.evaluation.scoring import evaluate_texts, score, score_choices
+from megazoo.testing import Layout
+from megazoo.tokenizer import ByteTokenizer
+from tests.support import layouts, training
+from tests.support.context_parallel import KINDS, batch_of, rows_of_replica
+from tests.support.generation import PAD, prompts
+from tests.support.layouts import (
+    LAYOUTS,
+    MODELS,
+    case_name,
+    check_training,
+    in_layout,
+    model_in,
+    possible,
+)
+from tests.support.sampling import marked_slow, sampled
 from tests.support.training import (
     CLIP,
-    MODELS,
     context,
     layout_name,
     make_batch,
     randomize,
     tiny_config,
     train,
-    train_and_keep_gradients,
     world,
-    worst_gradient,
     worst_relative,
 )
 
-LAYOUTS = [
-    dict(tp=2),
-    dict(tp=4),
-    dict(pp=2),
-    dict(pp=4),
-    dict(dp=2),
-    dict(tp=2, pp=2),
-    dict(tp=2, dp=2),
-    dict(pp=2, dp=2),
-    dict(tp=2, pp=2, dp=2),
-]
-SEQUENCE_PARALLEL = [
-    dict(**layout, sp=True)
-    for layout in (
-        dict(tp=2),
-        dict(tp=4),
-        dict(tp=2, pp=2),
-        dict(tp=2, dp=2),
-        dict(tp=2, pp=2, dp=2),
-    )
-]
-MODES = [("none",), ("selective",), ("full",), ("full", 2)]
-ALL_CASES = [
-    (m, layout, mode) for layout in LAYOUTS + SEQUENCE_PARALLEL for m in MODELS for mode in MODES
-]
+NO_EMBEDDING, HEAD_ALONE = r"^(?!embedding)", r"^head"
+# In the first layer no query, key or value has a gradient; in the second they have, and no weight.
+KEYS_WITHOUT_GRADIENT = r"layers\.0\.(?!attention\.qkv)|^norm|^head"
+HOW = {
+    "plain": {},
+    "selective": {"recompute": ("selective",)},
+    "full": {"recompute": ("full",)},
+    "full, every 2": {"recompute": ("full", 2)},
+    "offload": {"offload": True},
+    "embedding frozen": {"train": NO_EMBEDDING},
+}
 
 
-def sample(each: int) -> list:
-    """Some cases of every layout."""
-    draw = random.Random(3)
-    return [
-        case
-        for layout in LAYOUTS + SEQUENCE_PARALLEL
-        for case in draw.sample([case for case in ALL_CASES if case[1] == layout], each)
-    ]
+def drawn_cases() -> list[tuple[str, str, str, str]]:
+    """A case for each layout and each model that goes into it; the first of every layout is one of
+    those that `make test` runs, with all models, kinds of batches and ways to train in turn."""
+    draw, turns, cases = random.Random(3), [], []
+    for values in (MODELS, KINDS, HOW):
+        turn = []
+        while len(turn) < len(LAYOUTS):
+            turn += draw.sample(list(values), len(values))
+        turns.append(turn)
+    for layout, model, kind, how in zip(LAYOUTS, *turns, strict=False):
+        fits = [name for name in MODELS if possible(layout, name)]
+        first = model if model in fits else draw.choice(fits)
+        cases.append((layout, first, kind, how))
+        for other in fits:
+            if other != first:
+                kinds_and_how = draw.choice(list(KINDS)), draw.choice(list(HOW))
+                cases.append((layout, other, *kinds_and_how))
+    return cases
 
 
-def check_training(ranks, config, layout, mode):
-    history, gradients = one_process(config)
-    results = ranks(train_and_keep_gradients, world(layout), config, layout, STEPS, recompute=mode)
-    assert all(theirs == results[0][0] for theirs, _ in results), "ranks disagree"
-    assert worst_relative(results[0][0], history) < 1e-5
-    for step, expected in enumerate(gradients):
-        distance, name = worst_gradient([ours[step] for _, ours in results], expected)
-        assert distance < 1e-5, f"{name} at step {step + 1}"
+def is_another(number: int, case: tuple) -> bool:
+    return any(earlier[0] == case[0] for earlier in DRAWN[:number])
 
 
-@pytest.mark.parametrize(("model", "layout", "mode"), sample(1), ids=case_name)
-def test_every_gradient_equals_one_process(ranks, model, layout, mode):
-    check_training(ranks, MODELS[model], layout, mode)
+DRAWN = drawn_cases()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout", "mode"), ALL_CASES, ids=case_name)
-def test_every_gradient_equals_one_process_in_all_cases(ranks, model, layout, mode):
-    check_training(ranks, MODELS[model], layout, mode)
+@pytest.mark.parametrize(
+    ("layout", "model", "kind", "how"), marked_slow(DRAWN, is_another, name="-".join)
+)
+def test_training_equals_one_process(ranks, layout, model, kind, how):
+    check_training(ranks, layout, model, kind, HOW[how])
+
+
+EVERYTHING = "documents, padding"
+SPECIAL = {  # what only some layouts and models have, or what was wrong once
+    "zero, documents": ("cp2dp2+zero", "mpt", "documents", {}),
+    "zero, offload": ("cp2+zero", "gpt2", "plain", {"offload": True}),
+    "offload, tp": ("tp2cp2", "llama", "padding", {"offload": True}),
+    "selective": ("tp2cp2+sp", "mpt", EVERYTHING, HOW["selective"]),
+    "full, ulysses": ("cp2+ulysses", "gpt2", "padding", HOW["full, every 2"]),
+    "embedding frozen": ("cp2", "llama", "plain", HOW["embedding frozen"]),
+    "head alone": ("cp2pp2", "gpt2, untied", "padding", {"train": HEAD_ALONE}),
+    "keys without gradient": ("cp2", "llama, yarn", "plain", {"train": KEYS_WITHOUT_GRADIENT}),
+    "keys without gradient, ulysses": (
+        "cp2+ulysses", "gpt2, untied", "plain", {"train": KEYS_WITHOUT_GRADIENT},
+    ),
+    "untied over stages": ("cp2pp2+ulysses", "gpt2, untied", "documents", {}),
+    "zero bubble": ("cp2pp2+zb-h1", "gpt2", EVERYTHING, {}),
+    "norms over tp": ("tp2cp2", "mpt", "plain", {}),
+    "norms over tp, ulysses": ("tp2cp2+ulysses", "mpt", EVERYTHING, {}),
+    "copies of KV heads": ("tp4", "llama", EVERYTHING, {}),
+    "copies of KV heads, sp": ("tp4+sp", "llama", "plain", {}),
+    "copies of KV heads, with norms": ("tp4", "mpt", "plain", {}),
+    "one KV head": ("cp4+ulysses", "llama, one KV head", "documents", {}),
+    "one KV head, tp": ("tp2cp2+ulysses", "llama, one KV head", "plain", {}),
+    "uneven heads": ("cp4+ulysses", "llama, 6 heads", "plain", {}),
+    "uneven heads, cp 3": ("cp3+ulysses", "gpt2, 5 heads", "documents", {}),
+    "uneven heads, tp": ("tp2cp2+sp+ulysses", "mpt, 5 heads", "odd", {}),
+    "uneven heads, keys": ("tp2cp2+sp", "gpt2, 5 heads", "plain", {}),
+    "positions": ("cp2", "llama", "positions, padding", {}),
+    # the longest document has 9 tokens: the scaling is for those, not for 13
+    "restarting positions": ("cp2pp2", "llama, dynamic", "documents, restarting", {}),
+    "learned positions": ("cp2pp2", "mpt, learned positions", "positions", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_training_equals_one_process_with(ranks, name):
+    check_training(ranks, *SPECIAL[name])
 
 
 WIDE = {"hidden_size": 40, "heads": 5, "kv_heads": 5, "ffn_size": 1283}  # ten times 128, and 3
 UNEVEN = {  # inner features that tp does not divide
-    "gpt2, tp 4": (tiny_config(ffn_size=50), dict(tp=4), ("none",)),
-    "gpt2, by 128, tp 3": (
-        tiny_config(hidden_size=40, heads=5, ffn_size=1283),
-        dict(tp=3),
-        ("none",),
-    ),
-    "gpt2, tp 2, pp 2": (tiny_config(ffn_size=51), dict(tp=2, pp=2, sp=True), ("selective",)),
-    "llama, tp 4": (replace(MODELS["llama"], ffn_size=50), dict(tp=4, sp=True), ("selective",)),
-    "llama, by 128, tp 3": (replace(MODELS["llama"], **WIDE), dict(tp=3), ("none",)),
-    "llama, by 128, tp 2": (replace(MODELS["llama"], **WIDE), dict(tp=2, sp=True), ("full",)),
-    "mpt, tp 4": (replace(MODELS["mpt"], ffn_size=50), dict(tp=4), ("selective",)),
-    "mpt, by 128, tp 3": (replace(MODELS["mpt"], **WIDE), dict(tp=3, sp=True), ("none",)),
+    "gpt2, tp 4": ("gpt2", {"ffn_size": 50}, "tp4", "plain"),
+    "gpt2, by 128, tp 3": ("gpt2, 5 heads", {"ffn_size": 1283}, "tp3", "plain"),
+    "gpt2, tp 2, pp 2": ("gpt2", {"ffn_size": 51}, "tp2pp2+sp", "selective"),
+    "llama, tp 4": ("llama", {"ffn_size": 50}, "tp4+sp", "selective"),
+    "llama, by 128, tp 3": ("llama", WIDE, "tp3", "plain"),
+    "llama, by 128, tp 2": ("llama", WIDE, "tp2+sp", "full"),
+    "mpt, tp 4": ("mpt", {"ffn_size": 50}, "tp4", "selective"),
+    "mpt, by 128, tp 3": ("mpt", WIDE, "tp3+sp", "plain"),
 }
 
 
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("name", marked_slow(list(UNEVEN), lambda n, _: n in (2, 3, 5)))
 def test_inner_features_need_not_divide(ranks, name):
-    check_training(ranks, *UNEVEN[name])
+    model, sizes, layout, how = UNEVEN[name]
+    config = replace(MODELS[model], layers=2, **sizes)
+    batches = layouts.batches_of("plain", 2)
+    results = in_layout(ranks, layouts.trained, layout, config, batches, model=HOW[how])
+    worst, what = layouts.worst_difference(results, layouts.trained(config, batches, {}))
+    assert worst < 1e-5, what
 
 
 # Interleaved and zero-bubble, with what they combine with; six micro-batches, which pp 4 does not
@@ -120,43 +162,38 @@ BESIDE = [(dict(), 0), (dict(tp=2), 0), (dict(dp=2), 0), (dict(dp=2), 1), (dict(
 PIPELINE_CASES = [
     (model, schedule, dict(pp=pp, v=virtual, **beside), mode, micro_batches, zero)
     for model, (schedule, pp, virtual), (beside, zero), mode, micro_batches in product(
-        ("gpt2", "llama"), PIPELINES, BESIDE, MODES[:1] + MODES[2:3], (4, 6)
+        ("gpt2", "llama"), PIPELINES, BESIDE, [("none",), ("full",)], (4, 6)
     )
 ]
 
 
 @cache
-def one_process_of_many_layers(model: str, rows: int):
-    return train(DEEP[model], {}, STEPS, micro_batch=rows // 2, rows=rows)
+def one_process_of_many_layers(model: str, rows: int, steps: int):
+    return train(DEEP[model], {}, steps, micro_batch=rows // 2, rows=rows)
 
 
 # As many layers as there are stages at pp 4 with three a rank; GPT-2 tied, LLaMA not.
 DEEP = {
     "gpt2": tiny_config(layers=12),
-    "llama": replace(MODELS["llama"], layers=12, tie_embeddings=False),
+    "llama": replace(training.MODELS["llama"], layers=12, tie_embeddings=False),
 }
 
 
-def check_pipeline(ranks, model, schedule, layout, mode, micro_batches, zero):
+@pytest.mark.parametrize(
+    ("model", "schedule", "layout", "mode", "micro_batches", "zero"),
+    sampled(PIPELINE_CASES, 6, seed=1, name=lambda case: " ".join(map(str, case))),
+)
+def test_pipelines_train_like_one_process(
+    ranks, model, schedule, layout, mode, micro_batches, zero
+):
     rows = micro_batches * layout.get("dp", 1)
     how = {"schedule": schedule, "recompute": mode, "micro_batch": 1, "rows": rows, "zero": zero}
-    histories = ranks(train, world(layout), DEEP[model], layout, STEPS, **how)
+    histories = ranks(train, world(layout), DEEP[model], layout, 2, **how)
     assert all(history == histories[0] for history in histories), "ranks disagree"
-    assert worst_relative(histories[0], one_process_of_many_layers(model, rows)) < 1e-5
+    assert worst_relative(histories[0], one_process_of_many_layers(model, rows, 2)) < 1e-5
 
 
-@pytest.mark.parametrize("case", random.Random(1).sample(PIPELINE_CASES, 12), ids=case_name)
-def test_pipelines_train_like_one_process(ranks, case):
-    check_pipeline(ranks, *case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PIPELINE_CASES, ids=case_name)
-def test_all_pipelines_train_like_one_process(ranks, case):
-    check_pipeline(ranks, *case)
-
-
-def gradients_of_loss(config, layout, direct):
+def gradients_of_loss(config, direct, layout):
     """Gradients of one batch, by loss.backward() or by train_batch."""
     model = randomize(megazoo.from_config(config, context(**layout), seed=3))
     ids, _ = make_batch(0)
@@ -168,13 +205,16 @@ def gradients_of_loss(config, layout, direct):
 
 
 @pytest.mark.parametrize(
-    "layout", [dict(tp=2), dict(tp=2, sp=True), dict(tp=4, sp=True)], ids=layout_name
+    ("model", "layout"),
+    marked_slow(
+        list(product(["llama, one KV head", "mpt"], ["tp2", "tp2+sp", "tp4+sp"])),
+        lambda number, _: number not in (2, 3, 4),
+    ),
 )
-@pytest.mark.parametrize("model", ["llama, one KV head", "mpt"])
 def test_backward_of_the_loss_gives_the_gradients_of_train_batch(ranks, model, layout):
     """Without train_batch, too, copies over tp get whole gradients."""
-    direct = ranks(gradients_of_loss, world(layout), MODELS[model], layout, True)
-    whole = ranks(gradients_of_loss, world(layout), MODELS[model], layout, False)
+    direct = in_layout(ranks, gradients_of_loss, layout, MODELS[model], True)
+    whole = in_layout(ranks, gradients_of_loss, layout, MODELS[model], False)
     for ours, expected in zip(direct, whole, strict=True):
         for name, gradient in ours.items():
             torch.testing.assert_close(gradient, expected[name], atol=1e-8, rtol=1e-5)
@@ -185,8 +225,13 @@ def one_process_of_gpt2(config, steps: int):
     return train(config, {}, steps, micro_batch=8)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        pytest.param(dict(tp=2, pp=2), True, id="tp2pp2-tied"),
+        pytest.param(dict(dp=2), False, id="dp2-untied"),
+    ],
+)
 def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
     config = tiny_config(tied)
     expected = one_process_of_gpt2(config, 8)
@@ -201,9 +246,13 @@ def test_losses_and_gradient_norms_equal_one_process(ranks, layout, tied):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     "layout",
-    [*LAYOUTS, dict(tp=4, pp=2), dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5)],
+    [
+        dict(tp=2), dict(tp=4), dict(pp=2), dict(pp=4), dict(dp=2), dict(tp=2, pp=2),
+        dict(tp=2, dp=2), dict(pp=2, dp=2), dict(tp=2, pp=2, dp=2), dict(tp=4, pp=2),
+        dict(pp=4, dp=2), dict(tp=2, pp=4), dict(dp=8), dict(pp=5),
+    ],
     ids=layout_name,
-)
+)  # fmt: skip
 def test_every_layout_under_every_schedule(ranks, layout, tied, schedule):
     """The exhaustive sweep: 20 steps, one sequence a micro-batch, five heads over tp 2 (three and
     two), dp up to 8."""
@@ -268,6 +317,7 @@ def without(what):
         ("data parallel", {"dp": 2}),
         ("loss and label count", {"dp": 2}),
     ],
+    ids=case_name,
 )
 def test_taking_out_an_all_reduce_is_noticed(ranks, with_all, what, layout):
     """The check above fails for each, in three steps: no all-reduce is there for nothing."""
@@ -276,3 +326,109 @@ def test_taking_out_an_all_reduce_is_noticed(ranks, with_all, what, layout):
     lacking = ranks(train_without, 2, what, config, layout)
     assert worst_relative(with_all(tuple(layout.items())), expected) < 1e-5
     assert worst_relative(lacking[0], expected) > 1e-4
+
+
+# Generation and scoring: a vocabulary of bytes.
+TEXT = dict(layers=2, max_positions=64, vocab_size=300)
+WRITERS = {name: replace(MODELS[name], **TEXT) for name in ("gpt2", "llama", "mpt")}
+SETTINGS = {
+    "greedy": {},
+    "sampling": dict(do_sample=True, seed=3, top_k=20),
+    "several samples": dict(do_sample=True, seed=4, num_return_sequences=2),
+    "beams": dict(num_beams=3, num_return_sequences=2, eos_token_id=60),
+    "no cache": dict(use_cache=False),
+}
+
+
+class Tokens:
+    """A streamer."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
+
+
+def generated(model) -> dict:
+    ids, mask = prompts()
+    out = {
+        name: model.generate(ids, mask, max_new_tokens=8, pad_token_id=PAD, **settings).tolist()
+        for name, settings in SETTINGS.items()
+    }
+    streamer = Tokens()
+    out["one row"] = model.generate(ids[:1], max_new_tokens=8, streamer=streamer).tolist()
+    return out | {"streamed": streamer.tokens}
+
+
+def scored(model) -> list:
+    batch, tokenizer = batch_of(2), ByteTokenizer()
+    scores = score(model, batch["input_ids"], batch["targets"])
+    choices = score_choices(model, tokenizer, [("a b", " c"), ("", "def"), ("x", "yz" * 9)])
+    loss = evaluate_texts(model, tokenizer, ["some text " * 9, "", "é"], length=20, stride=7)
+    numbers = scores.log_likelihood.tolist() + [choice[0] for choice in choices] + [loss.loss]
+    exact = [scores.tokens.tolist(), scores.greedy.tolist(), [choice[1:] for choice in choices]]
+    return [numbers, [*exact, loss.tokens, loss.bytes]]
+
+
+def trained_around(config, layout: dict):
+    """What is generated and scored, and the losses before, between and after."""
+    ctx = context(**layout)
+    model, losses = model_in(config, ctx), []
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= 8  # so that the likeliest token is so by far
+    optimizer = megazoo.optim.AdamW(model, lr=1e-3)
+    contexts = [(module, module.ctx) for module in model.modules() if hasattr(module, "ctx")]
+
+    def train(step):
+        losses.append(model.train_batch(**rows_of_replica(batch_of(step), ctx)).item())
+        optimizer.step()
+        assert all(module.ctx is before for module, before in contexts)
+        assert model.training
+
+    train(0)
+    texts = generated(model)
+    train(1)
+    scores = scored(model)
+    train(2)
+    for call in (
+        lambda ids: model.generate(ids, max_new_tokens=3),
+        lambda ids: score(model, ids, ids),
+    ):
+        with pytest.raises(UserError, match="outside the vocabulary"):
+            call(torch.full((4, 5), 300))
+    train(3)
+    return texts, scores, losses
+
+
+WRITTEN = list(product(WRITERS, LAYOUTS))  # a layout has another schedule or ZeRO-1: the same
+WRITTEN_FAST = [("gpt2", "cp2"), ("llama", "cp3+ulysses"), ("mpt", "cp2dp2"), ("mpt", "cp2pp2"),
+                ("llama", "tp2cp2+sp+ulysses"), ("mpt", "tp2pp2+sp")]  # fmt: skip
+
+
+@cache
+def written_by_one_process(name: str):
+    return trained_around(WRITERS[name], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    marked_slow(
+        [case for case in WRITTEN if not {"zero", "zb-h1", "gpipe"} & set(case[1].split("+"))
+         and Layout.named(case[1]).virtual == 1 and not case[1].startswith("pp4")],
+        lambda _, case: case not in WRITTEN_FAST,
+    ),
+)  # fmt: skip
+def test_generation_and_scores_are_those_of_one_process(ranks, name, layout):
+    """And leave the model as it was."""
+    texts, (numbers, exact), losses = written_by_one_process(name)
+    assert texts["streamed"] == [*texts["one row"][0][9:], "end"]
+    for theirs, scores, their_losses in in_layout(ranks, trained_around, layout, WRITERS[name]):
+        assert theirs == texts
+        assert scores[0] == pytest.approx(numbers, rel=1e-5)
+        assert scores[1] == exact
+        assert their_losses == pytest.approx(losses, rel=1e-5)

@@ -3,6 +3,7 @@ again."""
 
 import hashlib
 import json
+import re
 import struct
 
 import pytest
@@ -65,7 +66,7 @@ def checksum(config, layout):
     return base.checksum_of(model.entries(), model, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])  # 2 KV heads, tied; tied
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_the_checksum_is_the_same_in_every_layout(ranks, name):
     whole = randomize(megazoo.from_config(MODELS[name], seed=3))
     expected = checksum_by_hand({e.name: e.parameter.detach() for e in whole.entries()})
@@ -99,14 +100,15 @@ CHANGES = [one_ulp, swapped_elements, swapped_rows, swapped_tensors]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_another_base_has_another_checksum(change, dtype):
+def test_another_base_has_another_checksum(dtype):
     model = megazoo.from_config(LLAMA, dtype=dtype, seed=3)
-    before = base.checksum_of(model.entries(), model, dtype)
-    assert base.checksum_of(model.entries(), model, dtype) == before
-    change(model)
-    assert base.checksum_of(model.entries(), model, dtype) != before
+    found = [base.checksum_of(model.entries(), model, dtype)]
+    assert base.checksum_of(model.entries(), model, dtype) == found[0]
+    for change in CHANGES:  # of what the ones before have changed
+        change(model)
+        found.append(base.checksum_of(model.entries(), model, dtype))
+        assert len(set(found)) == len(found), change
 
 
 def test_the_checksum_is_computed_once(monkeypatch):
@@ -145,7 +147,7 @@ def run(
     return history, {n: v for n, v in values.items() if is_adapter(n)}, same
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_any_layout(ranks, tmp_path, name):
     expected, _, _ = run(MODELS[name], {}, 8)
     found, before = [], None
@@ -234,7 +236,7 @@ def on_another_base(path, layout):
     return told
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_another_base_is_refused_on_every_rank(ranks, saved, layout):
     theirs = Checkpoint(saved).manifest["base"]["checksum"]
     results = run_in_layout(ranks, on_another_base, layout, saved)
@@ -283,7 +285,7 @@ def test_adapters_that_are_frozen_are_held_too(tmp_path):
     assert len(SavedAdapters(save(tmp_path, 1, model)).specs) == 8
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(4, 2)], ids=str)
 def test_resharding_keeps_every_bit(saved, tmp_path, layout):
     source = SavedAdapters(saved)
     write_shards(source, tmp_path / "cut", *layout)
@@ -361,12 +363,13 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("what", FORGERIES)
-def test_forged_manifests(saved, tmp_path, what):
-    change, message = FORGERIES[what]
-    with pytest.raises(UserError, match=message) as caught:
-        load(SavedAdapters(forged(tmp_path / "step", saved, change)), fresh())
-    assert len(str(caught.value)) < 500
+def test_forged_manifests(saved, tmp_path):
+    for what, (change, message) in FORGERIES.items():
+        path = forged(tmp_path / what, saved, change)
+        with pytest.raises(UserError) as caught:
+            load(SavedAdapters(path), fresh())
+        assert re.search(message, str(caught.value)), what
+        assert len(str(caught.value)) < 500, what
 
 
 def test_a_flipped_bit_of_the_adapters_is_found(saved, tmp_path):

@@ -16,15 +16,15 @@ from megazoo.optim import AdamW, Muon
 from megazoo.optim.muon import linear_names
 from megazoo.optim.newton_schulz import cost_of
 from megazoo.optim.whole_matrices import matrices_of
-from tests.support.sampling import pairs_covered
+from megazoo.testing import Layout
+from tests.support.layouts import LAYOUTS, in_layout
+from tests.support.sampling import marked_slow, pairs_covered
 from tests.support.training import (
     MODELS,
     context,
-    layout_name,
     make_batch,
     randomize,
     replica_rows,
-    run_in_layout,
     tiny_config,
 )
 
@@ -35,15 +35,8 @@ CONFIGS = {
     "llama, one KV head": MODELS["llama, one KV head"],
     "mpt": MODELS["mpt"],
 }
-LAYOUTS = [
-    dict(tp=2), dict(tp=4), dict(tp=2, sp=True), dict(pp=2), dict(dp=2), dict(cp=2),
-    dict(cp=2, method="ulysses"), dict(tp=2, cp=2), dict(tp=2, pp=2), dict(tp=2, dp=2),
-    dict(tp=2, pp=2, dp=2, sp=True),
-]  # fmt: skip
 HOW = {
     "plain": {},
-    "zero": {"zero": 1},
-    "zb-h1": {"schedule": "zb-h1"},
     "recomputed": {"recompute": "full"},
     "frozen": {"train_only": "attention|norm"},
     "adapters": {"lora_rank": 3, "lr": 0.004},  # at 0.02 they oscillate, and rounding grows
@@ -69,7 +62,7 @@ def step_of(model, optimizer, step, schedule="1f1b"):
     return loss.item()
 
 
-def train(config, layout, steps=20, schedule="1f1b", zero=0, path=None, made=None, lr=0.02, **how):
+def train(config, layout, steps=3, schedule="1f1b", zero=0, path=None, made=None, lr=0.02, **how):
     """The losses, the weights after the first step, by box, and what this rank's matrices cost."""
     ctx = context(**layout)
     of_muon = {name: how.pop(name) for name in ("nesterov", "momentum", "ns_steps") if name in how}
@@ -99,9 +92,8 @@ def parts(model):
 
 
 @cache
-def one_process(name, how):
-    how = {key: value for key, value in HOW[how].items() if key not in ("zero", "schedule")}
-    return train(CONFIGS[name], {}, **how)
+def one_process(name, how, steps):
+    return train(CONFIGS[name], {}, steps=steps, **HOW[how])
 
 
 def assert_alike(results, expected, least=1e-5):
@@ -121,30 +113,30 @@ def part_of(parts, name, box):
     raise AssertionError(name)
 
 
-PAIRS = pairs_covered(list(CONFIGS), LAYOUTS, list(HOW), seed=28)
-FAST = PAIRS[::7]
+FAST = [  # each way to cut a matrix, to share the work and to train; copies of KV heads at tp 4
+    ("llama", "tp2pp2dp2+sp", "plain"),
+    ("llama", "tp4", "plain"),
+    ("mpt", "tp2+sp", "recomputed"),
+    ("llama, one KV head", "tp2dp2+sp+zero", "without nesterov"),
+    ("gpt2", "cp2+ulysses", "adapters"),
+    ("untied", "cp2+zero", "frozen"),
+    ("gpt2", "pp2+zb-h1", "plain"),
+]
+CASES = [*FAST, *(case for case in pairs_covered(list(CONFIGS), LAYOUTS, list(HOW), seed=28)
+                  if case not in FAST)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "how"),
-    [
-        pytest.param(*case, id=f"{case[0]}-{layout_name(case[1])}-{case[2]}", marks=marks)
-        for case in PAIRS
-        for marks in [[] if case in FAST else pytest.mark.slow]
-    ],
+    marked_slow(CASES, lambda number, _: number >= len(FAST), name="-".join),
 )
-def test_an_update_and_twenty_losses_are_those_of_one_process(ranks, name, layout, how):
-    results = run_in_layout(ranks, train, layout, CONFIGS[name], **HOW[how])
-    assert_alike(results, one_process(name, how))
-
-
-@pytest.mark.parametrize(
-    ("layout", "zero"), [(dict(tp=2, pp=2, dp=2, sp=True), 1), (dict(tp=4), 0)]
-)
-def test_everything_at_once_and_copies_of_kv_heads(ranks, layout, zero):
-    """With 2 KV heads, which at tp 4 two ranks each have."""
-    results = run_in_layout(ranks, train, layout, CONFIGS["llama"], zero=zero)
-    assert_alike(results, one_process("llama", "plain"))
+def test_an_update_and_the_losses_are_those_of_one_process(ranks, request, name, layout, how):
+    """Of three steps in `make test`, else of twenty."""
+    steps = 20 if request.node.get_closest_marker("slow") else 3
+    place = Layout.named(layout)
+    settings = {"schedule": place.schedule, "zero": place.zero, **HOW[how]}
+    results = in_layout(ranks, train, layout, CONFIGS[name], steps=steps, **settings)
+    assert_alike(results, one_process(name, how, steps))
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -203,11 +195,12 @@ def test_the_rest_is_adamws():
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2, dp=2), dict(tp=2, dp=2, sp=True)], ids=layout_name)
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("layout", "zero"), [("tp2dp2", 0), pytest.param("tp2dp2+sp", 1, marks=pytest.mark.slow)]
+)
 def test_no_rank_orthogonalises_what_another_does(ranks, layout, zero):
     config = CONFIGS["llama"]
-    results = run_in_layout(ranks, train, layout, config, steps=1, zero=zero)
+    results = in_layout(ranks, train, layout, config, steps=1, zero=zero)
     costs = [cost for *_, cost in results]
     *_, whole = train(config, {}, steps=1)
     assert sum(costs) == whole
@@ -227,23 +220,21 @@ def elements_of_state(config, zero, layout):
 def test_the_state_is_one_momentum_and_shared(ranks):
     whole, matrices, every = elements_of_state(CONFIGS["llama"], 0, {})
     assert whole == matrices + 2 * (every - matrices)
-    layout = dict(dp=2)
-    shared = run_in_layout(ranks, elements_of_state, layout, CONFIGS["llama"], 1)
+    shared = in_layout(ranks, elements_of_state, "dp2", CONFIGS["llama"], 1)
     assert sum(elements for elements, *_ in shared) == whole
 
 
 @pytest.mark.parametrize(
     ("saved_in", "loaded_in"),
-    [(dict(tp=2), dict(pp=2)), (dict(dp=2), dict(tp=4)), ({}, dict(tp=2, dp=2))],
-    ids=lambda layout: layout_name(layout) or "one",
+    marked_slow([("dp2", "tp4"), ("tp1", "tp2dp2"), ("tp2", "pp2")], lambda number, _: number > 0),
 )
 def test_a_run_goes_on_in_another_layout(ranks, tmp_path, saved_in, loaded_in):
     config, zero = CONFIGS["llama"], int("dp" in saved_in)
-    run_in_layout(ranks, train, saved_in, config, steps=3, zero=zero, made=tmp_path / "a")
+    in_layout(ranks, train, saved_in, config, steps=3, zero=zero, made=tmp_path / "a")
     zero = int("dp" in loaded_in)
     step = next((tmp_path / "a").glob("step_*"))
-    alone = train(config, {}, steps=4, path=step)
-    results = run_in_layout(ranks, train, loaded_in, config, steps=4, zero=zero, path=step)
+    alone = train(config, {}, steps=3, path=step)
+    results = in_layout(ranks, train, loaded_in, config, steps=3, zero=zero, path=step)
     assert_alike(results, alone)
 
 
@@ -286,23 +277,17 @@ def test_the_learning_rates_keep_their_proportion():
     assert optimizer.lr == 0.01
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_what_cant_be_is_refused():
+    model = built(CONFIGS["gpt2"], megazoo.ParallelContext())
+    for settings, message in [
         ({"lr": -1}, "lr -1 must be"),
         ({"momentum": 1.5}, "momentum 1.5"),
         ({"ns_steps": 0}, "ns_steps 0"),
         ({"adamw": {"momentum": 0.9}}, "adamw has no setting momentum"),
         ({"ns_dtype": "float16"}, "ns_dtype 'float16' is none of auto, float32, bfloat16"),
-    ],
-)
-def test_settings_that_cant_be(settings, message):
-    with pytest.raises(UserError, match=message):
-        Muon(built(CONFIGS["gpt2"], megazoo.ParallelContext()), **settings)
-
-
-def test_parameters_are_no_model():
-    model = built(CONFIGS["gpt2"], megazoo.ParallelContext())
+    ]:
+        with pytest.raises(UserError, match=message):
+            Muon(model, **settings)
     with pytest.raises(UserError, match=r"give a megazoo model, not its parameters: Muon\(model"):
         Muon(model.parameters())
 
@@ -395,4 +380,4 @@ def freed_without_collecting(layout):
 
 
 def test_nothing_keeps_a_dropped_optimizer_and_its_model(ranks):
-    assert run_in_layout(ranks, freed_without_collecting, dict(dp=2)) == [[True, True]] * 2
+    assert in_layout(ranks, freed_without_collecting, "dp2") == [[True, True]] * 2

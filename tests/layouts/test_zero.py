@@ -1,6 +1,7 @@
 """ZeRO-1 and the offloaded optimizer: the same parameters and checkpoints, half of the state."""
 
 import itertools
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,19 +11,19 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.buckets import ALIGNMENT, GradientBuckets
-from tests.support.sampling import pairs_covered
+from megazoo.testing import Layout
+from tests.support.layouts import in_layout
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     context,
-    layout_name,
     make_batch,
     randomize,
     replica_rows,
-    run_in_layout,
     tiny_config,
 )
 
-DP = [dict(dp=2), dict(dp=4), dict(tp=2, dp=2), dict(pp=2, dp=2), dict(tp=2, dp=2, sp=True)]
+DP = ["dp2", "dp4", "tp2dp2", "pp2dp2", "tp2dp2+sp", "cp2", "cp2dp2", "cp2+ulysses"]
 CONFIGS = {
     "gpt2": tiny_config(),
     "llama": MODELS["llama"],
@@ -35,9 +36,7 @@ def parts(model):
     return {entry.name: entry.parameter.detach().clone() for entry in model.entries()}
 
 
-def trained(
-    config, layout, dtype=torch.float32, steps=5, path=None, small_buckets=True, **settings
-):
+def trained(config, layout, dtype=torch.float32, steps=5, small_buckets=True, **settings):
     """Train some steps; returns parameters, gradient norms and elements of state on this rank."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, dtype=dtype, seed=3))
@@ -53,8 +52,6 @@ def trained(
         model.train_batch(ids, targets=targets, num_microbatches=2, step=step)
         norms.append(optimizer.step().item())
     state = sum(tensor.numel() for states in optimizer.state.values() for tensor in states.values())
-    if path:
-        save(path, steps, model, optimizer)
     return parts(model), norms, state
 
 
@@ -63,39 +60,33 @@ def trained_both_ways(config, clip, layout):
     return [trained(config, layout, steps=3, clip_grad=clip, zero=zero) for zero in (0, 1)]
 
 
-def case_name(part) -> str:
-    return (
-        layout_name(part)
-        if isinstance(part, dict)
-        else part
-        if isinstance(part, str)
-        else f"clip {part:g}"
-    )
-
-
-CASES = list(itertools.product(CONFIGS, DP, (0.0, 0.2)))
-FEW = pairs_covered(list(CONFIGS), DP, [0.0, 0.2])
+FAST = [("gpt2", "dp2", 0.0), ("llama", "tp2dp2+sp", 0.0), ("llama, one KV head", "dp4", 0.2),
+        ("gpt2", "pp2dp2", 0.2), ("llama", "cp2", 0.0)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "clip"),
-    [case if case in FEW else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
-    ids=case_name,
+    marked_slow(
+        list(itertools.product(CONFIGS, DP, (0.0, 0.2))),
+        lambda _, case: case not in FAST,
+        name=lambda case: "-".join(map(str, case)),
+    ),
 )
 def test_zero_1_gives_the_parameters_of_zero_0(ranks, model, layout, clip):
     """Bit for bit at dp 2 where nothing is clipped; the norm's sum has another order."""
-    both = run_in_layout(ranks, trained_both_ways, layout, CONFIGS[model], clip)
-    for (expected, norms, _), (ours, our_norms, _) in both:
+    place = Layout.named(layout)
+    for (expected, norms, whole), (ours, our_norms, share) in in_layout(
+        ranks, trained_both_ways, layout, CONFIGS[model], clip
+    ):
         assert our_norms == pytest.approx(norms, rel=1e-6)
         assert all(norm > 0.2 for norm in norms)
         for name, parameter in ours.items():
-            if clip or layout["dp"] > 2:
+            if clip or place.dp * place.cp > 2:
                 torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=1e-6)
             else:
                 assert torch.equal(parameter, expected[name]), name
-    for (*_, whole), (*_, share) in both:
         # these buckets are small, and cut at whole vectors
-        assert abs(share - whole / layout["dp"]) < 0.1 * whole
+        assert abs(share - whole / (place.dp * place.cp)) < 0.1 * whole
 
 
 def test_each_replica_has_its_share_of_the_state(ranks):
@@ -127,84 +118,53 @@ def run_of(config, layout, steps, path=None, start=None, dtype=torch.float32, **
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
 def test_checkpoints_know_nothing_of_zero(ranks, tmp_path, dtype):
-    """What dp 4 saves under ZeRO-1 is to the bit what dp 4 saves without, and goes on in any
+    """What tp 2 and dp 2 save under ZeRO-1 is to the bit what they save without, and goes on in any
     layout."""
-    config = CONFIGS["llama, one KV head"]
-    layout = dict(tp=2, dp=2)
+    config, layout = replace(CONFIGS["llama, one KV head"], layers=2), "tp2dp2"
+    how = {"clip_grad": 0, "dtype": dtype}
     for zero in (0, 1):
-        run_in_layout(
-            ranks,
-            run_of,
-            layout,
-            config,
-            steps=3,
-            path=tmp_path / str(zero),
-            zero=zero,
-            clip_grad=0,
-            dtype=dtype,
-        )
+        path = tmp_path / str(zero)
+        in_layout(ranks, run_of, layout, config, steps=2, path=path, zero=zero, **how)
     ours, theirs = (Checkpoint(tmp_path / str(zero)) for zero in (1, 0))
     assert ours.tensors.keys() == theirs.tensors.keys()
     for file in theirs.file_sizes():
         if file.endswith("safetensors"):
             assert (ours.path / file).read_bytes() == (theirs.path / file).read_bytes(), file
-    straight = run_in_layout(
-        ranks, run_of, layout, config, steps=5, zero=1, clip_grad=0, dtype=dtype
-    )[0][6:]
+    straight = in_layout(ranks, run_of, layout, config, steps=4, zero=1, **how)[0][4:]
     for later, settings in [
-        (dict(dp=4), {"zero": 1}),
-        (dict(tp=2, pp=2), {}),
-        ({}, {"offload": True}),
+        ("dp4", {"zero": 1}),
+        ("tp2pp2", {}),
+        ("tp1", {"offload": True}),
         (layout, {"zero": 1}),
     ]:
-        losses = run_in_layout(
-            ranks,
-            run_of,
-            later,
-            config,
-            steps=5,
-            start=tmp_path / "1",
-            clip_grad=0,
-            dtype=dtype,
-            **settings,
-        )[0]
+        settings = {"start": tmp_path / "1", **how, **settings}
+        losses = in_layout(ranks, run_of, later, config, steps=4, **settings)[0]
         assert losses == pytest.approx(straight, rel=1e-5 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("layout", [{}, dict(dp=2), dict(pp=2, dp=2)], ids=layout_name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+OFFLOADED = list(itertools.product(["pp2dp2", "dp2", "tp1"], [torch.bfloat16, torch.float32]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    marked_slow(OFFLOADED, lambda number, _: number not in (0, 3, 5)),
+)
 def test_an_offloaded_optimizer_gives_the_same_parameters(ranks, layout, dtype):
     """With bfloat16 and a pipeline together, too; there the state is masters and moments either
     way."""
+    config = replace(CONFIGS["gpt2"], layers=3)
     for zero in (0, 1):
         results = [
-            run_in_layout(
-                ranks, trained, layout, CONFIGS["gpt2"], dtype=dtype, zero=zero, offload=offload
-            )
-            for offload in (False, True)
+            in_layout(ranks, trained, layout, config, steps=3, dtype=dtype, zero=zero, offload=how)
+            for how in (False, True)
         ]
         for (expected, norms, _), (ours, our_norms, _) in zip(*results, strict=True):
             assert our_norms == norms
             assert all(torch.equal(ours[name], expected[name]) for name in expected)
-
-
-def overflowing(layout, zero):
-    ctx = context(**layout)
-    model = megazoo.from_config(tiny_config(), ctx, dtype=torch.float16, seed=3)
-    optimizer = AdamW(model, zero=zero)
-    optimizer.loss_scale.value, before = 2.0**40, parts(model)
-    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
-    model.train_batch(ids, targets=targets)
-    optimizer.step()
-    return optimizer.skipped, all(
-        torch.equal(before[name], part) for name, part in parts(model).items()
-    )
-
-
-def test_an_overflow_on_any_replica_skips_the_step_of_all(ranks):
-    assert ranks(overflowing, 2, dict(dp=2), 1) == [(True, True)] * 2
 
 
 def test_an_unknown_zero_is_refused():
