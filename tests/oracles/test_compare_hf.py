@@ -24,7 +24,6 @@ from megazoo.models.pretrained import open_source
 from megazoo.testing import Layout, compare
 from megazoo.testing.causes import listed
 from megazoo.testing.reference import Reference, run_reference
-from tests.support.programs import run_tool
 from tests.support.training import randomized_
 from tools import compare_hf
 
@@ -227,8 +226,16 @@ PLANTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("planted", PLANTED)
-def test_what_is_planted_is_named(ranks, planted, tmp_path):
+# Those of which a rank holds a part, or of whose tokens: they are looked for in ranks, too.
+CUT = ["rows of k", "rows of a head's k", "positions", "rows of the head", "rotary positions"]
+
+
+@pytest.mark.parametrize(
+    ("planted", "in_ranks"),
+    [(planted, planted in CUT) for planted in PLANTED]
+    + [pytest.param(each, True, marks=pytest.mark.slow) for each in PLANTED if each not in CUT],
+)
+def test_what_is_planted_is_named(ranks, planted, in_ranks, tmp_path):
     """In one process and in four; not a weight that two layouts would both read wrongly."""
     name, other, told = PLANTED[planted]
     ours = saved(name, tmp_path / "ours")
@@ -238,7 +245,7 @@ def test_what_is_planted_is_named(ranks, planted, tmp_path):
         theirs = saved(name, tmp_path / "theirs", **other)
     reference = reference_of(theirs)
     layouts = ["tp1", "tp2pp2"] + (["tp2cp2+sp"] if planted in ("rows of k", "positions") else [])
-    for layout in layouts:
+    for layout in layouts if in_ranks else layouts[:1]:
         agreement = compared_in(ranks, ours, reference, layout)
         assert re.match(told, agreement.cause or "it passed"), (layout, agreement)
         assert max(agreement.logits, agreement.loss) > 1e-5
@@ -275,30 +282,32 @@ def test_a_loss_that_differs_alone(tmp_path):
     assert re.fullmatch(r"loss: \d.* instead of 1, though no logit differs", agreement.cause)
 
 
-@pytest.mark.parametrize(
-    ("reference", "message"),
-    [
-        (lambda hf: hf.train(), "the reference is in training mode: call its eval() first"),
-        (
-            lambda hf: lambda ids: hf(ids).logits[..., :60],
-            "the reference returned [2, 15, 60] instead of logits [2, 15, 61]",
-        ),
-        (lambda hf: lambda ids: None, "the reference returned NoneType instead of logits"),
-        (
-            lambda hf: lambda ids: hf(ids).logits / 0,
-            "the reference returned logits that are not finite",
-        ),
-        (
-            lambda hf: with_wide_layer(hf),
-            "model.layers.0.self_attn.o_proj.weight of the reference is [33, 32], and "
-            "layers.0.attention.output.weight of the model [32, 32]",
-        ),
-    ],
-)
-def test_what_is_no_reference_is_refused(reference, message, tmp_path):
-    hf = AutoModelForCausalLM.from_pretrained(saved("llama", tmp_path)).eval()
-    with pytest.raises(UserError, match=re.escape(message)):
-        compare(megazoo.from_pretrained(tmp_path), reference(hf), IDS)
+NO_REFERENCE = [
+    (lambda hf: hf.train(), "the reference is in training mode: call its eval() first"),
+    (
+        lambda hf: lambda ids: hf(ids).logits[..., :60],
+        "the reference returned [2, 15, 60] instead of logits [2, 15, 61]",
+    ),
+    (lambda hf: lambda ids: None, "the reference returned NoneType instead of logits"),
+    (
+        lambda hf: lambda ids: hf(ids).logits / 0,
+        "the reference returned logits that are not finite",
+    ),
+    (
+        lambda hf: with_wide_layer(hf),
+        "model.layers.0.self_attn.o_proj.weight of the reference is [33, 32], and "
+        "layers.0.attention.output.weight of the model [32, 32]",
+    ),
+]
+
+
+def test_what_is_no_reference_is_refused(tmp_path):
+    path = saved("llama", tmp_path)
+    model = megazoo.from_pretrained(path)
+    for reference, message in NO_REFERENCE:
+        hf = AutoModelForCausalLM.from_pretrained(path).eval()
+        with pytest.raises(UserError, match=re.escape(message)):
+            compare(model, reference(hf), IDS)
 
 
 def with_wide_layer(hf):
@@ -309,9 +318,12 @@ def with_wide_layer(hf):
 def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path, capsys):
     ours = saved("gpt2", tmp_path / "ours")
     theirs = saved("gpt2", tmp_path / "theirs", swapped("transformer.ln_f", (0, 1)))
-    done = run_tool("compare_hf.py", ours, "--theirs", theirs, "--layouts", "tp1,pp2")
-    assert (done.returncode, done.stderr) == (1, "compare_hf.py: error: 2 of 2 layouts failed\n")
-    assert len(re.findall(r"FAIL  norm \(transformer.ln_f\): its output differs", done.stdout)) == 2
+    words = [str(ours), "--theirs", str(theirs), "--layouts", "tp1,pp2"]
+    with pytest.raises(UserError, match=r"^2 of 2 layouts failed$") as failed:
+        compare_hf.main(words)
+    assert failed.value.exit_code == 1
+    told = capsys.readouterr().out
+    assert len(re.findall(r"FAIL  norm \(transformer.ln_f\): its output differs", told)) == 2
     megazoo.from_pretrained(ours).save_parallelized(tmp_path / "shards")
     (tmp_path / "text").write_text("+,-./0123456789:;<" * 4)
     for arguments, rows in {
@@ -319,6 +331,8 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path, ca
         ("--text", tmp_path / "text", "--tokenizer", "byte", "--batch-size", 5): "float32, 2 x 32",
         ("--prompt", "+,-", "--tokenizer", "byte", "--dtype", "bfloat16"): "bfloat16, 1 x 3",
     }.items():
+        if "--layouts" not in arguments:
+            arguments = (*arguments, "--layouts", "tp1")
         compare_hf.main([str(each) for each in (tmp_path / "shards", "--theirs", ours, *arguments)])
         first, _, *lines = capsys.readouterr().out.splitlines()
         told = f" parameters, {rows} tokens, against transformers' GPT2LMHeadModel"
@@ -327,39 +341,39 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path, ca
             assert re.fullmatch(r"tp\d +\d\.\de-\d\d  \d\.\de.\d\d  pass", line), line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "name the source (--help says how)"),
-        ("absent", "absent is not a directory"),
-        ("ours --layouts tp2,x", "unknown layout 'x'"),
-        ("ours --layouts tp3", "tp3: "),
-        ("ours --theirs absent", "absent has no config.json: name a Hugging Face directory"),
-        ("shards", "shards has no config.json: name a Hugging Face directory of the model by"),
-        ("ours --theirs unknown", "transformers can't load unknown: "),
-        (
-            "ours --theirs fewer",
-            "transformers finds no transformer.h.4.attn.c_attn.bias in fewer: ",
-        ),
-        ("classifier", "classifier is a classifier: only language models are compared"),
-        ("ours --seq-length 33", "seq-length 33 is not from 2 to the model's 32"),
-        ("ours --padding 31 --seq-length 31", "padding 31 must be below 30"),
-        ("ours --batch-size 0", "batch-size 0 must be 1 or more"),
-        ("ours --tolerance -1", "tolerance -1.0 must be 0 or more"),
-        ("ours --prompt a --text b", "--prompt and --text exclude each other"),
-        ("ours --prompt ++", "ours has no tokenizer: give --tokenizer byte"),
-        ("ours --prompt ++ --tokenizer absent", "unknown tokenizer 'absent': there is byte"),
-        ("ours --prompt + --tokenizer byte", "the text has less than two tokens"),
-        ("ours --prompt abc --tokenizer byte", "token 99 is outside the vocabulary of 61"),
-        ("ours --text absent --tokenizer byte", "absent can't be read: No such file or directory"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(arguments, message, directories, monkeypatch):
+MISTAKES = [
+    ("", "name the source (--help says how)"),
+    ("absent", "absent is not a directory"),
+    ("ours --layouts tp2,x", "unknown layout 'x'"),
+    ("ours --layouts tp3", "tp3: "),
+    ("ours --theirs absent", "absent has no config.json: name a Hugging Face directory"),
+    ("shards", "shards has no config.json: name a Hugging Face directory of the model by"),
+    ("ours --theirs unknown", "transformers can't load unknown: "),
+    (
+        "ours --theirs fewer",
+        "transformers finds no transformer.h.4.attn.c_attn.bias in fewer: ",
+    ),
+    ("classifier", "classifier is a classifier: only language models are compared"),
+    ("ours --seq-length 33", "seq-length 33 is not from 2 to the model's 32"),
+    ("ours --padding 31 --seq-length 31", "padding 31 must be below 30"),
+    ("ours --batch-size 0", "batch-size 0 must be 1 or more"),
+    ("ours --tolerance -1", "tolerance -1.0 must be 0 or more"),
+    ("ours --prompt a --text b", "--prompt and --text exclude each other"),
+    ("ours --prompt ++", "ours has no tokenizer: give --tokenizer byte"),
+    ("ours --prompt ++ --tokenizer absent", "unknown tokenizer 'absent': there is byte"),
+    ("ours --prompt + --tokenizer byte", "the text has less than two tokens"),
+    ("ours --prompt abc --tokenizer byte", "token 99 is outside the vocabulary of 61"),
+    ("ours --text absent --tokenizer byte", "absent can't be read: No such file or directory"),
+]
+
+
+def test_mistakes_are_told_in_one_line(directories, monkeypatch):
     monkeypatch.chdir(directories)
-    with pytest.raises(UserError) as raised:
-        compare_hf.main(arguments.split())
-    assert str(raised.value).startswith(message)
-    assert raised.value.exit_code == 2
+    for arguments, message in MISTAKES:
+        with pytest.raises(UserError) as raised:
+            compare_hf.main(arguments.split())
+        assert str(raised.value).startswith(message), arguments
+        assert raised.value.exit_code == 2, arguments
 
 
 def test_without_transformers(directories, monkeypatch):

@@ -58,13 +58,25 @@ def outputs_of(paths, layout):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_logits_and_losses_are_transformers(ranks, directory, layout):
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    # fast: all of them in one process, and each in one of the layouts of a pair
+    [pytest.param({}, list(TWINS), id="one process")]
+    + [
+        pytest.param(layout, list(TWINS)[number % 2 :: 2], id=f"half, {layout_name(layout)}")
+        for number, layout in enumerate(LAYOUTS[1:])
+    ]
+    + [
+        pytest.param(layout, list(TWINS), id=layout_name(layout), marks=pytest.mark.slow)
+        for layout in LAYOUTS[1:]
+    ],
+)
+def test_logits_and_losses_are_transformers(ranks, directory, layout, names):
     """Longer than every window, with padding on each side."""
-    paths = [saved(name, directory) for name in TWINS]
+    paths = [saved(name, directory) for name in names]
     results = run_in_layout(ranks, outputs_of, layout, paths)
     for rank in results:
-        for name, outputs in zip(TWINS, rank, strict=True):
+        for name, outputs in zip(names, rank, strict=True):
             for kind, (loss, logits) in outputs.items():
                 theirs, their_logits = expected_outputs(name)[kind]
                 if theirs is not None:

@@ -3,6 +3,7 @@ config.json, and the one line for what is not supported."""
 
 import json
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megazoo.models import parameter_count
 from megazoo.models.hugging_face.config import HARMLESS
 from megazoo.models.registry import FAMILIES, config_from_hugging_face, find_config
 from tests.support.families import COMMON, ONE_OF_EACH, TWINS, config_of, saved, twin
+from tests.support.sampling import marked_slow
 from tools import convert_hf, merge_shards
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -43,8 +45,14 @@ def files_of(directory: Path) -> dict:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    marked_slow(
+        list(product(TWINS, (torch.float32, torch.bfloat16))),
+        lambda number, _: number % 4 in (1, 2),  # fast: in turns the one dtype or the other
+        name=lambda case: f"{case[0]}-{case[1]}",
+    ),
+)
 def test_there_and_back_through_shards_is_bit_for_bit(name, dtype, tmp_path):
     hf = AutoModelForCausalLM.from_pretrained(saved(name, tmp_path), dtype=dtype)
     hf.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
@@ -121,8 +129,13 @@ OLDER = {
 }
 
 
-@pytest.mark.parametrize("name", OLDER)
-def test_older_forms_of_the_config_are_read_as_transformers_reads_them(name, tmp_path):
+def test_older_forms_of_the_config_are_read_as_transformers_reads_them(tmp_path):
+    for name in OLDER:
+        (tmp_path / name).mkdir()
+        check_older_form(name, tmp_path / name)
+
+
+def check_older_form(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(OLDER[name]))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     torch.manual_seed(1)
@@ -132,13 +145,17 @@ def test_older_forms_of_the_config_are_read_as_transformers_reads_them(name, tmp
     hf.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(OLDER[name]))
     ours, theirs = logits_of(megazoo.from_pretrained(tmp_path)), logits_of(hf)
-    assert (ours - theirs).abs().max() < 1e-5 * max(1, theirs.abs().max())
+    assert (ours - theirs).abs().max() < 1e-5 * max(1, theirs.abs().max()), name
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_every_field_of_transformers_is_used_or_refused(family):
+def test_every_field_of_transformers_is_used_or_refused():
     """Nothing that transformers' class has is dropped in silence, but what is known to be harmless,
     and the windows' fields, of which one switches the others on."""
+    for family in KINDS:
+        check_fields(family)
+
+
+def check_fields(family):
     kind = getattr(transformers, f"{KINDS[family]}Config")
     sizes = COMMON if family == "pythia" else {**COMMON, "num_key_value_heads": 2}
     written = {**kind(**sizes).to_dict(), "rope_parameters": None, "layer_types": None}
@@ -146,8 +163,8 @@ def test_every_field_of_transformers_is_used_or_refused(family):
     for name in {field.name for field in fields(kind)} & written.keys() - HARMLESS:
         if (other := changed(name, written[name])) is not None:
             seen.add(name)
-            assert differs({**written, name: other}, name, base), name
-    assert {"vocab_size", "hidden_act", "tie_word_embeddings", "attention_dropout"} <= seen
+            assert differs({**written, name: other}, name, base), (family, name)
+    assert {"vocab_size", "hidden_act", "tie_word_embeddings", "attention_dropout"} <= seen, family
 
 
 def differs(values, name, base) -> bool:
@@ -212,12 +229,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(case):
-    values, told = REFUSED[case]
-    with pytest.raises(UserError, match=told) as error:
-        config_from_hugging_face(dict(values))
-    assert "\n" not in str(error.value)
+def test_what_is_not_supported_is_refused_by_name():
+    for case, (values, told) in REFUSED.items():
+        with pytest.raises(UserError, match=told) as error:
+            config_from_hugging_face(dict(values))
+        assert "\n" not in str(error.value), case
 
 
 PUBLISHED = {
@@ -233,13 +249,17 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("preset", PUBLISHED)
-def test_presets_have_the_published_parameters(preset):
-    assert parameter_count(find_config(preset)) == PUBLISHED[preset]
+def test_presets_have_the_published_parameters():
+    assert {preset: parameter_count(find_config(preset)) for preset in PUBLISHED} == PUBLISHED
 
 
 @pytest.mark.parametrize(
-    "preset", [preset for family in KINDS for preset in FAMILIES[family].presets]
+    "preset",
+    # fast: the first of each family, which has the fewest layers
+    marked_slow(
+        [preset for family in KINDS for preset in FAMILIES[family].presets],
+        lambda _, preset: not any(preset == next(iter(FAMILIES[name].presets)) for name in KINDS),
+    ),
 )
 def test_presets_are_transformers_models(preset):
     config = find_config(preset)

@@ -1,5 +1,7 @@
 """Classifiers and adapters of Mistral, Qwen2, Qwen3 and Pythia, against transformers and PEFT."""
 
+from itertools import product
+
 import pytest
 import torch
 import transformers
@@ -12,23 +14,30 @@ from megazoo.models.pretrained import open_source
 from tests.support.classification import LABELS, PAD, batches, labels_for
 from tests.support.families import ONE_OF_EACH, TWINS, config_of, saved, twin, with_small_biases
 from tests.support.peft_oracle import in_peft, with_adapters
+from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, randomized_, run_in_layout
 
-LAYOUTS = [dict(), dict(tp=2)]
-LAYOUTS_AND_STAGES = [*LAYOUTS, pytest.param(dict(tp=2, pp=2), marks=pytest.mark.slow)]
+LAYOUTS = [dict(), dict(tp=2), dict(tp=2, pp=2)]
 PROMPT = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(3))
 STEPS, RATE, EPSILON = 4, 1e-3, 1e-4
 PROBLEM = "single_label_classification"
 Q_AND_V = {"Mistral": ["q_proj", "v_proj"], "GPTNeoX": ["query_key_value"]}
 WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
-# Fast ones: each of the two in one of the layouts.
-ADAPTERS = [
-    pytest.param(what, layout, id=f"{what}-{layout_name(layout)}")
-    if (what, layout) in (("q and v", dict(tp=2)), ("all linear", dict()))
-    else pytest.param(what, layout, id=f"{what}-{layout_name(layout)}", marks=pytest.mark.slow)
-    for what in WHAT
-    for layout in (*LAYOUTS, dict(tp=2, pp=2))
-]
+# Fast: each family in one process or in two, and with one kind of adapters.
+NUMBER = {name: number for number, name in enumerate(ONE_OF_EACH)}
+CLASSIFIERS = marked_slow(
+    list(product(ONE_OF_EACH, LAYOUTS)),
+    lambda _, case: case[1] != LAYOUTS[NUMBER[case[0]] % 2],
+    name=lambda case: f"{case[0]}-{layout_name(case[1])}",
+)
+ADAPTERS = marked_slow(
+    list(product(ONE_OF_EACH, WHAT, LAYOUTS)),
+    lambda _, case: (
+        (list(WHAT).index(case[1]), case[2])
+        != (NUMBER[case[0]] % 2, LAYOUTS[1 - NUMBER[case[0]] // 2])
+    ),
+    name=lambda case: f"{case[0]}-{case[1]}-{layout_name(case[2])}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +53,7 @@ def classifier(name):
     return with_small_biases(randomized_(kind(config)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_AND_STAGES, ids=layout_name)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize(("name", "layout"), CLASSIFIERS)
 def test_classifiers_are_those_of_transformers(ranks, tmp_path, name, layout):
     """Logits and losses of rows padded in every way, steps of training, and the files that are
     written."""
@@ -116,8 +124,7 @@ def modules_of(name, what):
     return Q_AND_V.get(TWINS[name][0], Q_AND_V["Mistral"])
 
 
-@pytest.mark.parametrize(("what", "layout"), ADAPTERS)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize(("name", "what", "layout"), ADAPTERS)
 def test_adapters_are_pefts_both_ways(ranks, directory, tmp_path, name, what, layout):
     """Pythia's projection of queries, keys and values goes head by head. The tensors that are saved
     again are PEFT's to the bit."""
@@ -145,8 +152,7 @@ def adapted(base, given, made, layout):
         return model(PROMPT, return_logits=True).logits
 
 
-@pytest.mark.parametrize(("what", "layout"), ADAPTERS)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize(("name", "what", "layout"), ADAPTERS)
 def test_peft_goes_on_with_adapters_that_were_trained_here(
     ranks, directory, tmp_path, name, what, layout
 ):
@@ -178,12 +184,12 @@ def added(base, made, targets, layout):
         return model.eval()(PROMPT, return_logits=True).logits
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_classifier_through_shards_is_bit_for_bit(tmp_path, name):
-    classifier(name).save_pretrained(tmp_path / "given")
-    open_model = megazoo.from_pretrained(tmp_path / "given")
-    open_model.save_parallelized(tmp_path / "shards")
-    write_hugging_face(open_source(tmp_path / "shards"), tmp_path / "back")
-    given, back = (load_file(tmp_path / path / "model.safetensors") for path in ("given", "back"))
-    assert given.keys() == back.keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in given.items())
+def test_a_classifier_through_shards_is_bit_for_bit(tmp_path):
+    for name in ONE_OF_EACH:
+        paths = [tmp_path / name / part for part in ("given", "shards", "back")]
+        classifier(name).save_pretrained(paths[0])
+        megazoo.from_pretrained(paths[0]).save_parallelized(paths[1])
+        write_hugging_face(open_source(paths[1]), paths[2])
+        given, back = (load_file(path / "model.safetensors") for path in (paths[0], paths[2]))
+        assert given.keys() == back.keys(), name
+        assert all(torch.equal(back[key], tensor) for key, tensor in given.items()), name

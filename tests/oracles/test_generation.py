@@ -1,5 +1,6 @@
 """Generation equals transformers' own, cached or not, and is the same in every layout."""
 
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,8 +13,8 @@ from megazoo.evaluation.scoring import score
 from megazoo.generate import GenerationSettings
 from megazoo.generate.generate import _generating, _groups
 from megazoo.models.llama import LlamaConfig
-from megazoo.models.mpt import MPTConfig
-from tests.support.generation import FAMILIES, NEW, PAD, SIZES, generate, of_transformers, prompts
+from tests.support.generation import FAMILIES, PAD, SIZES, generate, of_transformers, prompts
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     context,
     layout_name,
@@ -28,26 +29,22 @@ SETTINGS = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "beams, early, longer": {"num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
-    "beams, never early, shorter": {
-        "num_beams": 3,
-        "early_stopping": "never",
-        "length_penalty": -0.5,
-    },
-    "beams, never early, longer": {
-        "num_beams": 2,
-        "early_stopping": "never",
-        "length_penalty": 1.5,
-    },
+    "beams, never early, shorter": {"num_beams": 3, "early_stopping": "never"}
+    | {"length_penalty": -0.5},
+    "beams, never early, longer": {"num_beams": 2, "early_stopping": "never"}
+    | {"length_penalty": 1.5},
     "beams, longer": {"num_beams": 2, "early_stopping": False, "length_penalty": 3.0},
 }
+NEW = 16
 # Where the search for prompts without a close decision begins, for settings whose first ones all
 # have some.
 FIRST_PROMPTS = {
-    ("gpt2", "beams, never early, longer"): 20,
+    ("gpt2", "beams, never early, longer"): 3,
     ("mpt", "beams"): 3,
-    ("mpt", "beams, never early, longer"): 7,
+    ("mpt", "beams, never early, longer"): 11,
+    ("mpt", "beams, longer"): 4,
 }
-LAYOUTS = [dict(tp=tp, pp=pp) for tp in (1, 2) for pp in (1, 2, 4)]
+LAYOUTS = [dict(tp=2, pp=4), dict(tp=2), dict(pp=2), dict(pp=4), dict(tp=2, pp=2)]
 
 
 @pytest.fixture(scope="module")
@@ -81,37 +78,41 @@ def cases(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_greedy_and_beam_search_equal_transformers(ranks, cases, layout):
-    if world(layout) > 1:  # the other ways of stopping are the last stage's alone
-        cases = [case for case in cases if "early_stopping" not in case[1]]
-    for outputs in run_in_layout(ranks, generate, layout, cases):
-        for (path, settings, *_, expected), ids in zip(cases, outputs, strict=True):
-            assert torch.equal(ids, expected), f"{path.name}, {settings}"
+def test_greedy_and_beam_search_equal_transformers_cached_or_not(cases):
+    for ours, (path, settings, *_, expected) in zip(generate(cases, {}), cases, strict=True):
+        assert torch.equal(ours, expected), f"{path.name}, {settings}"
+    # the ways of stopping are those of the search, which knows of no cache
+    some = [case for case in cases if "early_stopping" not in case[1]]
+    for ours, (path, settings, *_, expected) in zip(
+        generate(some, {}, use_cache=False), some, strict=True
+    ):
+        assert torch.equal(ours, expected), f"{path.name}, {settings}, without a cache"
 
 
-def test_without_a_cache_the_same_is_generated(cases):
-    for ours, (*_, expected) in zip(generate(cases, {}, use_cache=False), cases, strict=True):
-        assert torch.equal(ours, expected)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    marked_slow(
+        list(product(FAMILIES, LAYOUTS)),
+        # fast: each layout with one family
+        lambda _, case: case[0] != list(FAMILIES)[LAYOUTS.index(case[1]) % 3],
+        name=lambda case: f"{case[0]}-{layout_name(case[1])}",
+    ),
+)
+def test_greedy_and_beam_search_are_the_same_in_layouts(ranks, cases, family, layout):
+    # the other ways of stopping are the last stage's alone
+    some = [c for c in cases if c[0].name.startswith(family) and "early_stopping" not in c[1]]
+    for outputs in ranks(generate, world(layout), some, layout):
+        for (_, settings, *_, expected), ids in zip(some, outputs, strict=True):
+            assert torch.equal(ids, expected), settings
 
 
-POSITIONS = {
-    **{f"rotary, {kind}": scaling for kind, scaling in ROPE.items() if kind != "dynamic"},
-    "ALiBi": MPTConfig(**SIZES),
-    "learned": tiny_config(max_positions=64),
-}
-
-
-@pytest.mark.parametrize("name", POSITIONS)
-def test_cached_and_uncached_generation_agree(name):
-    config = POSITIONS[name]
-    if name.startswith("rotary"):
-        config = LlamaConfig(**SIZES, kv_heads=2, ffn_size=48, rope_scaling=config)
-    model = megazoo.from_config(config, seed=5)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+@pytest.mark.parametrize("name", [name for name in ROPE if name != "dynamic"])
+def test_scaled_rotary_generates_the_same_cached_and_uncached(name):
+    """The other positions: against transformers, above."""
+    sizes = {**SIZES, "kv_heads": 2, "ffn_size": 48, "rope_scaling": ROPE[name]}
+    model = with_random_weights(LlamaConfig(**sizes), seed=5)
     ids, mask = prompts()
-    for settings in SETTINGS.values():
+    for settings in (SETTINGS["greedy"], SETTINGS["beams, never early, longer"]):
         settings = {"max_new_tokens": NEW, "eos_token_id": 2, **settings}
         cached = model.generate(ids, mask, **settings)
         assert torch.equal(cached, model.generate(ids, mask, use_cache=False, **settings))
@@ -120,13 +121,17 @@ def test_cached_and_uncached_generation_agree(name):
     assert torch.equal(again, greedy)
 
 
-def test_dynamic_scaling_past_the_context_is_the_uncached_result():
-    scaling = {"rope_type": "dynamic", "factor": 4.0}
-    model = megazoo.from_config(
-        LlamaConfig(**{**SIZES, "max_positions": 16}, ffn_size=48, rope_scaling=scaling)
-    )
+def with_random_weights(config, **how):
+    model = megazoo.from_config(config, **how)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return model
+
+
+def test_dynamic_scaling_past_the_context_is_the_uncached_result():
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    sizes = {**SIZES, "max_positions": 16, "ffn_size": 48}
+    model = with_random_weights(LlamaConfig(**sizes, rope_scaling=scaling))
     ids = prompts()[0][:1]
     out = model.generate(ids, max_new_tokens=30)
     for length in range(9, 39):
@@ -167,19 +172,23 @@ def on_stages_without_layers(layout):
         {"num_beams": 3},
         {"num_beams": 3, "length_penalty": 2.0},
     ]
-    made = []
-    for way in ways:
-        for use_cache in (True, False):
-            made.append(
-                model.generate(
-                    ids, mask, max_new_tokens=8, eos_token_id=7, use_cache=use_cache, **way
-                )
-            )
+    settings = {"max_new_tokens": 6, "eos_token_id": 7}
+    made = [
+        model.generate(ids, mask, use_cache=use_cache, **settings, **way)
+        for way in ways
+        for use_cache in (True, False)
+    ]
     return [len(stage.layers) for stage in model.stages], made
 
 
 @pytest.mark.parametrize(
-    "layout", [dict(pp=2), dict(pp=2, dp=4), dict(dp=4), dict(tp=2, pp=2)], ids=layout_name
+    "layout",
+    # fast: both at once
+    marked_slow(
+        [dict(pp=2), dict(pp=2, dp=4), dict(dp=4), dict(tp=2, pp=2)],
+        lambda _, layout: layout != dict(pp=2, dp=4),
+        name=layout_name,
+    ),
 )
 def test_a_stage_without_layers_and_a_replica_without_rows_generate_too(ranks, layout):
     expected = on_stages_without_layers({})[1]
@@ -212,11 +221,11 @@ def dynamic(layout):
     return model.generate(ids, mask.roll(1, 0), max_new_tokens=30)
 
 
-@pytest.mark.parametrize("layout", [dict(pp=2), dict(dp=2)], ids=layout_name)
-def test_dynamic_scaling_is_that_of_the_whole_batch(ranks, layout):
+def test_dynamic_scaling_is_that_of_the_whole_batch(ranks):
     expected = dynamic({})
-    for ids in ranks(dynamic, world(layout), layout):
-        assert torch.equal(ids, expected)
+    for layout in (dict(pp=2), dict(dp=2)):
+        for ids in ranks(dynamic, 2, layout):
+            assert torch.equal(ids, expected), layout
 
 
 def cache_sizes(layout):
@@ -290,24 +299,21 @@ def error_of(function) -> tuple[str, int]:
 
 @pytest.mark.parametrize(
     ("layout", "value"),
-    [
-        ({}, torch.nan),
-        (dict(tp=2), torch.nan),
-        (dict(pp=2), torch.inf),
-        (dict(pp=2, dp=2), torch.nan),
-    ],
-    ids=["one process", "tp2", "pp2", "pp2dp2"],
+    [({}, torch.nan), (dict(tp=2), torch.nan), (dict(pp=2, dp=2), torch.inf)],
+    ids=["one process", "tp2", "pp2dp2"],
 )
 def test_logits_that_are_no_numbers_are_told_on_every_rank(ranks, layout, value):
     for errors in run_in_layout(ranks, broken_generation, layout, value):
         assert errors == [(f"{BROKEN} in float32", 1)] * 5
 
 
-@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"num_beams": 3}])
-def test_a_cpu_stops_at_the_first_logits_that_are_no_numbers(settings):
+def test_a_cpu_stops_at_the_first_logits_that_are_no_numbers():
     model = megazoo.from_config(tiny_config(max_positions=64), seed=1)
     with torch.no_grad():
         model.norm.weight.fill_(torch.nan)
-    with mock.patch.object(model, "forward_stage", wraps=model.forward_stage) as forward:
-        error_of(lambda: model.generate(torch.ones(2, 3).long(), max_new_tokens=9, **settings))
-    assert forward.call_count == 1
+    for settings in ({}, {"do_sample": True}, {"num_beams": 3}):
+        with mock.patch.object(model, "forward_stage", wraps=model.forward_stage) as forward:
+            error_of(
+                lambda s=settings: model.generate(torch.ones(2, 3).long(), max_new_tokens=9, **s)
+            )
+        assert forward.call_count == 1, settings

@@ -2,6 +2,7 @@
 layout."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.support.harness import (
     words,
 )
 from tests.support.harness_files import FAMILIES, write_family, write_tasks
+from tests.support.sampling import marked_slow
 from tests.support.training import layout_name, world
 
 
@@ -79,21 +81,15 @@ def test_one_process_answers_as_hflm(directories, tasks, answers, family):
 
 
 LAYOUTS = [dict(tp=2), dict(pp=2), dict(dp=2), dict(tp=2, pp=2)]
-FAST = [("llama", LAYOUTS[3]), ("mpt", LAYOUTS[2]), ("gpt2", LAYOUTS[0])]
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        pytest.param(
-            family,
-            layout,
-            marks=[] if (family, layout) in FAST else pytest.mark.slow,
-            id=f"{family}-{layout_name(layout)}",
-        )
-        for family in FAMILIES
-        for layout in LAYOUTS
-    ],
+    marked_slow(
+        list(product(FAMILIES, LAYOUTS)),
+        lambda _, case: case not in (("llama", LAYOUTS[3]), ("mpt", LAYOUTS[2])),
+        name=lambda case: f"{case[0]}-{layout_name(case[1])}",
+    ),
 )
 def test_every_layout_answers_as_hflm(ranks, directories, tasks, answers, family, layout):
     results = ranks(answers_in, world(layout), layout, directories[family], tasks)
@@ -110,7 +106,10 @@ def test_every_layout_answers_as_hflm(ranks, directories, tasks, answers, family
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def both(request, directories):
-    directory = directories[request.param]
+    return of_both(directories[request.param])
+
+
+def of_both(directory):
     # With its cache, HFLM mixes up requests that are one text, cut at different places.
     return ours(directory, batch_size=3), theirs(directory, batch_size=1, logits_cache=False)
 
@@ -159,9 +158,7 @@ def test_the_longest_continuation(both):
         with pytest.raises(UserError, match=rf"the continuation of '{context_}' is empty"):
             mine.loglikelihood(asked("loglikelihood", (context_, "")))
 
-
-def test_a_context_of_spaces_follows_the_prefix(both):
-    mine, _ = both
+    # a context of spaces follows the prefix
     spaces, nothing = mine.loglikelihood(asked("loglikelihood", ("  ", "def"), ("", "  def")))
     assert spaces == nothing
 
@@ -186,15 +183,15 @@ def test_each_request_ends_by_its_own_rules(both):
         for text in contexts
     ]
     requests += [(text, {"until": piece, "max_gen_toks": 16})
-                 for text in contexts for piece in pieces[::4]]  # fmt: skip
+                 for text in contexts for piece in pieces[::8]]  # fmt: skip
     found = assert_both(both, "generate_until", *requests)
     assert len(set(found)) > 8
     assert "" in found or any(len(text) < 3 for text in found)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_generation_settings_mean_the_same(directories):
+    both = of_both(directories["gpt2"])
+    for settings in (
         {"do_sample": False, "temperature": 0.7},
         {"temperature": 0.0},
         {"do_sample": True, "temperature": 0.7, "top_k": 1},
@@ -202,13 +199,10 @@ def test_each_request_ends_by_its_own_rules(both):
         {"repetition_penalty": 5.0},
         {"num_beams": 2},
         {"max_new_tokens": 3},
-    ],
-    ids=str,
-)
-def test_generation_settings_mean_the_same(both, settings):
-    settings = {"until": ["\n"]} | ({} if "max_new_tokens" in settings else
-                                    {"max_gen_toks": 10}) | settings  # fmt: skip
-    assert_both(both, "generate_until", *((words(n, 4), settings) for n in range(3)))
+    ):
+        length = {} if "max_new_tokens" in settings else {"max_gen_toks": 10}
+        request = {"until": ["\n"], **length, **settings}
+        assert_both(both, "generate_until", *((words(n, 4), request) for n in range(3)))
 
 
 def test_saved_settings_and_ends_hold(directories, tmp_path):

@@ -206,31 +206,19 @@ def test_what_is_dangerous_is_refused(tmp_path):
         HuggingFaceDirectory(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_what_transformers_cannot_compute_is_not_written(tmp_path):
+    for settings, message in (
         ({"alibi_bias_max": 16.0}, "alibi_bias_max 16.0: transformers' MPT has 8.0 only"),
         ({"qk_norm": True}, "qk_norm True"),
         ({"kv_heads": 2}, "kv_heads 2: transformers' MPT has 4 only"),
         ({"bias": True}, "bias True"),
         ({"alibi": False}, "alibi False"),
-    ],
-)
-def test_what_transformers_cannot_compute_is_not_written(settings, message, tmp_path):
-    config = MPTConfig(
-        **{
-            "vocab_size": 61,
-            "max_positions": 32,
-            "hidden_size": 32,
-            "layers": 1,
-            "heads": 4,
-            **settings,
-        }
-    )
-    model = megazoo.from_config(config)
-    with pytest.raises(UserError, match=message):
-        model.save_parallelized(tmp_path / "x", merge_checkpoints=True)
-    assert not (tmp_path / "x").exists()
+    ):
+        sizes = dict(vocab_size=61, max_positions=32, hidden_size=32, layers=1, heads=4)
+        model = megazoo.from_config(MPTConfig(**sizes, **settings))
+        with pytest.raises(UserError, match=message):
+            model.save_parallelized(tmp_path / "x", merge_checkpoints=True)
+        assert not (tmp_path / "x").exists(), message
 
 
 def test_optimizer_state_is_resharded_and_training_goes_on(tmp_path):

@@ -19,6 +19,7 @@ from tests.support.classifiers import (
 from tests.support.inference import run_main
 from tests.support.peft_oracle import IDS, in_peft
 from tests.support.pretraining import losses
+from tests.support.sampling import marked_slow
 from tools import evaluate, generate, merge_shards
 
 LORA = "--lora-rank 3 --lora-alpha 6 --lora-targets all-linear --lr 1e-2".split()
@@ -34,7 +35,8 @@ def train(directory, *words):
     pretrain_gpt.main([*PROGRAM, *LORA, "--load", str(directory), *map(str, words)])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# fast: of each family one of the two
+@pytest.mark.parametrize("family", marked_slow(list(FAMILIES), lambda _, name: name != "gpt2"))
 def test_a_classifier_with_adapters(bases, tmp_path, monkeypatch, capsys, family):
     """The head is trained beside the adapters, and held with them; the base is a language model."""
     file, run, base = write_rows(tmp_path / "a.jsonl", "2 labels"), tmp_path / "run", bases / family
@@ -81,7 +83,7 @@ def test_a_classifier_with_adapters(bases, tmp_path, monkeypatch, capsys, family
     assert (again - scores).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked_slow(list(FAMILIES), lambda _, name: name == "gpt2"))
 def test_a_language_model_with_adapters(bases, tmp_path, monkeypatch, capsys, family):
     """A run from PEFT's directory begins where that stands; its checkpoint runs and merges."""
     base, run = bases / family, tmp_path / "run"
@@ -160,18 +162,15 @@ def test_a_model_of_another_base_stays_as_it_was(bases, tmp_path):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
+def test_settings_that_make_no_adapter_are_refused():
+    model = megazoo.from_config("llama")
+    for settings, told in (
         ({"alpha": 0}, "alpha 0 would take away"),
         ({"targets": 5}, "targets must be names"),
         ({"targets": ()}, "targets names nothing"),
         ({"rank": 0}, "rank 0 must be 1 or more"),
         ({"dropout": 1}, "dropout 1 must be below 1"),
-    ],
-)
-def test_settings_that_make_no_adapter_are_refused(settings, told):
-    model = megazoo.from_config("llama")
-    with pytest.raises(megazoo.UserError, match=told):
-        megazoo.lora.add(model, **settings)
-    assert model.lora is None
+    ):
+        with pytest.raises(megazoo.UserError, match=told):
+            megazoo.lora.add(model, **settings)
+        assert model.lora is None, settings

@@ -1,23 +1,25 @@
 """Adapters train as PEFT, transformers and torch's AdamW train them, from the same values."""
 
+from itertools import product
+
 import pytest
 
 from tests.support.lora_peft import MODELS, WHAT, assert_as_in_peft, by_peft, by_us
+from tests.support.sampling import marked_slow
 from tests.support.training import layout_name, run_in_layout
 
+LAYOUTS = [{}, dict(tp=2), dict(tp=2, sp=True), dict(tp=4), dict(pp=2)]
+# Fast: each model with one kind of adapters, in one process.
+FAST = [(name, list(WHAT)[number % 3], {}) for number, name in enumerate(MODELS)]
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("what", WHAT)
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {},
-        pytest.param(dict(tp=2), marks=pytest.mark.slow),
-        pytest.param(dict(tp=2, sp=True), marks=pytest.mark.slow),
-        pytest.param(dict(tp=4), marks=pytest.mark.slow),
-        pytest.param(dict(pp=2), marks=pytest.mark.slow),
-    ],
-    ids=layout_name,
+    ("name", "what", "layout"),
+    marked_slow(
+        list(product(MODELS, WHAT, LAYOUTS)),
+        lambda _, case: case not in FAST,
+        name=lambda case: f"{case[0]}-{case[1]}-{layout_name(case[2])}",
+    ),
 )
 def test_adapters_train_as_in_peft(ranks, tmp_path, name, what, layout):
     expected, first, last = by_peft(name, what, tmp_path)

@@ -30,6 +30,13 @@ def directories(originals, tmp_path):
     return originals[0], shutil.copytree(originals[1], tmp_path / "adapter")
 
 
+def changed(originals, tmp_path, **values):
+    """As `directories`, the config changed."""
+    adapter = shutil.copytree(originals[1], tmp_path / "adapter", dirs_exist_ok=True)
+    edit_config(adapter, **values)
+    return adapter
+
+
 CONFIGS = {
     "use_dora True is not supported": {"use_dora": True},
     "lora_bias True is not supported": {"lora_bias": True},
@@ -54,30 +61,27 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("told", CONFIGS)
-def test_what_a_config_may_not_say(directories, told):
-    base, adapter = directories
-    edit_config(adapter, **CONFIGS[told])
-    model = megazoo.from_pretrained(base)
-    with pytest.raises(megazoo.UserError, match=told) as error:
-        megazoo.lora.load(model, adapter)
-    assert "\n" not in str(error.value)
-    assert str(adapter) in str(error.value)
-    assert not megazoo.lora.has_adapters(model)
-    assert all(parameter.requires_grad for parameter in model.parameters())
+def test_what_a_config_may_not_say(originals, tmp_path):
+    model = megazoo.from_pretrained(originals[0])
+    for told, values in CONFIGS.items():
+        adapter = changed(originals, tmp_path, **values)
+        with pytest.raises(megazoo.UserError, match=told) as error:
+            megazoo.lora.load(model, adapter)
+        assert "\n" not in str(error.value), told
+        assert str(adapter) in str(error.value), told
+        assert not megazoo.lora.has_adapters(model), told
+        assert all(parameter.requires_grad for parameter in model.parameters()), told
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("layers_to_transform", [0, 1, 2]), ("exclude_modules", ["k_proj"]), ("rank_pattern", None),
-     ("base_model_name_or_path", "anything"), ("init_lora_weights", "gaussian"),
-     ("target_modules", ".*[qv]_proj"), ("use_dora", False), ("a_key_of_later", None)],
-)  # fmt: skip
-def test_what_a_config_may_say(directories, key, value):
-    base, adapter = directories
-    edit_config(adapter, **{key: value})
-    model = megazoo.lora.load(megazoo.from_pretrained(base), adapter)
-    assert model.lora.targets == ("q_proj", "v_proj")
+def test_what_a_config_may_say(originals, tmp_path):
+    for key, value in (
+        ("layers_to_transform", [0, 1, 2]), ("exclude_modules", ["k_proj"]), ("rank_pattern", None),
+        ("base_model_name_or_path", "anything"), ("init_lora_weights", "gaussian"),
+        ("target_modules", ".*[qv]_proj"), ("use_dora", False), ("a_key_of_later", None),
+    ):  # fmt: skip
+        adapter = changed(originals, tmp_path, **{key: value})
+        model = megazoo.lora.load(megazoo.from_pretrained(originals[0]), adapter)
+        assert model.lora.targets == ("q_proj", "v_proj"), key
 
 
 def without(name):
@@ -105,14 +109,14 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("told", TENSORS)
-def test_tensors_that_are_not_the_models(directories, told):
+def test_tensors_that_are_not_the_models(originals, directories):
     base, adapter = directories
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    TENSORS[told](tensors)
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    with pytest.raises(megazoo.UserError, match=told):
-        megazoo.lora.load(megazoo.from_pretrained(base), adapter)
+    for told, change in TENSORS.items():
+        tensors = load_file(originals[1] / "adapter_model.safetensors")
+        change(tensors)
+        save_file(tensors, adapter / "adapter_model.safetensors")
+        with pytest.raises(megazoo.UserError, match=told):
+            megazoo.lora.load(megazoo.from_pretrained(base), adapter)
 
 
 def test_a_directory_of_no_adapter(directories, tmp_path):
