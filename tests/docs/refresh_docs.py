@@ -1,6 +1,6 @@
-"""Write into the pages what they take from the code: the table of flags in docs/training.md, the
-file of Qwen3 in docs/new_model.md, and the line counts in README.md; with --self-test, which takes
-a minute, also the gallery of mistakes in docs/proof.md.
+"""Write into the pages what they take from the code: the table of flags in docs/training.md and the
+file of Qwen3 in docs/new_model.md; with --self-test, which takes a minute, also the gallery of
+mistakes in docs/proof.md.
 
 $ python -m tests.docs.refresh_docs
 
@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 from megazoo.cli import options as settings  # noqa: E402
 
 TRAINING = ROOT / "docs" / "training.md"
-README = ROOT / "README.md"
 NEW_MODEL = ROOT / "docs" / "new_model.md"
 QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
 FIRST_BLOCK = re.compile(r"(?<=^```python\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
@@ -29,7 +28,6 @@ PROOF = ROOT / "docs" / "proof.md"
 GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
 END_OF_GALLERY = "<!-- end of gallery -->\n"
 BEGIN, END = "<!-- flags: from megazoo/cli/options.py -->\n", "<!-- end of flags -->\n"
-COUNTED = re.compile(r"^(\S+\.py)( +)(\d+)(?=  )", re.MULTILINE)  # "path   lines  what it is"
 
 
 def flag_table() -> str:
@@ -99,23 +97,12 @@ def write_gallery() -> None:
     PROOF.write_text(f"{before}{GALLERY}\n{table}\n{END_OF_GALLERY}{after}")
 
 
-def line_count(path: str) -> int:
-    return len((ROOT / path).read_text().splitlines())
-
-
 def main() -> None:
     before, _, rest = TRAINING.read_text().partition(BEGIN)
     TRAINING.write_text(before + BEGIN + "\n" + flag_table() + "\n" + END + rest.partition(END)[2])
 
     page = NEW_MODEL.read_text()
     NEW_MODEL.write_text(FIRST_BLOCK.sub(lambda _: QWEN3.read_text(), page, count=1))
-
-    def counted(match) -> str:
-        path, gap, old = match.groups()
-        width = len(gap) + len(old)
-        return path + str(line_count(path) if (ROOT / path).is_file() else old).rjust(width)
-
-    README.write_text(COUNTED.sub(counted, README.read_text()))
     if "--self-test" in sys.argv[1:]:
         write_gallery()
 

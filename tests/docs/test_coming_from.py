@@ -158,39 +158,39 @@ def check_flags(words: list[str], kind: type) -> None:
             parse_flags(kind, [flag, *values], "")
 
 
-@pytest.mark.parametrize("span", [span for span, _ in cases("flags")])
-def test_flags_are_the_training_programs(span, tmp_path, monkeypatch):
+def test_flags_are_the_training_programs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text("tp = 2\npp = 2\n")
-    words = words_of(span)
-    check_flags(words, Options)
-    if len(words) > 1 or words == ["--mock-data"]:
-        stages = parse_options(words, "").parallel.stage_layers
-        cut_into_stages(22, 4, parse_stage_layers(stages))  # 5,6,6,5
+    for span, _ in cases("flags"):
+        words = words_of(span)
+        check_flags(words, Options)
+        if len(words) > 1 or words == ["--mock-data"]:
+            cut_into_stages(22, 4, stages_of(words))  # 5,6,6,5
+    for span, before in cases("value"):  # another one of the flag before
+        cut_into_stages(22, 4, stages_of([before.split()[0], span]))
 
 
-@pytest.mark.parametrize(("span", "before"), cases("value"))
-def test_values_are_those_of_the_flag_before(span, before):
-    option = parse_options([before.split()[0], span], "")
-    cut_into_stages(22, 4, parse_stage_layers(option.parallel.stage_layers))
+def stages_of(words: list[str]):
+    return parse_stage_layers(parse_options(words, "").parallel.stage_layers)
 
 
-@pytest.mark.parametrize("span", [span for span, _ in cases("toml")])
-def test_files_of_settings_are_read(span, tmp_path):
-    (tmp_path / "my.toml").write_text("pp = 2\ntp = 2\n" if span == "my.toml" else span)
-    assert 2 in vars(parse_options(["--config", str(tmp_path / "my.toml")], "").parallel).values()
+def test_files_of_settings_are_read(tmp_path):
+    for span, _ in cases("toml"):
+        (tmp_path / "my.toml").write_text("pp = 2\ntp = 2\n" if span == "my.toml" else span)
+        options = parse_options(["--config", str(tmp_path / "my.toml")], "")
+        assert 2 in vars(options.parallel).values(), span
 
 
-@pytest.mark.parametrize("span", [span for span, _ in cases("command")])
-def test_commands_have_their_flags(span):
-    program, *words = words_of(span)
-    if program.startswith("tools/"):
-        assert (ROOT / program).is_file()
-        tool = importlib.import_module(f"tools.{Path(program).stem}")
-        check_flags(words, getattr(tool, "Options", None) or tool.ShardingOptions)
-    else:  # see test_coming_from_programs.py
-        words = words[2:] if words[:1] == ["-m"] else words
-        assert get_args_parser().parse_args(words).training_script.endswith(".py")
+def test_commands_have_their_flags():
+    for span, _ in cases("command"):
+        program, *words = words_of(span)
+        if program.startswith("tools/"):
+            assert (ROOT / program).is_file()
+            tool = importlib.import_module(f"tools.{Path(program).stem}")
+            check_flags(words, getattr(tool, "Options", None) or tool.ShardingOptions)
+        else:  # see test_coming_from_programs.py
+            words = words[2:] if words[:1] == ["-m"] else words
+            assert get_args_parser().parse_args(words).training_script.endswith(".py"), span
 
 
 # Python.
@@ -212,39 +212,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run_span(span: str, folder: Path) -> None:
+def run_span(span: str, folder: Path, ctx: megazoo.ParallelContext) -> None:
     """Run a span's code where ctx, model, optimizer, ids and the like are what readers have."""
     before = os.getcwd()
     os.chdir(folder)
-    one_stage = ".backward()" in span and "microbatches" not in span
-    ctx = context(**(dict(tp=2, dp=2) if one_stage else dict(tp=2, pp=2)))
     ids = torch.randint(0, 61, (4, 8), generator=torch.Generator().manual_seed(1))
     model = megazoo.from_config(CONFIG, ctx)
-    names = {
-        "config": CONFIG,
-        "ctx": ctx,
-        "model": model,
-        "ids": ids,
-        "mask": torch.ones_like(ids),
-        "m": 2,
-    }
-    names |= {
-        "tp": 2,
-        "pp": 2,
-        "path": "path/to/gpt2",
-        "dir": "dir",
-        "f": own_loss,
-        "Path": Path,
-        "os": os,
-        "Model": Model,
-    }
-    names |= {
-        "inputs": {"input_ids": ids},
-        "optimizer": megazoo.optim.AdamW(model),
-        "megazoo": megazoo,
-    }
+    names = dict(config=CONFIG, ctx=ctx, model=model, optimizer=megazoo.optim.AdamW(model), m=2)
+    names |= dict(ids=ids, mask=torch.ones_like(ids), inputs={"input_ids": ids}, f=own_loss)
+    names |= dict(tp=2, pp=2, path="path/to/gpt2", dir="dir", Path=Path, os=os, load=load)
+    names |= dict(megazoo=megazoo, transformers=transformers, Model=Model, Checkpoint=Checkpoint)
     names |= {"ParallelContext": megazoo.ParallelContext, "DistributedSampler": DistributedSampler}
-    names |= {"Checkpoint": Checkpoint, "load": load, "transformers": transformers}
     code = RUN_FOR.get(span, span)
     for dots, meant in DOTS.items():
         code = code.replace(dots, meant)
@@ -262,14 +240,23 @@ def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize(
-    "span", [span for span, _ in cases("python") if f"`{span}`" not in ELSEWHERE]
-)
-def test_python_runs_as_written(span, ranks, folder):
-    if span.endswith("="):  # an argument's name
-        assert span[:-1] in inspect.signature(Model.train_batch).parameters
-        return
-    ranks(run_span, 4, span, folder)
+def test_python_runs_as_written(ranks, folder):
+    spans = [span for span, _ in cases("python") if f"`{span}`" not in ELSEWHERE]
+    names = [span[:-1] for span in spans if span.endswith("=")]  # of arguments
+    assert names
+    assert set(names) <= inspect.signature(Model.train_batch).parameters.keys()
+    ranks(run_spans, 4, [span for span in spans if not span.endswith("=")], folder)
+
+
+def run_spans(spans: list[str], folder: Path) -> None:
+    stages, replicas = context(tp=2, pp=2), context(tp=2, dp=2)
+    for span in spans:
+        one_stage = ".backward()" in span and "microbatches" not in span
+        try:
+            run_span(span, folder, replicas if one_stage else stages)
+        except Exception as error:
+            error.add_note(f"in `{span}`")
+            raise
 
 
 def test_every_row_is_checked():

@@ -17,7 +17,7 @@ LAYOUTS = ({}, {"pp": 2}, {"pp": 2, "rank": 1}, {"tp": 2, "pp": 2, "sequence_par
     ("preset", "layout"), [("gpt2-tiny", {}), *zip(PRESETS, LAYOUTS[1:], strict=True)]
 )
 def test_no_batch_waits_for_the_device(preset, layout, on_host):
-    options = {"layout": layout, "on_host": on_host, "documents": True}
+    options = {"layout": layout, "on_host": on_host, "documents": True, "layers": 2}
     audit = in_own_process(train_twice, preset, **options)
     lines = ("engine/batch.py", "layers/alibi.py", "layers/attention.py", "layers/masks.py")
     assert not [sync for sync in audit.syncs if any(line in sync for line in lines)]
@@ -42,7 +42,8 @@ def test_no_batch_waits_for_the_device(preset, layout, on_host):
     ids=str,
 )
 def test_documents_go_by_the_kernel_that_takes_each_alone(preset, options, packed):
-    audit = in_own_process(train_twice, preset, **{"on_host": True, "documents": True, **options})
+    usual = {"on_host": True, "documents": True, "layers": 2}
+    audit = in_own_process(train_twice, preset, **usual | options)
     assert audit.attention
     assert all(("varlen" in kernel) is packed for kernel in audit.attention)
     assert not audit.faults

@@ -47,11 +47,6 @@ def waits(name: str) -> int:
         return seen().syncs.total()
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_a_wait_is_noted(name):
-    assert in_own_process(waits, name) == 1
-
-
-@pytest.mark.parametrize("name", FREE)
-def test_what_waits_for_nothing_is_not(name):
-    assert in_own_process(waits, name) == 0
+def test_each_wait_is_noted_and_nothing_else():
+    noted = {name: in_own_process(waits, name) for name in WAYS | FREE}
+    assert noted == dict.fromkeys(WAYS, 1) | dict.fromkeys(FREE, 0)

@@ -1,7 +1,6 @@
 """Context parallelism on CUDA, on fake tensors of a fake device: no wait, no refused transfer, fast
 attention, masks made once, and few copies. See tests/support/fakecuda."""
 
-import random
 import re
 from itertools import product
 
@@ -11,6 +10,7 @@ import torch
 from tests.support.fakecuda import WHY_NOT, in_own_process
 from tests.support.fakecuda.measure import NO_DROPOUT, evaluation, generation, training
 from tests.support.fakecuda.runs import on_rank, train_twice
+from tests.support.sampling import marked_slow, sampled
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT))
 
@@ -38,15 +38,6 @@ OPTIONS = {
 }
 
 
-def fast_and_slow(cases: list, fast: int) -> list:
-    """Mark all cases but a drawn sample as slow."""
-    kept = random.Random(4).sample(range(len(cases)), fast)
-    return [
-        case if number in kept else pytest.param(*case, marks=pytest.mark.slow)
-        for number, case in enumerate(cases)
-    ]
-
-
 def with_method(method: str, options: dict) -> dict:
     layout = {"cp": 2, **options.get("layout", {}), "cp_method": method}
     return {"rows": 8, **options, "layout": layout}
@@ -59,7 +50,7 @@ CASES = [  # each option meets each method, and presets and ranks in turn
 ]
 
 
-@pytest.mark.parametrize(("preset", "name", "method", "which"), fast_and_slow(CASES, 10))
+@pytest.mark.parametrize(("preset", "name", "method", "which"), sampled(CASES, 9, seed=4))
 def test_nothing_is_refused_and_no_host_waits(preset, name, method, which):
     """A classifier and a loop of one's own wait as they do without context parallelism."""
     options = with_method(method, {"layers": 2, **OPTIONS[name], **PRESETS[preset]})
@@ -77,14 +68,20 @@ def test_nothing_is_refused_and_no_host_waits(preset, name, method, which):
 @pytest.mark.parametrize("method", METHODS)
 def test_dynamic_rotary_positions_wait_for_one_number_a_micro_batch(method):
     scaling = {"rope_type": "dynamic", "factor": 2.0}
-    options = with_method(method, {"rope_scaling": scaling, "documents": True, "on_host": True})
+    options = with_method(
+        method, {"rope_scaling": scaling, "documents": True, "on_host": True, "layers": 2}
+    )
     audit = in_own_process(train_twice, "llama-tiny", **options)
     assert list(audit.syncs.values()) in ([], [2])
     assert all("layers/rotary.py" in sync for sync in audit.syncs)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("preset", ["gpt2-tiny", "llama-tiny", "mpt-tiny"])
+EVALUATED = list(product(["gpt2-tiny", "llama-tiny", "mpt-tiny"], METHODS))
+
+
+@pytest.mark.parametrize(
+    ("preset", "method"), marked_slow(EVALUATED, lambda number, _: number not in (0, 3, 4))
+)
 def test_evaluation_and_generation_are_not_refused(preset, method):
     layout = {"dp": 2, "cp": 2, "cp_method": method, "rank": 3}
     for forward in (False, True):
@@ -140,8 +137,7 @@ KERNEL_CASES = [
 
 @pytest.mark.parametrize(
     ("preset", "options", "kernel", "documents", "method"),
-    fast_and_slow(KERNEL_CASES, 12),
-    ids=str,
+    sampled(KERNEL_CASES, 9, seed=4, name=str),
 )
 def test_chunks_go_by_the_kernel_that_is_fast(preset, options, kernel, documents, method):
     if options.get("on_host") is False and not documents:
@@ -178,7 +174,7 @@ MASK_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("preset", "options", "documents", "method"), fast_and_slow(MASK_CASES, 4), ids=str
+    ("preset", "options", "documents", "method"), sampled(MASK_CASES, 3, seed=4, name=str)
 )
 def test_masks_are_made_for_all_layers_at_once(preset, options, documents, method):
     how = {"documents": documents, "on_host": True, **options, "recompute": "selective"}

@@ -1,16 +1,20 @@
 """What runs on CUDA, run on fake tensors of a fake device: every option, on the first rank and the
 last, of three families. See tests/support/fakecuda."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from tests.support.fakecuda import WHY_NOT, in_own_process
 from tests.support.fakecuda.measure import NO_DROPOUT, evaluation, generation, training
 from tests.support.fakecuda.runs import on_rank
+from tests.support.sampling import marked_slow
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT))
 
 PRESETS = ("gpt2-tiny", "llama-tiny", "mpt-tiny")
+RANKS = ("first", "last")
 CUBE = {"tp": 2, "pp": 2, "dp": 2}
 TRAINING = {
     "one rank": {},
@@ -24,7 +28,7 @@ TRAINING = {
     },
     "gpipe": {"layout": CUBE, "schedule": "gpipe"},
     "zb-h1": {"layout": CUBE, "schedule": "zb-h1"},
-    "interleaved": {"layout": {"pp": 2, "virtual": 2}},
+    "interleaved": {"layout": {"pp": 2, "virtual": 2}, "layers": 4},
     "selective recompute": {"layout": CUBE, "recompute": "selective"},
     "full recompute": {"layout": CUBE, "recompute": "full"},
     "padding": {"layout": CUBE, "padding": True},
@@ -50,11 +54,6 @@ OF_A_FAMILY = {
         "dropout": dict.fromkeys(NO_DROPOUT, 0.1),
     },
 }
-TRAINED = [
-    (preset, name, options)
-    for preset in PRESETS
-    for name, options in {**TRAINING, **OF_A_FAMILY[preset]}.items()
-]
 GENERATED = {
     "greedy": {},
     "padding": {"padding": True},
@@ -65,9 +64,31 @@ GENERATED = {
 }
 
 
-@pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize(("preset", "name", "options"), TRAINED, ids=lambda part: str(part)[:30])
-def test_nothing_that_trains_is_refused(preset, name, options, which):
+def in_turn(cases: list[tuple], names: list[str]) -> list:
+    """Cases (preset, name, which) as parameters: in `make test` each name has one family, and the
+    first rank or the last, in turn; names of one family alone have both."""
+
+    def is_slow(_, case: tuple) -> bool:
+        _, name, *which = case
+        if name not in names:
+            return False
+        number = names.index(name)
+        return case != (PRESETS[number % 3], name, *[RANKS[number // 3 % 2] for _ in which])
+
+    return marked_slow(cases, is_slow, name="-".join)
+
+
+TRAINED = [
+    (preset, name, which)
+    for preset in PRESETS
+    for name in TRAINING | OF_A_FAMILY[preset]
+    for which in RANKS
+]
+
+
+@pytest.mark.parametrize(("preset", "name", "which"), in_turn(TRAINED, list(TRAINING)))
+def test_nothing_that_trains_is_refused(preset, name, which):
+    options = {"layers": 2, **(TRAINING | OF_A_FAMILY[preset])[name]}
     options = {"rows": 8, "microbatches": 2, **on_rank(which, options)}
     trained, stepped = in_own_process(training, preset, **options)
     assert trained.launches
@@ -75,19 +96,21 @@ def test_nothing_that_trains_is_refused(preset, name, options, which):
     assert not trained.faults + stepped.faults
 
 
-@pytest.mark.parametrize("forward", [False, True], ids=["eval_batch", "forward"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_nothing_that_evaluates_is_refused(preset, forward):
-    for layout in ({}, {**CUBE, "rank": 0}, {**CUBE, "rank": 7}):
-        watched = in_own_process(evaluation, preset, layout=layout, forward=forward)
-        assert watched.launches
-        assert not watched.faults
+def test_nothing_that_evaluates_is_refused(preset):
+    """Neither eval_batch nor a call of the model."""
+    for forward in (False, True):
+        for layout in ({}, {**CUBE, "rank": 0}, {**CUBE, "rank": 7}):
+            watched = in_own_process(evaluation, preset, layout=layout, forward=forward, layers=2)
+            assert watched.launches
+            assert not watched.faults
 
 
-@pytest.mark.parametrize("name", GENERATED)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("preset", "name"), in_turn(list(product(PRESETS, GENERATED)), list(GENERATED))
+)
 def test_nothing_that_generates_is_refused(preset, name):
     for layout in ({}, {"tp": 2, "pp": 2, "rank": 0}, {"tp": 2, "pp": 2, "rank": 3}):
-        watched = in_own_process(generation, preset, layout=layout, **GENERATED[name])
+        watched = in_own_process(generation, preset, layout=layout, layers=2, **GENERATED[name])
         assert watched.launches
         assert not watched.faults

@@ -21,6 +21,7 @@ from megazoo.models.registry import find_config
 from megazoo.models.source import SavedModel
 from megazoo.planning import Planner, find_layouts
 from tests.support.pretraining import SMALL
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     PeakMemory,
@@ -157,6 +158,7 @@ def memory_above_the_weights(lora) -> int:
     return steps(LARGER, 64)
 
 
+@pytest.mark.slow  # of three processes; sizes are compared with a run's in the test above
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_memory_above_the_weights_is_in_proportion_to_what_is_trained():
     settings = {"full": None} | {
@@ -197,9 +199,9 @@ ADAPTERS = [
     (r"lora\.\w+\.B", ALL),
 ]
 CASES = [
-    pytest.param(name, *case, marks=() if (number + place) % 3 == 0 else pytest.mark.slow)
-    for number, name in enumerate(["llama", "gpt2", "mpt"])
-    for place, case in enumerate([(pattern, None) for pattern in PATTERNS] + ADAPTERS)
+    (name, *case)
+    for name in ("llama", "gpt2", "mpt")
+    for case in [(pattern, None) for pattern in PATTERNS] + ADAPTERS
 ]
 
 
@@ -209,7 +211,14 @@ def name_of(part) -> str:
     return layout_name(part) if isinstance(part, dict) else str(part)
 
 
-@pytest.mark.parametrize(("name", "train_only", "lora"), CASES, ids=name_of)
+@pytest.mark.parametrize(
+    ("name", "train_only", "lora"),
+    marked_slow(  # each pattern and adapter of one model, in turn
+        CASES,
+        lambda number, _: number % 13 % 3 != number // 13,
+        name=lambda case: "-".join(map(name_of, case)),
+    ),
+)
 def test_flops_are_those_that_torch_counts(name, train_only, lora):
     """Of a real forward and backward, with attention as plain products; and of the plan, cut in any
     way."""
@@ -337,15 +346,15 @@ def test_the_tool_tells_it_in_its_table_and_as_json(tmp_path, capsys):
         tool.main("--preset llama-tiny --search --gpus 2 --memory 6MB".split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--lora-rank 4 --lora-targets qq", "the target 'qq' is no linear layer of the model"),
-        ("--lora-targets q", "lora-targets without adapters: give --lora-rank R"),
-        ("--train-only nothing", "the pattern 'nothing' matches no parameter; there are"),
-        ("--num-labels 2", "classifiers are not planned: plan the language model"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(arguments, message):
-    with pytest.raises(megazoo.UserError, match=message):
-        tool.main(arguments.split())
+REFUSED = {
+    "--lora-rank 4 --lora-targets qq": "the target 'qq' is no linear layer of the model",
+    "--lora-targets q": "lora-targets without adapters: give --lora-rank R",
+    "--train-only nothing": "the pattern 'nothing' matches no parameter; there are",
+    "--num-labels 2": "classifiers are not planned: plan the language model",
+}
+
+
+def test_what_cannot_be_planned_is_refused():
+    for arguments, message in REFUSED.items():
+        with pytest.raises(megazoo.UserError, match=message):
+            tool.main(arguments.split())

@@ -3,9 +3,9 @@ hand."""
 
 import json
 import sys
-import time
 from dataclasses import replace
 from functools import partial, update_wrapper
+from itertools import product
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import Exchange, one_f_one_b, program
 from megazoo.planning import Planner
 from tests.support.programs import run_tool
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     PeakMemory,
     context,
@@ -42,26 +43,27 @@ def plan(config, dp=1, parallel=None, quick=False, **training):
     return planner.plan(parallel, training, dp)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_parameters_are_those_of_the_built_model(preset):
-    """Of each rank, and without copies those of the whole."""
+@pytest.mark.parametrize(
+    "preset", marked_slow(PRESETS, lambda _, p: not p.endswith("-tiny") and p != "gpt3-175b")
+)
+def test_parameters_and_flops_are_those_of_the_built_model(preset):
+    """Parameters of each rank; the training program's count of FLOPs, of weights and heads, against
+    the meter's, of what runs on meta."""
     config = find_config(preset)
     planner, tp, pp = Planner(config), 2, 2
     parallel, training = ParallelOptions(tp=tp, pp=pp), TrainingOptions(dtype="bfloat16")
-    for pp_rank in range(pp):
-        for tp_rank in range(tp):
-            ctx = ParallelContext.virtual(tp, pp, 1, rank=pp_rank * tp + tp_rank)
-            build = FAMILIES[family_of(config)]
-            model = (
-                build.build(config, ctx) if preset.endswith("tiny") else build.on_meta(config, ctx)
-            )
-            built = sum(parameter.numel() for parameter in model.parameters())
-            planned = planner.static(
-                planner.build(parallel, 1, pp_rank, tp_rank), parallel, training
-            )
-            assert planned.parameters == built
-            assert planned.weights == 2 * built
-            assert planned.optimizer == 12 * built
+    family = FAMILIES[family_of(config)]
+    build = family.build if preset.endswith("tiny") else family.on_meta
+    for pp_rank, tp_rank in product(range(pp), range(tp)):
+        model = build(config, ParallelContext.virtual(tp, pp, 1, rank=pp_rank * tp + tp_rank))
+        built = sum(parameter.numel() for parameter in model.parameters())
+        rank = planner.build(parallel, 1, pp_rank, tp_rank)
+        planned = planner.static(rank, parallel, training)
+        assert planned.parameters == built
+        assert planned.weights == 2 * built
+        assert planned.optimizer == 12 * built
+    told = plan(config, quick=True).model_flops_per_token
+    assert flops_per_token(config, 16) == pytest.approx(told, rel=1e-9)
 
 
 def test_with_uneven_inner_features_the_first_rank_has_the_most_and_all_add_up():
@@ -80,35 +82,19 @@ def test_with_uneven_inner_features_the_first_rank_has_the_most_and_all_add_up()
         )
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_flops_of_a_token_are_those_that_are_metered(preset):
-    """The training program's count, of weights and heads, against the meter's, of what runs on
-    meta."""
-    config = find_config(preset)
-    told = plan(config, quick=True).model_flops_per_token
-    assert flops_per_token(config, 16) == pytest.approx(told, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "mpt-tiny"])
-def test_copies_count_once_in_the_whole(name):
-    for parallel in ({}, dict(tp=4), dict(tp=2, pp=2, virtual_pp=2)):
-        assert plan(find_config(name), parallel=parallel).parameters == parameter_count(
-            find_config(name)
-        )
+def test_copies_count_once_in_the_whole():
+    for name in ("gpt2-tiny", "llama-tiny", "mpt-tiny"):
+        config = find_config(name)
+        for parallel in ({}, dict(tp=4), dict(tp=2, pp=2, virtual_pp=2)):
+            assert plan(config, parallel=parallel).parameters == parameter_count(config), name
     # published
     assert plan(GPT2Config(**NO_DROPOUT), parallel=dict(tp=2, pp=2)).parameters == 124_439_808
 
 
-def test_thousands_of_ranks_take_seconds():
-    start, config = time.perf_counter(), find_config("gpt3-175b")
-    how = {
-        "micro_batch_size": 1,
-        "seq_length": 2048,
-        "dtype": "bfloat16",
-        "global_batch_size": 1536,
-    }
+def test_thousands_of_ranks_are_planned_as_their_few_shapes():
+    config, how = find_config("gpt3-175b"), {"micro_batch_size": 1, "seq_length": 2048}
+    how |= {"dtype": "bfloat16", "global_batch_size": 1536}
     told = plan(config, 32, dict(tp=8, pp=16), **how)
-    assert time.perf_counter() - start < 30
     assert told.parameters == 174_604_259_328
     assert sorted((rank.pp, tp) for rank in told.ranks for tp in rank.tp) == [
         (p, t) for p in range(16) for t in range(8)
@@ -145,7 +131,7 @@ def train_twice(config, layout, rows, dtype, recompute, count) -> int:
 SIZES = dict(vocab_size=2000, max_positions=256, hidden_size=256, layers=6, heads=4)
 MEASURED = [
     ("gpt2", {**SIZES, **NO_DROPOUT}, {}, 4, "bfloat16", "none", 2),
-    ("llama", {**SIZES, "ffn_size": 1024}, {}, 4, "float32", "full", 2),
+    ("llama", {**SIZES, "ffn_size": 1024}, {}, 2, "float32", "full", 2),
     ("llama", {**SIZES, "ffn_size": 1024}, {}, 2, "float32", "none", 1),
     ("gpt2", {**SIZES, **NO_DROPOUT}, dict(pp=2), 4, "float32", "none", 2),
 ]
@@ -199,7 +185,10 @@ def sent_by(layout, config, recompute):
     return sent
 
 
-@pytest.mark.parametrize(("sp", "recompute"), [(False, "none"), (True, "none"), (True, "full")])
+@pytest.mark.parametrize(
+    ("sp", "recompute"),
+    marked_slow([(False, "none"), (True, "none"), (True, "full")], lambda number, _: number == 1),
+)
 def test_bytes_over_tp_are_those_of_a_real_run(ranks, sp, recompute):
     config = tiny_config()
     real = ranks(sent_by, 2, dict(tp=2, sp=sp), config, recompute)
@@ -370,6 +359,6 @@ def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
     }.items():
         monkeypatch.setattr(sys, "argv", ["plan.py", *arguments.split()])
         with pytest.raises(SystemExit) as stop:
-            run_program(plan.main)
+            run_program(tool.main)
         assert stop.value.code in (1, 2)
         assert capsys.readouterr().err == f"plan.py: error: {message}\n"

@@ -70,7 +70,7 @@ def times(config, gpu, length, batch, runs, micro_batch=1, recompute=FULL, sp=Fa
     return told
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_layout_is_among_the_first_five(name):
     """Of distinct sizes of tp, pp, cp and dp."""
@@ -83,6 +83,7 @@ def test_the_published_layout_is_among_the_first_five(name):
     assert published in [layout.sizes for layout in fastest_layouts(found)[:5]]
 
 
+@SLOW
 def test_replicas_of_llama_8b_are_faster_than_tp_on_two_nodes():
     runs = [(1, 1, 1, 16), (2, 1, 1, 8), (4, 1, 1, 4), (8, 1, 1, 2)]
     told = times(LLAMA_8B, "h100", 4096, 16, runs, recompute=NONE, sp=True)
@@ -90,7 +91,7 @@ def test_replicas_of_llama_8b_are_faster_than_tp_on_two_nodes():
     assert told[-1] > 1.5 * told[0]
 
 
-@pytest.mark.parametrize("batch", [32, 128])
+@pytest.mark.parametrize("batch", [32, pytest.param(128, marks=SLOW)])
 def test_tp_of_a_node_with_a_pipeline_beyond_is_best(batch):
     """Figure 13 of Narayanan et al.: 162 billion parameters on 64 GPUs, best at tp 8 and pp 8."""
     sizes = [(32, 2), (16, 4), (8, 8), (4, 16), (2, 32)]
@@ -101,6 +102,7 @@ def test_tp_of_a_node_with_a_pipeline_beyond_is_best(batch):
     assert told[2:] == sorted(told[2:])
 
 
+@SLOW
 @pytest.mark.parametrize("batch", [32, 512])
 def test_replicas_are_faster_than_deeper_pipelines_and_than_wider_tp(batch):
     """Figures 14 and 15: 5.9 billion parameters on 64 GPUs, slower with each doubling of pp, or
@@ -111,6 +113,7 @@ def test_replicas_are_faster_than_deeper_pipelines_and_than_wider_tp(batch):
         assert told == sorted(told)
 
 
+@SLOW
 def test_interleaved_stages_are_faster_above_all_in_small_batches():
     """Figure 12: 175 billion parameters on 96 GPUs at tp 8, with four stages a rank and one."""
     gains = []
@@ -124,7 +127,7 @@ def test_interleaved_stages_are_faster_above_all_in_small_batches():
     ("config", "batch", "micro_batch", "layout", "full", "selective"),
     [
         pytest.param(GPT_22B, 4, 4, (8, 1, 1, 1), 1.42, 1.10, id="22b"),
-        pytest.param(GPT_175B, 64, 1, (8, 8, 3, 1), 18.13, 13.75, id="175b"),
+        pytest.param(GPT_175B, 64, 1, (8, 8, 3, 1), 18.13, 13.75, id="175b", marks=SLOW),
         pytest.param(GPT_530B, 280, 1, (8, 35, 3, 1), 49.05, 37.83, id="530b", marks=SLOW),
     ],
 )
@@ -152,10 +155,8 @@ HAGEMANN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [pytest.param(runs, id=runs[0], marks=SLOW if "65b" in runs[0] else ()) for runs in HAGEMANN],
-)
+@SLOW
+@pytest.mark.parametrize("runs", HAGEMANN, ids=lambda runs: runs[0])
 def test_the_faster_of_two_layouts_is_told_to_be(runs):
     """Of all that are more than a tenth apart."""
     preset, gpus, length, batch, sp = runs

@@ -14,22 +14,15 @@ from megazoo.parallel.sequence import SequenceCut
 from megazoo.testing import Layout, all_layouts, check_parallel, shrink
 from megazoo.testing.batches import make_batch
 from tests.support.programs import run_tool
+from tests.support.sampling import marked_slow
+from tools import check_parallel as tool
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 
 
-def with_some_fast() -> list:
-    """All presets, of which each family's tiny one and one more are in the fast suite."""
-    fast = [
-        preset
-        for name, family in FAMILIES.items()
-        for preset in (f"{name}-tiny", random.Random(name).choice(list(family.presets)))
-    ]
-    slow = pytest.mark.slow
-    return [preset if preset in fast else pytest.param(preset, marks=slow) for preset in PRESETS]
-
-
-@pytest.mark.parametrize("preset", with_some_fast())
+@pytest.mark.parametrize(
+    "preset", marked_slow(PRESETS, lambda _, preset: not preset.endswith("-tiny"))
+)
 def test_presets_pass(preset):
     """Shrunk; of the layouts of four ranks some."""
     config = shrink(find_config(preset))
@@ -92,31 +85,16 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path):
 def test_shrinking_keeps_the_structure():
     for preset in PRESETS:
         config, small = find_config(preset), shrink(find_config(preset))
-        for name in (
-            "heads",
-            "kv_heads",
-            "tie_embeddings",
-            "alibi",
-            "qk_norm",
-            "activation",
-            "rope_scaling",
-        ):
+        kept = "heads kv_heads tie_embeddings alibi qk_norm activation rope_scaling"
+        for name in kept.split():
             assert getattr(small, name, None) == getattr(config, name, None)
         assert small.vocab_size * small.hidden_size * small.layers < 1e6
 
 
-OF_CONTEXT = [
-    "cp2",
-    "cp4",
-    "tp2cp2",
-    "tp2cp2+sp",
-    "cp2pp2v2",
-    "cp2pp2+zb-h1",
-    "cp2+zero",
-    "cp2dp2",
-    "cp2+ulysses",
-    "tp2cp2pp2dp2v2+sp+zero+ulysses",
-]
+OF_CONTEXT = (
+    "cp2 cp4 tp2cp2 tp2cp2+sp cp2pp2v2 cp2pp2+zb-h1 cp2+zero cp2dp2 cp2+ulysses "
+    "tp2cp2pp2dp2v2+sp+zero+ulysses"
+).split()
 
 
 def test_layouts_by_name():
@@ -153,34 +131,24 @@ def test_the_three_kinds_of_batches():
         assert not SequenceCut(16, cp, 0, "allgather").own(whole)[:6].any()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give one of --model, --preset and --load"),
-        (("--model", "gpt2", "--layouts", "tp2,x"), "unknown layout 'x'"),
-        (("--model", "gpt2", "--layouts", "tp3"), "tp3: "),
-        (("--model", "gpt2", "--layouts", "dp5"), "dp5: dp 5 must divide the 24 rows of the check"),
-        (
-            ("--model", "gpt2", "--layouts", "tp1+sp"),
-            "tp1+sp: sequence parallelism needs tp above 1",
-        ),
-        (
-            ("--model", "gpt2", "--layouts", "tp2+ulysses"),
-            "tp2+ulysses: ulysses needs cp above 1",
-        ),
-        (
-            ("--model", "gpt2", "--shrink", "--layouts", "tp2cp4+ulysses"),
-            "tp2cp4+ulysses: cp-method ulysses cuts the 2 heads of a tp rank over cp 4: use cp 2",
-        ),
-        (
-            ("--model", "gpt2", "--layouts", "pp2v2+zb-h1"),
-            "pp2v2+zb-h1: schedule zb-h1 has one stage a rank",
-        ),
-        (("--model", "gpt2", "--steps", "0"), "steps 0 must be at least 1, and ranks 4 at least 2"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(arguments, message):
-    done = run_tool("check_parallel.py", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"check_parallel.py: error: {message}")
-    assert done.stderr.count("\n") == 1
+MISTAKES = {
+    "": "give one of --model, --preset and --load",
+    "--model gpt2 --layouts tp2,x": "unknown layout 'x'",
+    "--model gpt2 --layouts tp3": "tp3: ",
+    "--model gpt2 --layouts dp5": "dp5: dp 5 must divide the 24 rows of the check",
+    "--model gpt2 --layouts tp1+sp": "tp1+sp: sequence parallelism needs tp above 1",
+    "--model gpt2 --layouts tp2+ulysses": "tp2+ulysses: ulysses needs cp above 1",
+    "--model gpt2 --shrink --layouts tp2cp4+ulysses": (
+        "tp2cp4+ulysses: cp-method ulysses cuts the 2 heads of a tp rank over cp 4: use cp 2"
+    ),
+    "--model gpt2 --layouts pp2v2+zb-h1": "pp2v2+zb-h1: schedule zb-h1 has one stage a rank",
+    "--model gpt2 --steps 0": "steps 0 must be at least 1, and ranks 4 at least 2",
+}
+
+
+def test_mistakes_are_told_in_one_line(capsys):
+    for arguments, message in MISTAKES.items():
+        with pytest.raises(UserError) as told:
+            tool.main(arguments.split())
+        assert str(told.value).startswith(message), arguments
+        assert "\n" not in str(told.value), arguments
