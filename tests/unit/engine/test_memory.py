@@ -1,6 +1,8 @@
-"""The bytes that live in a step, tensor by tensor, are those that the planner tells."""
+"""The bytes that live in a step, tensor by tensor, are those that the planner tells; a pipeline's
+peak of memory does not grow with the number of micro-batches."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -14,10 +16,16 @@ from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.planning import Planner
 from megazoo.torch_internals import TorchDispatchMode
-from tests.support.training import NO_DROPOUT, context
+from tests.support.training import (
+    NO_DROPOUT,
+    PeakMemory,
+    context,
+    give_back_freed_memory,
+    in_fresh_processes,
+)
 
-ROWS, LENGTH = 8, 128
-SIZES = dict(vocab_size=2048, max_positions=LENGTH, hidden_size=128, layers=8, heads=4)
+ROWS, LENGTH = 8, 64
+SIZES = dict(vocab_size=2048, max_positions=LENGTH, hidden_size=128, layers=4, heads=4)
 CONFIGS = {
     "gpt2": GPT2Config(**SIZES, **NO_DROPOUT),
     "llama": LlamaConfig(**SIZES, ffn_size=384),
@@ -56,11 +64,11 @@ class Live(TorchDispatchMode):
         return result
 
 
-def bytes_of_a_step(config, layout, microbatches) -> tuple[int, int]:
+def bytes_of_a_step(config, layout, microbatches, rows=ROWS) -> tuple[int, int]:
     """What this rank has before its second step, and the most that the step has beside it."""
     model = megazoo.from_config(config, context(**layout))
     optimizer = megazoo.optim.AdamW(model)
-    ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % config.vocab_size
+    ids = torch.arange(rows * LENGTH).view(rows, LENGTH) % config.vocab_size
 
     def step():
         model.train_batch(ids, targets=ids, num_microbatches=microbatches)
@@ -111,3 +119,42 @@ def test_the_live_bytes_of_a_step_are_those_of_the_plan(ranks, family, layout, m
         told = planned[rank if parallel.pp > 1 else 0]
         assert kept == told.total - told.activations
         assert most == pytest.approx(told.activations, rel=0.05)
+
+
+def test_micro_batches_more_need_no_more(ranks):
+    """Each of a pipeline's micro-batches is freed before others begin."""
+    few, many = (
+        ranks(bytes_of_a_step, 2, CONFIGS["llama"], {"pp": 2}, count, rows=2 * count)
+        for count in (3, 6)
+    )
+    for (_, most), (_, most_of_many) in zip(few, many, strict=True):
+        assert most_of_many < 1.05 * most
+
+
+def peaks(schedule, virtual, counts):
+    """Of steps with so many micro-batches, above the level after building model and optimizer."""
+    give_back_freed_memory()
+    sizes = dict(vocab_size=61, max_positions=256, hidden_size=128, layers=8, heads=4, ffn_size=512)
+    model = megazoo.from_config(LlamaConfig(**sizes), context(pp=2, v=virtual))
+    optimizer = megazoo.optim.AdamW(model)
+    with PeakMemory() as built:
+        pass
+    found = []
+    for count in counts:
+        ids = torch.randint(0, 61, (2 * count, 256))
+        with PeakMemory() as peak:
+            model.train_batch(ids, labels=ids, num_microbatches=count, schedule=schedule)
+            optimizer.step()
+        found.append(peak.peak - built.start)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("gpipe", 1)]
+)
+def test_32_micro_batches_need_what_8_do(schedule, virtual):
+    for few, many in in_fresh_processes(peaks, schedule, virtual, (8, 32), processes=2):
+        assert few > 20e6
+        assert (many < 1.05 * few) == (schedule != "gpipe")
