@@ -78,7 +78,7 @@ def gradients(config, layout, dtype, train=".", schedule="1f1b", recompute=("non
     return loss.item(), found
 
 
-def both_ways(config, layout, dtype, **how):
+def both_ways(config, dtype, how, layout):
     with mock.patch.object(products, "verdicts", return_value=NOT_WIDENED):
         plain = gradients(config, layout, dtype, **{**how, "schedule": "1f1b"})
     with products_in_fp32() as made:
@@ -96,22 +96,14 @@ CASES = [
     ("mpt", dict(tp=2), {"recompute": ("full", 2)}),
     ("mpt", dict(dp=2), {"train": r"^(?!embedding)"}),
 ]
-
-
-DTYPES = torch.bfloat16, torch.float16
+CASES = [(*case, dtype) for dtype in (torch.bfloat16, torch.float16) for case in CASES]
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    marked_slow(
-        [(case, dtype) for dtype in DTYPES for case in range(len(CASES))],
-        lambda number, _: number % 2,
-    ),
-    ids=str,
+    ("model", "layout", "how", "dtype"), marked_slow(CASES, lambda number, _: number % 2), ids=str
 )
-def test_gradients_are_autograds_but_for_its_rounding(ranks, case, dtype):
-    model, layout, how = CASES[case]
-    for plain, ours, made in run_in_layout(ranks, in_layout, layout, MODELS[model], dtype, how):
+def test_gradients_are_autograds_but_for_its_rounding(ranks, model, layout, how, dtype):
+    for plain, ours, made in run_in_layout(ranks, both_ways, layout, MODELS[model], dtype, how):
         (loss, expected), (our_loss, found) = plain, ours
         assert made >= 4
         assert our_loss == loss
@@ -120,10 +112,6 @@ def test_gradients_are_autograds_but_for_its_rounding(ranks, case, dtype):
             if gradient.numel():
                 largest = gradient.abs().max().item()
                 torch.testing.assert_close(found[name], gradient, rtol=0, atol=largest * 2**-6)
-
-
-def in_layout(config, dtype, how, layout):
-    return both_ways(config, layout, dtype, **how)
 
 
 def parameter(*shape, seed=1):

@@ -144,34 +144,25 @@ def test_no_round_reads_what_another_writes(ranks, size, rounds):
     assert ranks(many, size, size, rounds) == [0] * size
 
 
-def apart(size):
-    real, ctx = shared_memory._host, context(tp=size)
-    if ctx.tp_rank == 1:
-        shared_memory._host = lambda: ("elsewhere",)
-    try:
-        total = torch.ones(3)
-        collectives.all_reduce(total, ctx.tp_group)
-        return shared_by(ctx.tp_group, Reducer) is None, total.tolist()
-    finally:
-        shared_memory._host = real
-
-
-def test_ranks_of_two_hosts_use_gloo(ranks):
-    assert ranks(apart, 3, 3) == [(True, [3.0] * 3)] * 3
-
-
-def refused(size, call):
+def by_gloo(size, missing):
+    """Whether there is no shared memory, and a sum: where the ranks' hosts differ, or the system
+    refuses a call."""
     ctx = context(tp=size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, call, lambda *_: os.open("/nowhere", os.O_RDONLY))
+        if missing != "one host":
+            patch.setattr(os, missing, lambda *_: os.open("/nowhere", os.O_RDONLY))
+        elif ctx.tp_rank == 1:
+            patch.setattr(shared_memory, "_host", lambda: ("elsewhere",))
         total = torch.ones(3)
         collectives.all_reduce(total, ctx.tp_group)
         return shared_by(ctx.tp_group, Reducer) is None, total.tolist()
 
 
-@pytest.mark.parametrize("call", ["memfd_create", "truncate"])
-def test_ranks_that_may_make_no_memory_use_gloo(ranks, call):
-    assert ranks(refused, 2, 2, call) == [(True, [2.0] * 3)] * 2
+@pytest.mark.parametrize(
+    ("size", "missing"), [(3, "one host"), (2, "memfd_create"), (2, "truncate")]
+)
+def test_ranks_that_can_share_no_memory_use_gloo(ranks, size, missing):
+    assert ranks(by_gloo, size, size, missing) == [(True, [float(size)] * 3)] * size
 
 
 SHAPES = [
