@@ -210,29 +210,18 @@ def test_a_run_with_frozen_parameters_goes_on_in_any_layout(ranks, tmp_path, lay
     )
 
 
-def test_unfreezing_between_a_save_and_a_load_is_refused(tmp_path):
+def test_a_checkpoint_without_what_is_trained_now_says_so(tmp_path):
+    """Of a parameter that was frozen then, or without an optimizer."""
     model = megazoo.from_config("gpt2-tiny").train_only("norm")
-    save(tmp_path, 1, model, megazoo.optim.AdamW(model))
     other = megazoo.from_config("gpt2-tiny")
-    with pytest.raises(
-        UserError, match=r"has no optimizer state of embedding\.weight: it was frozen then"
-    ):
-        load(Checkpoint(tmp_path), other, megazoo.optim.AdamW(other))
-
-
-def test_a_checkpoint_without_an_optimizer_says_so(tmp_path):
-    model = megazoo.from_config("gpt2-tiny")
-    model.save_parallelized(tmp_path)
-    with pytest.raises(UserError, match="has no optimizer state: load its weights alone"):
-        load(Checkpoint(tmp_path), model, megazoo.optim.AdamW(model))
-
-
-def test_freezing_by_name():
-    model = megazoo.from_config("gpt2-tiny").freeze("embedding").freeze("layers[.]0[.]")
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert frozen == {
-        name for name, _ in model.named_parameters() if re.search(r"embedding|layers\.0\.", name)
-    }
+    save(tmp_path / "frozen", 1, model, megazoo.optim.AdamW(model))
+    other.save_parallelized(tmp_path / "weights")
+    for path, told in {
+        "frozen": r"has no optimizer state of embedding\.weight: it was frozen then",
+        "weights": "has no optimizer state: load its weights alone",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            load(Checkpoint(tmp_path / path), other, megazoo.optim.AdamW(other))
 
 
 def test_a_second_optimizer_trains_what_was_unfrozen():
@@ -297,20 +286,18 @@ def test_a_tie_is_unfrozen_where_all_ranks_agree(ranks):
     assert a.any()
 
 
-def test_patterns():
-    names = [
-        "head.weight",
-        "layers.1.norm.weight",
-        "layers.10.norm.weight",
-        "layers.10.mlp.up.bias",
-    ]
+def test_freezing_by_name():
+    model = megazoo.from_config("gpt2-tiny").freeze("embedding").freeze("layers[.]0[.]")
+    names = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, trained in names.items():
+        assert trained == (not re.search(r"embedding|layers\.0\.", name)), name
+    norms = ["layers.1.norm.weight", "layers.10.norm.weight"]
+    names = ["head.weight", *norms, "layers.10.mlp.up.bias"]
     assert names_matching("head|bias", names) == {names[0], names[3]}
     assert names_matching(r"layers\.1\.", names) == {names[1]}
-    assert names_matching("*norm*", names) == set(names[1:3])
-    with pytest.raises(
-        UserError,
-        match=r"'nrm' matches no parameter; there are head\.weight, layers\.0\.norm\.weight",
-    ):
+    assert names_matching("*norm*", names) == set(norms)
+    kinds = r"head\.weight, layers\.0\.norm\.weight, layers\.0\.mlp"
+    with pytest.raises(UserError, match=f"'nrm' matches no parameter; there are {kinds}"):
         names_matching("nrm", names)
 
 

@@ -208,6 +208,6 @@ def wrong_on_rank_1(kind, directory):
 )
 def test_where_one_rank_is_wrong_all_are_told(ranks, tmp_path, kind, message):
     megazoo.from_config(tiny_config(layers=2)).save_parallelized(tmp_path / "model")
-    others, wrong = ranks(wrong_on_rank_1, 2, kind, tmp_path / "model", timeout=60)
+    others, wrong = ranks(wrong_on_rank_1, 2, kind, tmp_path / "model", timeout=240)
     assert wrong == (message, 2)
     assert others == (f"rank 1 failed: {message}", 1)

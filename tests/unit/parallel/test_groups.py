@@ -18,9 +18,6 @@ from tests.support.training import context, layout_name, world
 
 LAYOUTS = [dict(pp=2), dict(cp=2), dict(tp=2, pp=2), dict(pp=4), dict(cp=2, dp=2)]
 MORE = [dict(tp=2), dict(dp=2), dict(pp=2, dp=2), dict(pp=2, cp=2), dict(cp=2, tp=2)]
-in_each_layout = pytest.mark.parametrize(
-    "layout", marked_slow(LAYOUTS + MORE, lambda _, layout: layout in MORE), ids=layout_name
-)
 
 
 def looked_at(layout):
@@ -28,7 +25,9 @@ def looked_at(layout):
     return memberships(ctx), warmed(ctx), folded(ctx) if ctx.cp_size > 1 else None
 
 
-@in_each_layout
+@pytest.mark.parametrize(
+    "layout", marked_slow(LAYOUTS + MORE, lambda _, layout: layout in MORE), ids=layout_name
+)
 def test_groups_are_connected_and_of_the_ranks_of_their_axis(ranks, layout):
     for rank, (found, sent, refolded) in enumerate(ranks(looked_at, world(layout), layout)):
         each_axis_is_a_group(layout, rank, *found)
@@ -139,15 +138,11 @@ def on_cuda(monkeypatch, ranks_of_world: int) -> tuple:
     return called[0]
 
 
-def test_nccl_is_told_the_device(monkeypatch):
+def test_nccl_is_told_the_device_and_a_world_of_one_has_no_communicator(monkeypatch):
     """Stands in for a GPU: torch takes the argument only where there is one."""
-    arguments, named = on_cuda(monkeypatch, 2)
-    assert arguments == ("cpu:gloo,cuda:nccl",)
-    assert named == {"device_id": torch.device("cuda", 1), "timeout": DEFAULT_TIMEOUT}
-
-
-def test_a_world_of_one_has_no_communicator(monkeypatch):
-    assert on_cuda(monkeypatch, 1) == (("cpu:gloo,cuda:nccl",), {"timeout": DEFAULT_TIMEOUT})
+    backends, named = ("cpu:gloo,cuda:nccl",), {"timeout": DEFAULT_TIMEOUT}
+    assert on_cuda(monkeypatch, 2) == (backends, {"device_id": torch.device("cuda", 1), **named})
+    assert on_cuda(monkeypatch, 1) == (backends, named)
 
 
 def warmed_on_cuda():

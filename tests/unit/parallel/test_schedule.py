@@ -217,8 +217,10 @@ def test_no_deadlock_in_the_slots_of_shared_memory(sizes):
 
 
 def test_the_slots_that_uneven_groups_need_grow_with_the_ranks():
-    programs = programs_of(one_f_one_b, 12, 4, 35)
-    assert run_in_slots(programs, Mailboxes.slots_each(12))
+    for pp, virtual in ((8, 2), (8, 4), (12, 4)):
+        for m in (2 * pp - 1, 3 * pp - 1):
+            programs = programs_of(one_f_one_b, pp, virtual, m)
+            assert run_in_slots(programs, Mailboxes.slots_each(pp)), (pp, virtual, m)
     assert not run_in_slots(programs, Mailboxes.slots_each(2))
 
 
@@ -273,26 +275,22 @@ def test_bubbles_are_those_of_the_theory():
             assert makespan(schedule, pp, 1, m) == 3 * (m + pp - 1)  # (pp - 1) / m
         if m >= pp > 1:
             assert makespan(zb_h1, pp, 1, m) == 3 * m + (pp - 1)  # a third
-            for virtual in (2, 3, 4):
-                # (pp - 1) / (virtual m)
-                assert makespan(one_f_one_b, pp, virtual, m) == 3 * (m * virtual + pp - 1)
+            for v in (2, 3, 4):  # (pp - 1) / (v m)
+                assert makespan(one_f_one_b, pp, v, m) == 3 * (m * v + pp - 1)
 
 
 def test_memory_is_bounded():
+    def held(schedule, virtual=1):
+        return [in_flight(table) for table in tables_of(schedule, pp, virtual, m)]
+
     for pp, m in SIZES:
-        assert [in_flight(table) for table in tables_of(one_f_one_b, pp, 1, m)] == [
-            min(pp - r, m) for r in range(pp)
-        ]
-        assert [in_flight(table) for table in tables_of(zb_h1, pp, 1, m)] == [min(pp, m)] * pp
-        assert [in_flight(table) for table in tables_of(gpipe, pp, 1, m)] == [m] * pp
+        assert held(one_f_one_b) == [min(pp - r, m) for r in range(pp)]
+        assert held(zb_h1) == [min(pp, m)] * pp
+        assert held(gpipe) == [m] * pp
         if m % pp == 0 and pp > 1:
-            for virtual in (2, 3):
-                expected = [
-                    min(2 * (pp - r - 1) + (virtual - 1) * pp + 1, m * virtual) for r in range(pp)
-                ]
-                assert [
-                    in_flight(table) for table in tables_of(one_f_one_b, pp, virtual, m)
-                ] == expected
+            for v in (2, 3):
+                most = [2 * (pp - r - 1) + (v - 1) * pp + 1 for r in range(pp)]
+                assert held(one_f_one_b, v) == [min(each, m * v) for each in most]
 
 
 def test_a_table_that_waits_for_itself_is_refused():
