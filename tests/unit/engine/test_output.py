@@ -8,6 +8,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import megazoo
 from megazoo.engine.microbatch import Output
 from megazoo.errors import UserError
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     context,
@@ -24,15 +25,15 @@ FIELDS = [{}, {"loss": LOSS}, {"logits": LOGITS}, {"loss": LOSS, "logits": LOGIT
 LAYOUTS = [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(tp=2, pp=2)]
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "+".join(fields) or "nothing")
-def test_it_is_indexed_as_an_output_of_transformers(fields):
-    ours, theirs = Output(**fields), CausalLMOutput(**fields)
-    assert ours.to_tuple() == theirs.to_tuple()
-    assert list(ours.keys()) == list(theirs.keys())
-    assert dict(**ours) == dict(**theirs)
-    for key in (0, 1, -1, 2, slice(2), slice(1, None), "loss", "logits", "past_key_values"):
-        assert outcome(ours, key) == outcome(theirs, key), key
-        assert not isinstance(key, str) or (key in ours) == (key in theirs)
+def test_it_is_indexed_as_an_output_of_transformers():
+    for fields in FIELDS:
+        ours, theirs = Output(**fields), CausalLMOutput(**fields)
+        assert ours.to_tuple() == theirs.to_tuple()
+        assert list(ours.keys()) == list(theirs.keys())
+        assert dict(**ours) == dict(**theirs)
+        for key in (0, 1, -1, 2, slice(2), slice(1, None), "loss", "logits", "past_key_values"):
+            assert outcome(ours, key) == outcome(theirs, key), (fields, key)
+            assert not isinstance(key, str) or (key in ours) == (key in theirs), (fields, key)
 
 
 def outcome(output, key):
@@ -53,30 +54,36 @@ def test_a_loop_over_it_is_told_of_microbatches():
     assert (loss.shape, logits.shape) == ((), (8, 16, 61))
 
 
-def forward(num_labels, layout):
-    model = randomize(
-        megazoo.from_config(
-            tiny_config(num_labels=num_labels, pad_token_id=0), context(**layout), seed=3
-        )
-    )
-    ids = make_batch(0)[0]
-    labels = ids[:, 0] % num_labels if num_labels else ids
-    out = model(ids, labels=labels)
-    kept = None if out.logits is None else out.logits.detach()
-    return out.loss.item(), kept, model(ids, labels=labels, return_logits=True).logits is not None
+def forward(layout):
+    """Of a language model and of a classifier of 3 labels: the loss, the logits beside it, and
+    whether there are some where they are asked for."""
+    ctx, found = context(**layout), []
+    for num_labels in (0, 3):
+        config = tiny_config(num_labels=num_labels, pad_token_id=0)
+        model, ids = randomize(megazoo.from_config(config, ctx, seed=3)), make_batch(0)[0]
+        labels = ids[:, 0] % num_labels if num_labels else ids
+        out = model(ids, labels=labels)
+        kept = None if out.logits is None else out.logits.detach()
+        asked = model(ids, labels=labels, return_logits=True).logits is not None
+        found.append((out.loss.item(), kept, asked))
+    return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-@pytest.mark.parametrize("num_labels", [0, 3])
-def test_logits_are_beside_the_loss_where_they_are_whole_anyway(ranks, layout, num_labels):
-    loss, logits, _ = forward(num_labels, {})
-    for rank, (ours, beside, asked) in enumerate(run_in_layout(ranks, forward, layout, num_labels)):
+@pytest.mark.parametrize(
+    "layout", marked_slow(LAYOUTS, lambda _, layout: layout == dict(dp=2)), ids=layout_name
+)
+def test_logits_are_beside_the_loss_where_they_are_whole_anyway(ranks, layout):
+    expected = forward({})
+    for rank, found in enumerate(run_in_layout(ranks, forward, layout)):
         last = rank >= layout.get("tp", 1) * (layout.get("pp", 1) - 1)
-        free = last if num_labels else layout.get("tp", 1) == layout.get("pp", 1) == 1
-        assert ours == pytest.approx(loss, abs=1e-5)
-        assert (beside is not None, asked) == (free, last)
-        if free:
-            torch.testing.assert_close(beside, logits, atol=1e-5, rtol=0)
+        whole = layout.get("tp", 1) == layout.get("pp", 1) == 1
+        for (loss, logits, _), (ours, beside, asked), free in zip(
+            expected, found, (whole, last), strict=True
+        ):
+            assert ours == pytest.approx(loss, abs=1e-5)
+            assert (beside is not None, asked) == (free, last)
+            if free:
+                torch.testing.assert_close(beside, logits, atol=1e-5, rtol=0)
 
 
 def test_logits_beside_the_loss_are_those_that_the_loss_keeps():
@@ -119,7 +126,9 @@ def backward_through_a_pipeline(layout):
     return told, numbers, graphless, [p.grad is None for p in model.parameters()]
 
 
-@pytest.mark.parametrize("layout", [dict(pp=2), dict(tp=2, pp=2)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", [dict(pp=2), pytest.param(dict(tp=2, pp=2), marks=pytest.mark.slow)], ids=layout_name
+)
 def test_backward_through_a_pipeline_is_refused_on_every_rank(ranks, layout):
     expected = backward_through_a_pipeline({})[1][0]
     for told, numbers, graphless, untouched in run_in_layout(

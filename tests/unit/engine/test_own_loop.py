@@ -2,6 +2,8 @@
 summed refused."""
 
 import copy
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.clip import clip_grad_norm
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     context,
@@ -20,7 +23,6 @@ from tests.support.training import (
     replica_rows,
     run_in_layout,
     tiny_config,
-    world,
     worst_gradient,
 )
 
@@ -40,11 +42,15 @@ def pieces_of_gradients(model) -> dict:
     }
 
 
-def parameters_after(optimizer_of, layout, steps=3, sync=True, config=None):
+def small(ctx=None, **how):
+    return randomize(megazoo.from_config(tiny_config(), ctx, seed=3, **how))
+
+
+def parameters_after(optimizer_of, layout, steps=3, sync=True):
     """A user's loop, `model(...).loss.backward()`: gradients of the last step, and this rank's
     parameters."""
     ctx = context(**layout)
-    model = randomize(megazoo.from_config(config or tiny_config(), ctx, seed=3))
+    model = small(ctx)
     optimizer = optimizer_of(model)
     for step in range(steps):
         ids, _ = make_batch(step)
@@ -71,10 +77,15 @@ def sgd(model):
 
 
 LAYOUTS = [dict(dp=2), dict(tp=2), dict(tp=2, sp=True), dict(tp=2, dp=2, sp=True)]
+CASES = list(product([ours, sharded, sgd], LAYOUTS))
+FAST = 0, 3, 4, 6, 9  # each optimizer and each layout
 
 
-@pytest.mark.parametrize("optimizer_of", [ours, sharded, sgd])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize(
+    ("optimizer_of", "layout"),
+    marked_slow(CASES, lambda number, _: number not in FAST),
+    ids=lambda part: layout_name(part) if isinstance(part, dict) else part.__name__,
+)
 def test_a_loop_of_ones_own_trains_like_one_process(ranks, layout, optimizer_of):
     # All rows have as many labels, so that the mean over the replicas is the mean over the batch.
     expected, parameters = parameters_after(optimizer_of, {})
@@ -86,38 +97,38 @@ def test_a_loop_of_ones_own_trains_like_one_process(ranks, layout, optimizer_of)
                 torch.testing.assert_close(parameter, parameters[name], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("optimizer_of", [ours, sharded, sgd])
-def test_a_step_with_gradients_that_nobody_summed_is_refused(ranks, optimizer_of):
-    ranks(refused, 2, optimizer_of)
+def test_a_step_with_gradients_that_nobody_summed_is_refused(ranks):
+    ranks(refused, 2)
 
 
-def refused(optimizer_of):
-    with pytest.raises(UserError, match=FORGOTTEN):
-        parameters_after(optimizer_of, dict(dp=2), sync=False)
+def refused():
+    for optimizer_of in (ours, sharded, sgd):
+        with pytest.raises(UserError, match=FORGOTTEN):
+            parameters_after(optimizer_of, dict(dp=2), sync=False)
 
 
 def test_copies_over_tp_need_no_more_than_the_backward(ranks):
-    expected, _ = parameters_after(ours, {})
-    answers = ranks(parameters_after, 2, ours, dict(tp=2, sp=True), sync=False)
+    expected, _ = parameters_after(ours, {}, steps=1)
+    answers = ranks(parameters_after, 2, ours, dict(tp=2, sp=True), steps=1, sync=False)
     assert worst_gradient([gradients for gradients, _ in answers], expected)[0] < 1e-3
 
 
-def synced_after_train_batch(zero):
+def synced_after_train_batch():
     ctx = context(dp=2)
-    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
-    optimizer = AdamW(model, zero=zero)
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
-    model.train_batch(ids, targets=targets)
-    before = [p.grad.clone() for p in model.parameters()]
-    model.sync_gradients()
-    for gradient, p in zip(before, model.parameters(), strict=True):
-        assert torch.equal(gradient, p.grad)
-    optimizer.step()
+    for zero in (0, 1):
+        model = small(ctx)
+        optimizer = AdamW(model, zero=zero)
+        model.train_batch(ids, targets=targets)
+        before = [p.grad.clone() for p in model.parameters()]
+        model.sync_gradients()
+        for gradient, p in zip(before, model.parameters(), strict=True):
+            assert torch.equal(gradient, p.grad)
+        optimizer.step()
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_after_train_batch_nothing_is_left_to_sum(ranks, zero):
-    ranks(synced_after_train_batch, 2, zero)
+def test_after_train_batch_nothing_is_left_to_sum(ranks):
+    ranks(synced_after_train_batch, 2)
 
 
 def left_in_the_middle():
@@ -181,54 +192,55 @@ def test_ties_of_an_own_pipeline_are_summed(ranks):
     assert torch.equal(first, last)
 
 
-def clipped(config, frozen, layout, zero=0):
+def clipped(name, frozen, layout, zero=0):
     ctx = context(**layout)
-    model = randomize(megazoo.from_config(config, ctx, seed=3))
+    model = randomize(megazoo.from_config(MODELS[name], ctx, seed=3))
     if frozen:
         model.train_only("norm|mlp")
     if zero:
         AdamW(model, zero=zero)
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
     model.train_batch(ids, targets=targets, num_microbatches=2)
-    norm = clip_grad_norm(model, 0.05).item()
-    again = clip_grad_norm(model, 1e9).item()
-    return norm, again, [p.grad for p in model.parameters() if p.grad is not None]
+    return [clip_grad_norm(model, most).item() for most in (0.05, 1e9)]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@cache
+def norm_by_torch(name, frozen):
+    model = randomize(megazoo.from_config(MODELS[name], seed=3))
+    if frozen:
+        model.train_only("norm|mlp")
+    ids, targets = make_batch(0)
+    logits = model(ids).logits.flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, targets.flatten()).backward()
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+
+
+ONE_HEAD = "llama, one KV head"  # of which there are copies
+CLIPPED = [
+    *product(
+        ["gpt2", "llama"],  # both tied
+        [False, True],
+        [dict(), dict(tp=2), dict(pp=2), dict(tp=2, pp=2, sp=True), dict(dp=2)],
+        [0],
+    ),
+    (ONE_HEAD, False, dict(tp=2, dp=2), 1),
+    (ONE_HEAD, False, dict(tp=4), 0),
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [dict(), dict(tp=2), dict(pp=2), dict(tp=2, pp=2, sp=True), dict(dp=2)],
-    ids=layout_name,
+    ("name", "frozen", "layout", "zero"),
+    marked_slow(CLIPPED, lambda number, case: number % 3 and case[0] != ONE_HEAD),
+    ids=str,
 )
-def test_clip_grad_norm_is_of_the_whole_model(ranks, layout, frozen):
-    for name in ("gpt2", "llama"):  # tied, and llama's KV heads have copies at tp 4
-        model = randomize(megazoo.from_config(MODELS[name], seed=3))
-        if frozen:
-            model.train_only("norm|mlp")
-        ids, targets = make_batch(0)
-        torch.nn.functional.cross_entropy(
-            model(ids).logits.flatten(0, 1), targets.flatten()
-        ).backward()
-        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
-        for norm, again, _ in run_in_layout(ranks, clipped, layout, MODELS[name], frozen):
-            assert norm == pytest.approx(expected, rel=1e-4)
-            assert again == pytest.approx(0.05, rel=1e-4)
-
-
-def test_clip_grad_norm_under_zero_1_and_with_copied_heads(ranks):
-    expected, _, _ = clipped(MODELS["llama, one KV head"], False, {})
-    for layout, zero in ((dict(tp=2, dp=2), 1), (dict(tp=4), 0)):
-        for norm, again, _ in ranks(
-            clipped, world(layout), MODELS["llama, one KV head"], False, layout, zero=zero
-        ):
-            assert norm == pytest.approx(expected, rel=1e-4)
-            assert again == pytest.approx(0.05, rel=1e-4)
+def test_clip_grad_norm_is_of_the_whole_model(ranks, name, frozen, layout, zero):
+    expected = pytest.approx([norm_by_torch(name, frozen), 0.05], rel=1e-4)
+    for norms in run_in_layout(ranks, clipped, layout, name, frozen, zero=zero):
+        assert norms == expected
 
 
 def test_small_gradients_are_not_clipped():
-    model = megazoo.from_config(tiny_config(), seed=3)
-    ids, targets = make_batch(0)
+    model, (ids, targets) = small(), make_batch(0)
     model.train_batch(ids, targets=targets)
     before = [p.grad.clone() for p in model.parameters()]
     clip_grad_norm(model, 1e3)
@@ -239,48 +251,34 @@ def batch_of(ctx):
     return replica_rows(make_batch(0)[0], ctx)
 
 
-def own_forward():
-    """Model.forward is not called, nor is anything of megazoo made but the model: gradients, and
-    what SGD says."""
+def own_forward(of_a_copy: bool):
+    """Nothing of megazoo is made but the model; or a deep copy, which has buckets of its own."""
     ctx = context(dp=2)
-    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
-    ids = batch_of(ctx)
+    model, ids = small(ctx), batch_of(ctx)
+    if of_a_copy:
+        model.train_batch(ids, labels=ids)
+        model = copy.deepcopy(model)
+        model.zero_grad()
     batch = MicroBatch(tuple(ids.shape), ids, ids)
-    x = model.forward_stage(ids, batch, model.stages[0])
+    x = model.forward_stage(ids, batch, model.stages[0])  # Model.forward is not called
     (model.loss_sum(model.outputs(x, batch), batch) / ids.numel()).backward()
-    with pytest.raises(UserError, match=FORGOTTEN):
-        sgd(model).step()
+    if not of_a_copy:
+        with pytest.raises(UserError, match=FORGOTTEN):
+            sgd(model).step()
     model.sync_gradients()
     sgd(model).step()
     return next(model.parameters()).detach()
 
 
-def own_copy():
-    """The same of a deep copy, which has buckets of its own."""
-    ctx = context(dp=2)
-    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
-    ids = batch_of(ctx)
-    model.train_batch(ids, labels=ids)
-    twin = copy.deepcopy(model)
-    twin.zero_grad()
-    batch = MicroBatch(tuple(ids.shape), ids, ids)
-    x = twin.forward_stage(ids, batch, twin.stages[0])
-    (twin.loss_sum(twin.outputs(x, batch), batch) / ids.numel()).backward()
-    twin.sync_gradients()
-    sgd(twin).step()
-    return next(twin.parameters()).detach()
-
-
-@pytest.mark.parametrize("train_on", [own_forward, own_copy])
-def test_gradients_of_an_own_forward_are_summed(ranks, train_on):
-    a, b = ranks(train_on, 2)
+@pytest.mark.parametrize("of_a_copy", [False, True])
+def test_gradients_of_an_own_forward_are_summed(ranks, of_a_copy):
+    a, b = ranks(own_forward, 2, of_a_copy)
     assert torch.equal(a, b)
 
 
 def zeros_mixed():
     ctx = context(dp=2)
-    model = megazoo.from_config(tiny_config(), ctx, seed=3)
-    ids = batch_of(ctx)
+    model, ids = small(ctx), batch_of(ctx)
     shares = AdamW(model, zero=1)
     model.train_batch(ids, labels=ids)
     with pytest.raises(
@@ -309,8 +307,7 @@ def test_shares_and_sums_of_gradients_are_not_mixed(ranks):
 
 def test_a_backward_before_the_optimizer_is_made_counts():
     """In bfloat16 its gradients are fp32 from the start."""
-    model = megazoo.from_config(tiny_config(), dtype=torch.bfloat16, seed=3)
-    ids, _ = make_batch(0)
+    model, (ids, _) = small(dtype=torch.bfloat16), make_batch(0)
     model(ids, labels=ids).loss.backward()
     gradient = model.norm.weight.grad
     optimizer = AdamW(model)
@@ -320,8 +317,7 @@ def test_a_backward_before_the_optimizer_is_made_counts():
 
 
 def test_after_a_batch_that_failed_another_is_trained_on():
-    model = megazoo.from_config(tiny_config(), seed=3)
-    ids, _ = make_batch(0)
+    model, (ids, _) = small(), make_batch(0)
     optimizer = AdamW(model)
 
     def fail(*_):
@@ -342,8 +338,8 @@ def test_after_a_batch_that_failed_another_is_trained_on():
 
 def frozen_for_a_moment():
     ctx = context(dp=2)
-    model = megazoo.from_config(tiny_config(), ctx, seed=3)
-    ids, optimizer = batch_of(ctx), AdamW(model)
+    model, ids = small(ctx), batch_of(ctx)
+    optimizer = AdamW(model)
     model.train_batch(ids, labels=ids)
     before = model.norm.weight.grad.clone()
     model.requires_grad_(False)
@@ -358,7 +354,6 @@ def test_a_model_that_is_frozen_for_a_moment_trains_on(ranks):
 
 
 def test_a_loss_without_a_gradient_is_refused():
-    model = megazoo.from_config(tiny_config())
-    ids, _ = make_batch(0)
+    model, (ids, _) = small(), make_batch(0)
     with pytest.raises(UserError, match="loss_fn returns a number without a gradient"):
         model.train_batch(ids, labels=ids, loss_fn=lambda logits, labels: logits.detach().mean())

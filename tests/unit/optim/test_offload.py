@@ -1,9 +1,9 @@
 """What CUDA computes in another way than the CPU, on the CPU: the update through staged pieces, the
 norm by lists, the scale of clipping, the size of buckets."""
 
-import dataclasses
 import math
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -43,8 +43,9 @@ def staged_and_not(dtype, settings, layout):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("clip", [0.0, 0.2, 1e6])
+@pytest.mark.parametrize(
+    ("dtype", "clip"), [(torch.float32, 0.0), (torch.bfloat16, 0.2), (torch.float32, 1e6)], ids=str
+)
 def test_staged_pieces_are_updated_as_the_whole(dtype, clip):
     staged_and_not(dtype, {"clip_grad": clip}, {})
 
@@ -128,8 +129,15 @@ def device(monkeypatch):
     return torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("lengths", [[(640,)], [(100, 70, 3000), (5, 1300)], [(9,), (9,), (0,)]])
+@pytest.mark.parametrize(
+    ("lengths", "scaled"),
+    [
+        ([(640,)], True),
+        ([(100, 70, 3000), (5, 1300)], False),
+        ([(100, 70, 3000), (5, 1300)], True),
+        ([(9,), (9,), (0,)], False),
+    ],
+)
 def test_staged_memory_is_used_again_only_after_its_copies(device, lengths, scaled):
     """Of one piece, of several, and of two groups of parameters that follow each other, in three
     steps: the sums of the gradients, in bfloat16."""
@@ -161,17 +169,10 @@ def test_staged_memory_is_used_again_only_after_its_copies(device, lengths, scal
             assert torch.equal(weights.as_subclass(torch.Tensor), total.bfloat16())
 
 
-@pytest.fixture
-def three_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_threads_are_as_before_after_an_offloaded_update(monkeypatch, three_threads):
+def test_threads_are_as_before_after_an_offloaded_update(monkeypatch):
     """After one that fails, too."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    torch.set_num_threads(3)  # each test begins with one
     row, seen = torch.zeros(5), []
 
     def update(*_):
@@ -196,15 +197,14 @@ def test_the_norm_by_lists_is_that_by_pieces():
     assert abs(square_sum_at_once(tensors) / exact - 1) < 1e-12
 
 
-@pytest.mark.parametrize("norm", [0.0, 0.1, 0.2, 0.200001, 7.0, math.inf, math.nan])
-def test_the_scale_on_a_device_is_1_where_nothing_is_clipped(norm):
-    norm, most = torch.tensor(norm), 0.2
-    expected = (norm + 1e-6) / most if norm > most else torch.tensor(1.0)
-    assert torch.equal(clip_scale(norm, most), expected)
+def test_the_scale_on_a_device_is_1_where_nothing_is_clipped():
+    for norm in map(torch.tensor, (0.0, 0.1, 0.2, 0.200001, 7.0, math.inf, math.nan)):
+        expected = (norm + 1e-6) / 0.2 if norm > 0.2 else torch.tensor(1.0)
+        assert torch.equal(clip_scale(norm, 0.2), expected), norm
 
 
-@pytest.mark.parametrize(("dp", "elements"), [(2, 40_000_000), (8, 40_000_000), (64, 64_000_000)])
-def test_buckets_on_cuda_grow_with_the_replicas(dp, elements):
-    ctx = megazoo.ParallelContext.virtual(dp=dp)
-    assert elements_for(dataclasses.replace(ctx, device=torch.device("cuda", 0))) == elements
-    assert elements_for(dataclasses.replace(ctx, device=torch.device("cpu"))) == 1 << 23
+def test_buckets_on_cuda_grow_with_the_replicas():
+    for dp, elements in ((2, 40_000_000), (8, 40_000_000), (64, 64_000_000)):
+        ctx = megazoo.ParallelContext.virtual(dp=dp)
+        assert elements_for(replace(ctx, device=torch.device("cuda", 0))) == elements
+        assert elements_for(replace(ctx, device=torch.device("cpu"))) == 1 << 23

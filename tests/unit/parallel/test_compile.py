@@ -1,5 +1,7 @@
 """--compile: the layers under torch.compile train to the same losses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from tests.support.training import (
     CLIP,
     MODELS,
     context,
+    layout_name,
     make_batch,
     randomize,
     replica_rows,
@@ -20,12 +23,14 @@ from tests.support.training import (
     worst_relative,
 )
 
+SHORT, SHORTEST = (replace(MODELS["llama"], layers=layers) for layers in (3, 1))
 
-def losses(config, layout, mode, schedule="1f1b", compiled=True, dtype=torch.float32):
+
+def losses(config, layout, mode, schedule="1f1b", compiled=True, dtype=torch.float32, **options):
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, seed=3, dtype=dtype)).recompute(*mode)
     if compiled:
-        model.compile()
+        model.compile(**options)
     optimizer = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=CLIP)
     history = []
     for step in range(3):
@@ -37,11 +42,24 @@ def losses(config, layout, mode, schedule="1f1b", compiled=True, dtype=torch.flo
     return history
 
 
-def test_training_under_1f1b_with_full_recomputation(ranks):
-    config = MODELS["llama"]
+def assert_trains_alike(ranks, config, layout, mode=("none",), schedule="1f1b", **options):
     expected = losses(config, {}, ("none",), compiled=False)
-    for history in ranks(losses, 2, config, dict(pp=2), ("full",), timeout=240):
+    how = (config, layout, mode, schedule)
+    for history in ranks(losses, world(layout), *how, timeout=500, **options):
         assert worst_relative(history, expected) < 1e-4
+
+
+GRAPHS = {"backend": "aot_eager"}  # without the minutes that a C++ compiler takes
+CUT = [dict(cp=2, method="allgather"), dict(cp=2, method="ulysses")]
+
+
+def test_the_graphs_of_a_pipeline_with_full_recomputation_train_alike(ranks):
+    assert_trains_alike(ranks, SHORT, dict(pp=2), ("full",), **GRAPHS)
+
+
+@pytest.mark.parametrize("layout", CUT, ids=layout_name)
+def test_the_graphs_of_a_cut_sequence_train_alike(ranks, layout):
+    assert_trains_alike(ranks, SHORTEST, layout, **GRAPHS)
 
 
 CASES = pairs_covered(
@@ -51,22 +69,20 @@ CASES = pairs_covered(
     [("none",), ("selective",), ("full",)],
     possible=lambda model, layout, schedule, mode: "pp" in layout or schedule == "1f1b",
 )
+CASES += [("llama", {}, "1f1b", ("none",)), ("llama", dict(pp=2), "1f1b", ("full",))]
+CASES += [("llama", layout, "1f1b", ("none",)) for layout in CUT]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("model", "layout", "schedule", "mode"), CASES, ids=str)
 def test_every_two_of_models_layouts_schedules_and_modes(ranks, model, layout, schedule, mode):
-    expected = losses(MODELS[model], {}, ("none",), compiled=False)
-    history = ranks(losses, world(layout), MODELS[model], layout, mode, schedule, timeout=500)[0]
-    assert worst_relative(history, expected) < 1e-4
+    assert_trains_alike(ranks, MODELS[model], layout, mode, schedule)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_dropout_and_low_precision(ranks):
-    from dataclasses import replace
-
     config = replace(
         MODELS["gpt2"], embedding_dropout=0.1, attention_dropout=0.1, residual_dropout=0.1
     )
@@ -76,39 +92,23 @@ def test_dropout_and_low_precision(ranks):
         assert worst_relative(history, expected) < tolerance
 
 
-@pytest.mark.parametrize("method", ["allgather", "ulysses"])
-def test_training_with_a_sequence_that_is_cut(ranks, method):
-    layout = dict(cp=2, method=method)
-    expected = losses(MODELS["llama"], {}, ("none",), compiled=False)
-    for history in ranks(losses, 2, MODELS["llama"], layout, ("none",), timeout=240):
-        assert worst_relative(history, expected) < 1e-4
-
-
-def breaks_of_attention(method):
-    """Return the graphs of an attention over a cut sequence, and why each but the last ends."""
+def graphs_of_attention(**layout):
+    """Return the graphs of an attention of grouped heads, and why each but the last ends."""
     prepare_to_compile(torch.device("cpu"))
-    layer = CausalSelfAttention(32, 4, 2, ctx=context(cp=2, method=method))
+    layer = CausalSelfAttention(32, 4, 2, ctx=context(**layout))
     explained = torch._dynamo.explain(layer)(torch.randn(2, 6, 32))
     return explained.graph_count, [each.reason for each in explained.break_reasons]
 
 
-@pytest.mark.parametrize("method", ["allgather", "ulysses"])
-def test_attention_over_a_cut_sequence_breaks_where_ranks_meet(ranks, method):
-    """Each of the functions that call each other ends a graph there, and begins another after."""
-    for graphs, reasons in ranks(breaks_of_attention, 2, method, timeout=240):
-        assert graphs == 4
-        assert reasons
-        assert all("_attend_across_ranks" in reason for reason in reasons)
-
-
-def graphs_of_attention(kv_heads):
-    prepare_to_compile(torch.device("cpu"))
-    layer = CausalSelfAttention(32, 4, kv_heads, ctx=context())
-    return torch._dynamo.explain(layer)(torch.randn(2, 6, 32)).graph_count
-
-
-def test_attention_of_grouped_heads_is_one_graph(ranks):
-    assert ranks(graphs_of_attention, 1, 2) == [1]
+def test_attention_breaks_only_where_ranks_meet(ranks):
+    """Over a cut sequence each of the functions that call each other ends a graph there, and begins
+    another after."""
+    assert ranks(graphs_of_attention, 1) == [(1, [])]
+    for layout in CUT:
+        for graphs, reasons in ranks(graphs_of_attention, 2, **layout, timeout=240):
+            assert graphs == 4
+            assert reasons
+            assert all("_attend_across_ranks" in reason for reason in reasons)
 
 
 def test_a_machine_without_a_compiler_gets_one_line(monkeypatch):

@@ -23,59 +23,58 @@ def machine(monkeypatch):
     """Make a machine of so many CUDA devices, and what the launcher says to this rank."""
 
     def make(devices: int, environment: dict[str, str]) -> None:
+        monkeypatch.undo()  # the machine before
         monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
+        device._tell_fallback.cache_clear()
 
-    device._tell_fallback.cache_clear()
     return make
 
 
-@pytest.mark.parametrize(
-    ("devices", "environment", "chosen"),
-    [
-        (0, {}, "cpu"),
-        (1, {}, "cuda:0"),
-        (8, OF_EIGHT, "cuda:3"),
-        (1, OF_EIGHT, "cpu"),
-        (1, OF_EIGHT | TASKS, "cpu"),
-        (1, OF_EIGHT | TASKS | {"SLURM_GPUS_PER_TASK": "1"}, "cuda:0"),
-        (1, OF_EIGHT | TASKS | {"SLURM_GPUS_PER_TASK": "h100:1"}, "cuda:0"),
-        (2, OF_EIGHT | TASKS | {"SLURM_GPUS_PER_TASK": "2"}, "cuda:0"),
-        (1, OF_EIGHT | TASKS | {"SLURM_NTASKS_PER_GPU": "1"}, "cuda:0"),
-        (1, OF_EIGHT | TASKS | {"SLURM_NTASKS_PER_GPU": "8"}, "cpu"),
-        (1, OF_EIGHT | TASKS | {"SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"}, "cuda:0"),
-        (1, OF_EIGHT | TASKS | {"SLURM_TRES_PER_TASK": "cpu=4"}, "cpu"),
-        (1, OF_EIGHT | TASKS | {"SLURM_GPU_BIND": "verbose,single:1"}, "cuda:0"),
-        (1, OF_EIGHT | TASKS | {"SLURM_GPU_BIND": "single:8"}, "cpu"),
-        (1, OF_EIGHT | TASKS | {"SLURM_GPU_BIND": "closest"}, "cpu"),
-        (1, OF_EIGHT | TASKS | {"SLURM_TRES_BIND": "gres/gpu:per_task:1"}, "cuda:0"),
-        # all of them visible, though asked for by task
-        (8, OF_EIGHT | TASKS | {"SLURM_GPUS_PER_TASK": "1"}, "cuda:3"),
-        # torchrun within one task, or beside the tasks: its ranks share what it sees
-        (
-            1,
-            OF_EIGHT | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_GPUS_PER_TASK": "1"},
-            "cpu",
-        ),
-        (1, OF_EIGHT | TASKS | {"SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "a"}, "cpu"),
-        (0, OF_EIGHT | TASKS | {"SLURM_GPUS_PER_TASK": "1"}, "cpu"),
-    ],
-)
-def test_each_rank_has_a_device_or_all_have_the_cpu(machine, devices, environment, chosen):
-    machine(devices, environment)
-    assert choose_device("auto") == torch.device(chosen)
-    assert choose_device("cpu") == torch.device("cpu")
-    if chosen != "cpu":
-        assert choose_device("cuda") == torch.device(chosen)
-        return
-    with pytest.raises(UserError) as refused:
-        choose_device("cuda")
-    ranks = environment.get("LOCAL_WORLD_SIZE", 1)
-    assert str(refused.value) == (
-        f"cuda: {ranks} ranks here but {devices} CUDA devices: use fewer, or --device cpu"
-    )
+OF_TASKS = OF_EIGHT | TASKS
+MACHINES = [
+    (0, {}, "cpu"),
+    (1, {}, "cuda:0"),
+    (8, OF_EIGHT, "cuda:3"),
+    (1, OF_EIGHT, "cpu"),
+    (1, OF_TASKS, "cpu"),
+    (1, OF_TASKS | {"SLURM_GPUS_PER_TASK": "1"}, "cuda:0"),
+    (1, OF_TASKS | {"SLURM_GPUS_PER_TASK": "h100:1"}, "cuda:0"),
+    (2, OF_TASKS | {"SLURM_GPUS_PER_TASK": "2"}, "cuda:0"),
+    (1, OF_TASKS | {"SLURM_NTASKS_PER_GPU": "1"}, "cuda:0"),
+    (1, OF_TASKS | {"SLURM_NTASKS_PER_GPU": "8"}, "cpu"),
+    (1, OF_TASKS | {"SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"}, "cuda:0"),
+    (1, OF_TASKS | {"SLURM_TRES_PER_TASK": "cpu=4"}, "cpu"),
+    (1, OF_TASKS | {"SLURM_GPU_BIND": "verbose,single:1"}, "cuda:0"),
+    (1, OF_TASKS | {"SLURM_GPU_BIND": "single:8"}, "cpu"),
+    (1, OF_TASKS | {"SLURM_GPU_BIND": "closest"}, "cpu"),
+    (1, OF_TASKS | {"SLURM_TRES_BIND": "gres/gpu:per_task:1"}, "cuda:0"),
+    # all of them visible, though asked for by task
+    (8, OF_TASKS | {"SLURM_GPUS_PER_TASK": "1"}, "cuda:3"),
+    # torchrun within one task, or beside the tasks: its ranks share what it sees
+    (1, OF_EIGHT | dict(SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_GPUS_PER_TASK="1"), "cpu"),
+    (1, OF_TASKS | {"SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "a"}, "cpu"),
+    (0, OF_TASKS | {"SLURM_GPUS_PER_TASK": "1"}, "cpu"),
+]
+
+
+def test_each_rank_has_a_device_or_all_have_the_cpu(machine):
+    for case in MACHINES:
+        devices, environment, chosen = case
+        machine(devices, environment)
+        assert choose_device("auto") == torch.device(chosen), case
+        assert choose_device("cpu") == torch.device("cpu"), case
+        if chosen != "cpu":
+            assert choose_device("cuda") == torch.device(chosen), case
+            continue
+        with pytest.raises(UserError) as refused:
+            choose_device("cuda")
+        ranks = environment.get("LOCAL_WORLD_SIZE", 1)
+        assert str(refused.value) == (
+            f"cuda: {ranks} ranks here but {devices} CUDA devices: use fewer, or --device cpu"
+        ), case
 
 
 def test_ranks_that_are_still_to_be_started_share_what_their_launcher_sees(machine):
@@ -94,16 +93,15 @@ def test_rank_0_says_once_that_all_run_on_the_cpu(machine, recwarn):
     )
 
 
-@pytest.mark.parametrize(
-    ("devices", "environment", "asked"),
-    [(2, OF_EIGHT, "auto"), (2, OF_EIGHT | {"RANK": "0"}, "cpu"), (0, {"RANK": "0"}, "auto")],
-)
-def test_nothing_is_said_by_other_ranks_nor_where_cuda_is_not_wanted(
-    machine, devices, environment, asked, recwarn
-):
-    machine(devices, environment)
-    assert choose_device(asked) == torch.device("cpu")
-    assert not [each for each in recwarn if each.category is Advice]
+def test_nothing_is_said_by_other_ranks_nor_where_cuda_is_not_wanted(machine, recwarn):
+    for devices, environment, asked in (
+        (2, OF_EIGHT, "auto"),
+        (2, OF_EIGHT | {"RANK": "0"}, "cpu"),
+        (0, {"RANK": "0"}, "auto"),
+    ):
+        machine(devices, environment)
+        assert choose_device(asked) == torch.device("cpu")
+        assert not [each for each in recwarn if each.category is Advice], (devices, asked)
 
 
 def run_with(arguments: str, resuming: bool = False, settings: dict | None = None) -> Run:
@@ -111,45 +109,28 @@ def run_with(arguments: str, resuming: bool = False, settings: dict | None = Non
     return Run([], options, None, None, None, None, resuming, {})
 
 
-@pytest.mark.parametrize(
-    ("run", "on_cuda", "on_cpu"),
-    [
-        (
-            run_with(""),
-            ("bfloat16", ", in bfloat16 (--dtype float32 for fp32)"),
-            ("float32", ""),
-        ),
-        (run_with("--dtype float16"),) + (("float16", ", in float16"),) * 2,
-        (
-            run_with("--dtype float32"),
-            ("float32", ", in float32, multiplied in TF32 (--fp32-precision ieee for fp32)"),
-            ("float32", ""),
-        ),
-        (
-            run_with("--dtype float32 --fp32-precision ieee"),
-            ("float32", ", in float32"),
-            ("float32", ""),
-        ),
-        # a run keeps its dtype where it goes on
-        (run_with("", True, {"dtype": "bfloat16"}),) + (("bfloat16", ", in bfloat16"),) * 2,
-        (
-            run_with("", True, {"dtype": "float32", "fp32_precision": "ieee"}),
-            ("float32", ", in float32"),
-            ("float32", ""),
-        ),
-        (
-            run_with("", True, {"dtype": None}),
-            ("float32", ", in float32, multiplied in TF32 (--fp32-precision ieee for fp32)"),
-            ("float32", ""),
-        ),
-    ],
-)
-def test_the_dtype_of_a_run_and_what_is_said_of_it(run, on_cuda, on_cpu):
-    given = run.options.training.dtype
-    for kind, expected in (("cuda", on_cuda), ("cpu", on_cpu)):
-        run.options.training.dtype = given
-        run.settle_dtype(kind)
-        assert (run.options.training.dtype, run.note_on_precision(kind)) == expected
+IN_BF16, IN_FP16 = ("bfloat16", ", in bfloat16"), ("float16", ", in float16")
+ON_CPU, IN_FP32 = ("float32", ""), ("float32", ", in float32")
+IN_TF32 = "float32", ", in float32, multiplied in TF32 (--fp32-precision ieee for fp32)"
+PRECISIONS = [  # flags, the settings of a run that goes on; on CUDA, on the CPU
+    ("", None, ("bfloat16", ", in bfloat16 (--dtype float32 for fp32)"), ON_CPU),
+    ("--dtype float16", None, IN_FP16, IN_FP16),
+    ("--dtype float32", None, IN_TF32, ON_CPU),
+    ("--dtype float32 --fp32-precision ieee", None, IN_FP32, ON_CPU),
+    # a run keeps its dtype where it goes on
+    ("", {"dtype": "bfloat16"}, IN_BF16, IN_BF16),
+    ("", {"dtype": "float32", "fp32_precision": "ieee"}, IN_FP32, ON_CPU),
+    ("", {"dtype": None}, IN_TF32, ON_CPU),
+]
+
+
+def test_the_dtype_of_a_run_and_what_is_said_of_it():
+    for case in PRECISIONS:
+        flags, settings, *expected = case
+        for kind, answer in zip(("cuda", "cpu"), expected, strict=True):
+            run = run_with(flags, settings is not None, settings)
+            run.settle_dtype(kind)
+            assert (run.options.training.dtype, run.note_on_precision(kind)) == answer, case
 
 
 def test_a_checkpoint_names_the_dtype_that_was_chosen(tmp_path, capsys):

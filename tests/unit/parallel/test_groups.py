@@ -12,15 +12,32 @@ import torch.distributed as dist
 from megazoo.parallel import context as context_module
 from megazoo.parallel import groups
 from megazoo.parallel.context import AXES, DEFAULT_TIMEOUT, ParallelContext
+from megazoo.testing import RankPool
+from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, world
 
-LAYOUTS = [dict(tp=2), dict(pp=2), dict(dp=2), dict(tp=2, pp=2), dict(pp=2, dp=2), dict(pp=4)]
-LAYOUTS += [dict(cp=2), dict(cp=2, dp=2), dict(pp=2, cp=2), dict(cp=2, tp=2)]
+LAYOUTS = [dict(pp=2), dict(cp=2), dict(tp=2, pp=2), dict(pp=4), dict(cp=2, dp=2)]
+MORE = [dict(tp=2), dict(dp=2), dict(pp=2, dp=2), dict(pp=2, cp=2), dict(cp=2, tp=2)]
 
 
-def memberships(layout):
-    """Of each axis the ranks of this rank's group; and how many groups torch knows of, in all."""
+def looked_at(layout):
     ctx = context(**layout)
+    return memberships(ctx), warmed(ctx), folded(ctx) if ctx.cp_size > 1 else None
+
+
+@pytest.mark.parametrize(
+    "layout", marked_slow(LAYOUTS + MORE, lambda _, layout: layout in MORE), ids=layout_name
+)
+def test_groups_are_connected_and_of_the_ranks_of_their_axis(ranks, layout):
+    for rank, (found, sent, refolded) in enumerate(ranks(looked_at, world(layout), layout)):
+        each_axis_is_a_group(layout, rank, *found)
+        each_group_is_warmed_up_by_all_its_ranks(layout, rank, sent)
+        if refolded:
+            cp_is_folded_into_dp_without_new_groups(layout, rank, *refolded)
+
+
+def memberships(ctx):
+    """Of each axis the ranks of this rank's group; and how many groups torch knows of, in all."""
     members = {name: dist.get_process_group_ranks(ctx.axis(name).group) for name in AXES}
     members["dp and cp"] = dist.get_process_group_ranks(ctx.token_axis.group)
     lone = [ctx.axis(name).group for name in AXES if ctx.axis(name).size == 1]
@@ -31,28 +48,25 @@ def memberships(layout):
     return members, len(set(lone)), total.item(), len(dist.distributed_c10d._world.pg_map), devices
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_an_axis_of_one_rank_is_a_group_of_that_rank_alone(ranks, layout):
+def each_axis_is_a_group(layout, rank, members, lone, total, known, devices):
     sizes = [layout.get(name, 1) for name in AXES]
-    for rank, found in enumerate(ranks(memberships, world(layout), layout)):
-        members, lone, total, known, devices = found
-        place = ParallelContext.virtual(**layout, rank=rank)
-        for name, size in zip(AXES, sizes, strict=True):
-            assert members[name] == [place.rank_at(**{name: other}) for other in range(size)]
-        # One for all such axes, which sums over nobody else; it takes CPU tensors and a GPU's.
-        assert (lone, total) == (int(1 in sizes), rank + 1)
-        assert devices >= {"cpu", "cuda"} or lone == 0
-        dp, cp = (range(layout.get(name, 1)) for name in ("dp", "cp"))
-        assert members["dp and cp"] == [place.rank_at(dp=a, cp=b) for a in dp for b in cp]
-        # The world, one along each axis that has others, along two together, and the one of this
-        # rank alone.
-        joint = len(dp) > 1 and len(cp) > 1
-        assert known == 1 + sum(size > 1 for size in sizes) + joint + lone
+    place = ParallelContext.virtual(**layout, rank=rank)
+    for name, size in zip(AXES, sizes, strict=True):
+        assert members[name] == [place.rank_at(**{name: other}) for other in range(size)]
+    # One for all such axes, which sums over nobody else; it takes CPU tensors and a GPU's.
+    assert (lone, total) == (int(1 in sizes), rank + 1)
+    assert devices >= {"cpu", "cuda"} or lone == 0
+    dp, cp = (range(layout.get(name, 1)) for name in ("dp", "cp"))
+    assert members["dp and cp"] == [place.rank_at(dp=a, cp=b) for a in dp for b in cp]
+    # The world, one along each axis that has others, along two together, and the one of this rank
+    # alone.
+    joint = len(dp) > 1 and len(cp) > 1
+    assert known == 1 + sum(size > 1 for size in sizes) + joint + lone
 
 
-def warmed(layout):
+def warmed(ctx):
     """Warm up a context's groups, and return what was sent, in order."""
-    ctx, sent = context(**layout), []
+    sent = []
     names = {id(ctx.axis(name).group): name for name in AXES if ctx.axis(name).size > 1}
     reduce, batch = dist.all_reduce, dist.batch_isend_irecv
 
@@ -69,18 +83,37 @@ def warmed(layout):
         groups.warm_up([ctx.axis(name).group for name in AXES], ctx.pp_group, ctx.device)
     finally:
         dist.all_reduce, dist.batch_isend_irecv = reduce, batch
-    return ctx.pp_rank, sent
+    return sent
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_each_group_is_warmed_up_by_all_its_ranks(ranks, layout):
-    pp = layout.get("pp", 1)
-    for rank, sent in ranks(warmed, world(layout), layout):
-        reduced = [name for name in AXES if layout.get(name, 1) > 1]
-        assert sent[: len(reduced)] == [(name, "all", at) for at, name in enumerate(reduced)]
-        neighbours = {(rank + 1) % pp, (rank - 1) % pp} if pp > 1 else set()
-        expected = {("pp", op, peer) for op in ("isend", "irecv") for peer in neighbours}
-        assert set(sent[len(reduced) :]) == expected
+def each_group_is_warmed_up_by_all_its_ranks(layout, rank, sent):
+    pp, place = layout.get("pp", 1), ParallelContext.virtual(**layout, rank=rank)
+    reduced = [name for name in AXES if layout.get(name, 1) > 1]
+    assert sent[: len(reduced)] == [(name, "all", at) for at, name in enumerate(reduced)]
+    neighbours = {(place.pp_rank + 1) % pp, (place.pp_rank - 1) % pp} if pp > 1 else set()
+    expected = {("pp", op, peer) for op in ("isend", "irecv") for peer in neighbours}
+    assert set(sent[len(reduced) :]) == expected
+
+
+def folded(ctx):
+    """Where this rank is with cp folded into dp, and whether torch knows of more groups then."""
+    known = dist.distributed_c10d._world.pg_map
+    before = len(known)
+    there = ctx.folded
+    assert ctx.folded is there
+    members = {name: dist.get_process_group_ranks(there.axis(name).group) for name in AXES}
+    place = {name: there.axis(name).rank for name in AXES}
+    return members, place, there.place_of(there.rank), len(known) - before
+
+
+def cp_is_folded_into_dp_without_new_groups(layout, rank, members, place, same, new):
+    sizes = {**layout, "dp": layout.get("dp", 1) * layout["cp"], "cp": 1}
+    expected = ParallelContext.virtual(**sizes, rank=rank)
+    assert place == same == {name: expected.axis(name).rank for name in AXES}
+    for name in AXES:
+        others = range(sizes.get(name, 1))
+        assert members[name] == [expected.rank_at(**{name: other}) for other in others]
+    assert new == 0
 
 
 class Reached(Exception):
@@ -105,15 +138,11 @@ def on_cuda(monkeypatch, ranks_of_world: int) -> tuple:
     return called[0]
 
 
-def test_nccl_is_told_the_device(monkeypatch):
+def test_nccl_is_told_the_device_and_a_world_of_one_has_no_communicator(monkeypatch):
     """Stands in for a GPU: torch takes the argument only where there is one."""
-    arguments, named = on_cuda(monkeypatch, 2)
-    assert arguments == ("cpu:gloo,cuda:nccl",)
-    assert named == {"device_id": torch.device("cuda", 1), "timeout": DEFAULT_TIMEOUT}
-
-
-def test_a_world_of_one_has_no_communicator(monkeypatch):
-    assert on_cuda(monkeypatch, 1) == (("cpu:gloo,cuda:nccl",), {"timeout": DEFAULT_TIMEOUT})
+    backends, named = ("cpu:gloo,cuda:nccl",), {"timeout": DEFAULT_TIMEOUT}
+    assert on_cuda(monkeypatch, 2) == (backends, {"device_id": torch.device("cuda", 1), **named})
+    assert on_cuda(monkeypatch, 1) == (backends, named)
 
 
 def warmed_on_cuda():
@@ -136,8 +165,6 @@ def warmed_on_cuda():
 
 
 def test_a_context_on_gpus_warms_its_groups_up():
-    from megazoo.testing import RankPool
-
     pool = RankPool()  # of its own: what is replaced stays so
     try:
         for called, backends in pool.run(warmed_on_cuda, 2):
@@ -166,17 +193,14 @@ def limits_after(soft: int, hard: int, ranks_of_world: int) -> tuple[int, int]:
     return tuple(json.loads(text))
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "ranks_of_world", "expected"),
-    [
+def test_many_ranks_may_open_many_sockets():
+    for soft, hard, ranks_of_world, expected in (
         (1024, 8192, 8, 1024),  # enough
         (1024, 8192, 512, 5 * 512 + groups.OTHER_FILES),
         (1024, 2000, 512, 2000),  # as far as the system allows
         (4096, 8192, 512, 4096),  # never lower
-    ],
-)
-def test_many_ranks_may_open_many_sockets(soft, hard, ranks_of_world, expected):
-    assert limits_after(soft, hard, ranks_of_world) == (expected, hard)
+    ):
+        assert limits_after(soft, hard, ranks_of_world) == (expected, hard)
 
 
 def sockets(layout):
@@ -192,34 +216,13 @@ def sockets(layout):
     return before, count()
 
 
-def test_sockets_are_no_more_than_is_asked_for(ranks):
+@pytest.mark.parametrize(
+    "layout",
+    marked_slow([dict(tp=2, pp=2, dp=2), dict(dp=8), dict(dp=4, cp=2)], lambda number, _: number),
+    ids=layout_name,
+)
+def test_sockets_are_no_more_than_is_asked_for(ranks, layout):
     """Five for each other rank: the world's, the axes', those of two axes together, and those for
     saving."""
-    for layout in (dict(dp=8), dict(tp=2, pp=2, dp=2), dict(dp=4, cp=2)):
-        for before, after in ranks(sockets, 8, layout):
-            assert after - before <= 4 * 7 + 5  # the world's were there; each group listens, too
-
-
-def folded(layout):
-    """Where this rank is with cp folded into dp, and whether torch knows of more groups then."""
-    ctx, known = context(**layout), dist.distributed_c10d._world.pg_map
-    before = len(known)
-    there = ctx.folded
-    assert ctx.folded is there
-    members = {name: dist.get_process_group_ranks(there.axis(name).group) for name in AXES}
-    place = {name: there.axis(name).rank for name in AXES}
-    return members, place, there.place_of(there.rank), len(known) - before
-
-
-@pytest.mark.parametrize(
-    "layout", [dict(cp=2), dict(cp=2, dp=2), dict(cp=2, tp=2)], ids=layout_name
-)
-def test_cp_is_folded_into_dp_without_new_groups(ranks, layout):
-    sizes = {**layout, "dp": layout.get("dp", 1) * layout["cp"], "cp": 1}
-    for rank, (members, place, same, new) in enumerate(ranks(folded, world(layout), layout)):
-        expected = ParallelContext.virtual(**sizes, rank=rank)
-        assert place == same == {name: expected.axis(name).rank for name in AXES}
-        for name in AXES:
-            others = range(sizes.get(name, 1))
-            assert members[name] == [expected.rank_at(**{name: other}) for other in others]
-        assert new == 0
+    for before, after in ranks(sockets, 8, layout):
+        assert after - before <= 4 * 7 + 5  # the world's were there; each group listens, too

@@ -109,18 +109,18 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 # Towards the device
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("shape", "unit", "first"),
+    ("shape", "unit", "first", "dtype"),
     [
-        ((100, 16), 1, 0),
-        ((100, 16), 4, 3),
-        ((2000,), 1, 0),
-        ((3, 500), 1, 0),  # a row is longer than a buffer
-        ((40, 500), 7, 5),
-        ((0, 16), 1, 0),
-        ((5, 0), 1, 0),
+        ((100, 16), 1, 0, torch.float32),
+        ((100, 16), 4, 3, torch.bfloat16),
+        ((2000,), 1, 0, torch.bfloat16),
+        ((3, 500), 1, 0, torch.float32),  # a row is longer than a buffer
+        ((40, 500), 7, 5, torch.float32),
+        ((0, 16), 1, 0, torch.float32),
+        ((5, 0), 1, 0, torch.float32),
     ],
+    ids=str,
 )
 def test_a_buffer_is_filled_again_only_after_its_copy(memory, shape, unit, first, dtype):
     values = torch.randn(shape).to(dtype)
@@ -158,15 +158,14 @@ def test_a_tensor_of_the_cpu_is_filled_in_place(memory):
     assert not memory.sizes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("shape", "shard"),
+    ("shape", "shard", "dtype"),
     [
-        ((700, 300), None),
-        ((700, 300), Shard(0, (700,))),
-        ((300, 700), Shard(1, (700,))),
-        ((900, 130), Shard(0, (500, 200, 200), (100, 100, 100))),
-        ((701,), Shard(0, (701,))),
+        ((700, 300), None, torch.bfloat16),
+        ((700, 300), Shard(0, (700,)), torch.float32),
+        ((300, 700), Shard(1, (700,)), torch.bfloat16),
+        ((900, 130), Shard(0, (500, 200, 200), (100, 100, 100)), torch.float32),
+        ((701,), Shard(0, (701,)), torch.bfloat16),
     ],
     ids=str,
 )
@@ -194,34 +193,34 @@ def step(tmp_path):
     return save(tmp_path, 1, model, optimizer)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_is_read_arrives_on_the_device(memory, step, tp):
+def test_what_is_read_arrives_on_the_device(memory, step):
     checkpoint, model = Checkpoint(step), megazoo.from_config(CONFIG)
-    ctx = ParallelContext.virtual(tp=tp, rank=tp - 1)
     load(checkpoint, model)
-    for entry in model.entries():
-        shape = entry.spec.local_shape(tp, tp - 1)
-        ours, theirs = torch.zeros(shape), on_device(*shape)
-        checkpoint.read_into(entry.name, ours, entry.spec, ctx)
-        checkpoint.read_into(entry.name, theirs, entry.spec, ctx)
-        assert ours.any() or entry.name.endswith("bias")
-        assert torch.equal(arrived(theirs), ours)
-    assert memory.sizes == [512, 512]
+    for tp in (1, 2):
+        ctx = ParallelContext.virtual(tp=tp, rank=tp - 1)
+        memory.sizes.clear()
+        checkpoint = Checkpoint(step)
+        for entry in model.entries():
+            shape = entry.spec.local_shape(tp, tp - 1)
+            ours, theirs = torch.zeros(shape), on_device(*shape)
+            checkpoint.read_into(entry.name, ours, entry.spec, ctx)
+            checkpoint.read_into(entry.name, theirs, entry.spec, ctx)
+            assert ours.any() or entry.name.endswith("bias")
+            assert torch.equal(arrived(theirs), ours)
+        assert memory.sizes == [512, 512]
 
 
-@pytest.mark.parametrize(
-    "bounds", [(0, 61 * 32), (5 * 32, 9 * 32), (7, 7), (64, 64), (64, 1007), (33, 96)]
-)
-def test_a_range_of_a_state_arrives_on_the_device(memory, step, bounds):
+def test_a_range_of_a_state_arrives_on_the_device(memory, step):
     checkpoint, model = Checkpoint(step), megazoo.from_config(CONFIG)
     entry = next(entry for entry in model.entries() if entry.name == "embedding.weight")
-    name, (first, last) = "embedding.weight.exp_avg", bounds
-    whole, ours, theirs = torch.zeros(61, 32), torch.zeros(last - first), on_device(last - first)
+    name, whole = "embedding.weight.exp_avg", torch.zeros(61, 32)
     checkpoint.read_into(name, whole, entry.spec, model.ctx)
-    for part in (ours, theirs):
-        checkpoint.read_range(name, part, bounds, entry, model.ctx)
-    assert torch.equal(ours, whole.view(-1)[first:last])
-    assert torch.equal(arrived(theirs), ours)
+    for first, last in ((0, 61 * 32), (5 * 32, 9 * 32), (7, 7), (64, 64), (64, 1007), (33, 96)):
+        ours, theirs = torch.zeros(last - first), on_device(last - first)
+        for part in (ours, theirs):
+            checkpoint.read_range(name, part, (first, last), entry, model.ctx)
+        assert torch.equal(ours, whole.view(-1)[first:last]), (first, last)
+        assert torch.equal(arrived(theirs), ours), (first, last)
 
 
 # From the device

@@ -14,18 +14,19 @@ from tests.support.training import context
 USUAL, OTHER = Verdicts(widened=False, by_onednn=False), Verdicts(widened=True, by_onednn=True)
 
 
-@pytest.mark.parametrize(
-    ("usual", "other", "is_faster"),
-    [
+def test_the_faster_way_is_measured():
+    for usual, other, is_faster in (
         ([3.0], [1.0], True),
         ([1.0], [3.0], False),
         ([1.1], [1.0], False),  # too near to be worth it
         ([3.0], [9.0, 9.0, 1.0, 9.0], True),  # other processes were busy
         ([9.0, 9.0, 1.0, 9.0], [3.0], False),
-    ],
-    ids=str,
-)
-def test_the_faster_way_is_measured(monkeypatch, usual, other, is_faster):
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            assert measured(patch, usual, other) == (is_faster, is_faster), (usual, other)
+
+
+def measured(patch, usual, other) -> Verdicts:
     """On a clock that only products move, each as long as the next of the seconds given."""
     clock, seconds = [0.0], {"usual": cycle(usual), "other": cycle(other)}
     # for each dtype of x: whether F.linear is then the other way
@@ -40,10 +41,10 @@ def test_the_faster_way_is_measured(monkeypatch, usual, other, is_faster):
         clock[0] += next(seconds["other"])
         return x
 
-    monkeypatch.setattr(products.F, "linear", linear)
-    monkeypatch.setattr(products, "linear_by_onednn", linear_by_onednn)
-    monkeypatch.setattr(products.time, "perf_counter", lambda: clock[0])
-    assert products._measured.__wrapped__() == (is_faster, is_faster)
+    patch.setattr(products.F, "linear", linear)
+    patch.setattr(products, "linear_by_onednn", linear_by_onednn)
+    patch.setattr(products.time, "perf_counter", lambda: clock[0])
+    return products._measured.__wrapped__()
 
 
 def verdicts(measured):
@@ -78,17 +79,18 @@ def calls(monkeypatch):
     return shapes
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (FEW_ROWS, 1)], ids=str)
-def test_a_few_rows_by_onednn_are_the_same_products(calls, shape, bias):
+def test_a_few_rows_by_onednn_are_the_same_products(calls):
     torch.manual_seed(0)
-    wide = torch.randn(300, 257, dtype=torch.float64), torch.randn(300, dtype=torch.float64)
-    x = torch.randn(*shape, 257, dtype=torch.float64)
-    expected = torch.nn.functional.linear(x, wide[0], wide[1] if bias else None)
-    with torch.inference_mode():
-        y = linear(x.float(), wide[0].float(), wide[1].float() if bias else None)
-    assert calls == [(*shape, 257)]
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
+    weight = torch.randn(300, 257, dtype=torch.float64)
+    for rows in ((1, 1), (3, 2), (FEW_ROWS, 1)):
+        x = torch.randn(*rows, 257, dtype=torch.float64)
+        for bias in (torch.randn(300, dtype=torch.float64), None):
+            with torch.inference_mode():
+                y = linear(x.float(), weight.float(), None if bias is None else bias.float())
+            assert calls.pop() == (*rows, 257)
+            expected = torch.nn.functional.linear(x, weight, bias)
+            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
+    assert not calls
 
 
 def test_training_many_rows_and_small_matrices_are_multiplied_as_usual(calls):

@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -27,34 +28,39 @@ def parts_of(shape, dtype, size):
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(size)]
 
 
-def reduced(size, shape, dtype, op):
-    """By shared memory, in place and not, and by gloo."""
-    ctx = context(tp=size)
-    mine = parts_of(shape, dtype, size)[ctx.tp_rank]
-    ours, theirs = mine.clone(), mine.clone()
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OPS = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+def reduced(size, cases, op=dist.ReduceOp.SUM):
+    """For each shape and dtype: by shared memory, in place and not, and by gloo."""
+    ctx, results = context(tp=size), []
     assert shared_by(ctx.tp_group, Reducer)
-    collectives.all_reduce(ours, ctx.tp_group, op)
-    if op == dist.ReduceOp.SUM:
-        assert torch.equal(collectives.summed(mine, ctx.tp_group), ours)
-    dist.all_reduce(theirs, op, ctx.tp_group)
-    return ours, theirs
+    for shape, dtype in cases:
+        mine = parts_of(shape, dtype, size)[ctx.tp_rank]
+        ours, theirs = mine.clone(), mine.clone()
+        collectives.all_reduce(ours, ctx.tp_group, op)
+        if op == dist.ReduceOp.SUM:
+            assert torch.equal(collectives.summed(mine, ctx.tp_group), ours)
+        dist.all_reduce(theirs, op, ctx.tp_group)
+        assert ours.shape == shape
+        results.append((ours, theirs))
+    return results
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
-)
-@pytest.mark.parametrize("shape", [(), (1,), (7, 33), (SLOT_BYTES // 4 + 5,), (0,)], ids=str)
-def test_two_ranks_get_what_gloo_gives_to_the_bit(ranks, shape, dtype):
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-        for ours, theirs in ranks(reduced, 2, 2, shape, dtype, op):
-            assert ours.shape == shape
-            assert torch.equal(ours, theirs)
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_two_ranks_get_what_gloo_gives_to_the_bit(ranks, op):
+    cases = list(product([(), (1,), (7, 33), (0,)], DTYPES))
+    cases += [((SLOT_BYTES // 4 + 5,), dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for results in ranks(reduced, 2, 2, cases, op):
+        for case, (ours, theirs) in zip(cases, results, strict=True):
+            assert torch.equal(ours, theirs), case
 
 
 def test_more_ranks_add_in_their_order(ranks):
     parts = parts_of((7, 33), torch.float32, 4)
     expected = parts[0] + parts[1] + parts[2] + parts[3]
-    for ours, theirs in ranks(reduced, 4, 4, (7, 33), torch.float32, dist.ReduceOp.SUM):
+    for ((ours, theirs),) in ranks(reduced, 4, 4, [((7, 33), torch.float32)]):
         assert torch.equal(ours, expected)
         torch.testing.assert_close(ours, theirs)
 
@@ -65,50 +71,50 @@ def multiples(part, count):
     return torch.cat([part * (number + 1) for number in range(count)], dim=-2)
 
 
-def gathered_and_scattered(size, shape, dtype):
-    """Of a tensor of this shape and a value that is this rank's: gathered and scattered along
-    dimension -2, and along the last one in uneven parts. By shared memory, and by gloo."""
-    ctx = context(tp=size)
-    mine, results = parts_of(shape, dtype, size)[ctx.tp_rank], []
-    assert shared_by(ctx.tp_group, Reducer)
-    sizes = [shape[-1] - rank % 2 for rank in range(size)]
-    for reducer in (shared_by(ctx.tp_group, Reducer), None):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shared_memory, "shared_by", lambda *_, reducer=reducer: reducer)
-            results.append(
-                [
-                    collectives.all_gather_sequence(mine, ctx.tp_group),
-                    collectives.reduce_scatter_sequence(multiples(mine, size), ctx.tp_group),
-                    collectives.all_gather_last_dim(
-                        mine[..., : sizes[ctx.tp_rank]], ctx.tp_group, sizes
-                    ),
-                ]
-            )
+def gathered_and_scattered(size, cases):
+    """For each shape and dtype, of such a tensor and a value that is this rank's: gathered and
+    scattered along dimension -2, and along the last one in uneven parts. By shared memory, and by
+    gloo."""
+    ctx, results = context(tp=size), []
+    for shape, dtype in cases:
+        mine, both = parts_of(shape, dtype, size)[ctx.tp_rank], []
+        sizes = [shape[-1] - rank % 2 for rank in range(size)]
+        assert shared_by(ctx.tp_group, Reducer)
+        for reducer in (shared_by(ctx.tp_group, Reducer), None):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(shared_memory, "shared_by", lambda *_, reducer=reducer: reducer)
+                both.append(
+                    [
+                        collectives.all_gather_sequence(mine, ctx.tp_group),
+                        collectives.reduce_scatter_sequence(multiples(mine, size), ctx.tp_group),
+                        collectives.all_gather_last_dim(
+                            mine[..., : sizes[ctx.tp_rank]], ctx.tp_group, sizes
+                        ),
+                    ]
+                )
+        results.append(both)
     return results
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
-)
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (3, 5, 7), (2, SLOT_BYTES // 8 + 3, 2), (3, 0, 4)], ids=str
-)
-def test_two_ranks_gather_and_scatter_as_by_gloo_to_the_bit(ranks, shape, dtype):
-    parts = parts_of(shape, dtype, 2)
-    for rank, (ours, theirs) in enumerate(ranks(gathered_and_scattered, 2, 2, shape, dtype)):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert torch.equal(ours[0], torch.cat(parts, dim=-2))
-        total = multiples(parts[0], 2) + multiples(parts[1], 2)
-        assert torch.equal(ours[1], total.chunk(2, dim=-2)[rank])
-        assert torch.equal(ours[2], torch.cat([parts[0], parts[1][..., :-1]], dim=-1))
+def test_two_ranks_gather_and_scatter_as_by_gloo_to_the_bit(ranks):
+    cases = list(product([(1, 1), (3, 5, 7), (3, 0, 4)], DTYPES))
+    cases += [((2, SLOT_BYTES // 8 + 3, 2), dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for rank, results in enumerate(ranks(gathered_and_scattered, 2, 2, cases)):
+        for case, (ours, theirs) in zip(cases, results, strict=True):
+            parts = parts_of(*case, 2)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), case
+            assert torch.equal(ours[0], torch.cat(parts, dim=-2)), case
+            total = multiples(parts[0], 2) + multiples(parts[1], 2)
+            assert torch.equal(ours[1], total.chunk(2, dim=-2)[rank]), case
+            assert torch.equal(ours[2], torch.cat([parts[0], parts[1][..., :-1]], dim=-1)), case
 
 
 def test_more_ranks_gather_and_scatter_in_their_order(ranks):
-    parts = parts_of((2, 4, 3), torch.float32, 4)
+    shape = 2, 4, 3
+    parts = parts_of(shape, torch.float32, 4)
     total = sum(multiples(part, 4) for part in parts)
-    for rank, (ours, theirs) in enumerate(
-        ranks(gathered_and_scattered, 4, 4, (2, 4, 3), torch.float32)
-    ):
+    for rank, results in enumerate(ranks(gathered_and_scattered, 4, 4, [(shape, torch.float32)])):
+        ((ours, theirs),) = results
         assert torch.equal(ours[0], torch.cat(parts, dim=-2))
         assert torch.equal(ours[1], total.chunk(4, dim=-2)[rank])
         torch.testing.assert_close(ours[1], theirs[1])
@@ -131,39 +137,32 @@ def many(size, rounds):
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_no_round_reads_what_another_writes(ranks, size):
-    assert ranks(many, size, size, 300) == [0] * size
+@pytest.mark.parametrize(
+    ("size", "rounds"), [(2, 100), (3, 100), pytest.param(4, 300, marks=pytest.mark.slow)]
+)
+def test_no_round_reads_what_another_writes(ranks, size, rounds):
+    assert ranks(many, size, size, rounds) == [0] * size
 
 
-def apart(size):
-    real, ctx = shared_memory._host, context(tp=size)
-    if ctx.tp_rank == 1:
-        shared_memory._host = lambda: ("elsewhere",)
-    try:
-        total = torch.ones(3)
-        collectives.all_reduce(total, ctx.tp_group)
-        return shared_by(ctx.tp_group, Reducer) is None, total.tolist()
-    finally:
-        shared_memory._host = real
-
-
-def test_ranks_of_two_hosts_use_gloo(ranks):
-    assert ranks(apart, 3, 3) == [(True, [3.0] * 3)] * 3
-
-
-def refused(size, call):
+def by_gloo(size, missing):
+    """Whether there is no shared memory, and a sum: where the ranks' hosts differ, or the system
+    refuses a call."""
     ctx = context(tp=size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, call, lambda *_: os.open("/nowhere", os.O_RDONLY))
+        if missing != "one host":
+            patch.setattr(os, missing, lambda *_: os.open("/nowhere", os.O_RDONLY))
+        elif ctx.tp_rank == 1:
+            patch.setattr(shared_memory, "_host", lambda: ("elsewhere",))
         total = torch.ones(3)
         collectives.all_reduce(total, ctx.tp_group)
         return shared_by(ctx.tp_group, Reducer) is None, total.tolist()
 
 
-@pytest.mark.parametrize("call", ["memfd_create", "truncate"])
-def test_ranks_that_may_make_no_memory_use_gloo(ranks, call):
-    assert ranks(refused, 2, 2, call) == [(True, [2.0] * 3)] * 2
+@pytest.mark.parametrize(
+    ("size", "missing"), [(3, "one host"), (2, "memfd_create"), (2, "truncate")]
+)
+def test_ranks_that_can_share_no_memory_use_gloo(ranks, size, missing):
+    assert ranks(by_gloo, size, size, missing) == [(True, [float(size)] * 3)] * size
 
 
 SHAPES = [
@@ -212,12 +211,14 @@ def talk(size, rounds):
     return wrong, len(works)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages_of_any_size_come_as_they_were_sent(ranks, size):
+@pytest.mark.parametrize(
+    ("size", "rounds"), [(2, 30), (3, 10), pytest.param(3, 40, marks=pytest.mark.slow)]
+)
+def test_messages_of_any_size_come_as_they_were_sent(ranks, size, rounds):
     """Those too large for a slot go by gloo, in their own order."""
-    for wrong, by_gloo in ranks(talk, size, size, 40):
+    for wrong, by_gloo in ranks(talk, size, size, rounds):
         assert wrong == 0
-        assert 0 < by_gloo < 40 * (size - 1)
+        assert 0 < by_gloo < rounds * (size - 1)
 
 
 def talk_apart(size, rounds):
@@ -227,7 +228,7 @@ def talk_apart(size, rounds):
 
 
 def test_messages_between_hosts_go_by_gloo(ranks):
-    assert ranks(talk_apart, 2, 2, 20) == [(0, 20)] * 2
+    assert ranks(talk_apart, 2, 2, 10) == [(0, 10)] * 2
 
 
 def shared_with(pid, seconds, kind):
