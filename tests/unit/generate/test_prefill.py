@@ -3,6 +3,7 @@ transformers does, in memory that the piece bounds."""
 
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -18,14 +19,18 @@ from megazoo.models.mpt import MPTConfig
 from megazoo.planning.meter import Meter
 from tests.support.families import saved, twin
 from tests.support.generation import FAMILIES, PAD, of_transformers, prompts
+from tests.support.sampling import pairs_covered, sampled_pairs
 from tests.support.static_steps import static_steps
 from tests.support.training import context, layout_name, randomize, run_in_layout, world
 from tests.support.windows import HEADS, SIZE, TINY, built, by_hand
 
 WHOLE = 10**9
-NEW, LENGTH, ALIKE = 12, 17, 7
+NEW, LENGTH, ALIKE = 10, 17, 7
 WINDOWS = ["mistral, window", "qwen2, windows in later layers"]
-BEAMS = {"num_beams": 3, "length_penalty": 2.0}
+NAMES = [*FAMILIES, *WINDOWS]
+KINDS = ["whole rows", "padded", "alike", "nearly the same"]
+BY = {"greedy": {}, "beams": {"num_beams": 3, "length_penalty": 2.0}}
+SOME_AND_ALL = [False, pytest.param(True, marks=pytest.mark.slow)]
 LAYOUTS = [
     {},
     dict(tp=2),
@@ -80,64 +85,72 @@ def some_prompts(kind: str, seed: int):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """Of every family what transformers generates, from prompts without a close decision."""
-    made, directory = [], tmp_path_factory.mktemp("prefill")
-    for name in (*FAMILIES, *WINDOWS):
+    """By family, kind and way what transformers generates, from prompts without a close
+    decision."""
+    made, directory = {}, tmp_path_factory.mktemp("prefill")
+    for name in NAMES:
         hf, path = model_of_transformers(name), written(name, directory)
         hf.generation_config.eos_token_id = None
-        for kind in ("whole rows", "padded", "alike", "nearly the same"):
-            for way in ({}, BEAMS):
-                settings = {"max_new_tokens": NEW, "pad_token_id": PAD, **way}
-                for seed in range(100):
-                    ids, mask = some_prompts(kind, seed)
-                    given = torch.ones_like(ids) if mask is None else mask
-                    out, margin = of_transformers(hf, ids, given, **settings)
-                    if margin > 1e-4:
-                        break
-                else:
-                    raise AssertionError(f"no prompts for {name}, {kind}")
-                made.append((name, path, kind, {**settings, "eos_token_id": []}, ids, mask, out))
+        for kind, (way, settings) in product(KINDS, BY.items()):
+            settings = {"max_new_tokens": NEW, "pad_token_id": PAD, **settings}
+            for seed in range(100):
+                ids, mask = some_prompts(kind, seed)
+                given = torch.ones_like(ids) if mask is None else mask
+                out, margin = of_transformers(hf, ids, given, **settings)
+                if margin > 1e-4:
+                    break
+            else:
+                raise AssertionError(f"no prompts for {name}, {kind}")
+            made[name, kind, way] = (path, {**settings, "eos_token_id": []}, ids, mask, out)
     return made
 
 
-def generated(cases, piece, shared, layout):
-    """What every case becomes, in any layout."""
+def generated(chosen, layout):
+    """What every case becomes, in any layout, with its piece and shared tokens."""
     ctx, outputs = context(**layout), []
     load = cache(lambda path: megazoo.from_pretrained(path, ctx))
-    with in_pieces(piece, shared):
-        for _, path, _, settings, ids, mask, _ in cases:
+    for sizes, (path, settings, ids, mask, _) in chosen:
+        with in_pieces(*sizes):
             outputs.append(load(path).generate(ids, mask, **settings))
     return outputs
 
 
+def has_layers_enough(layout, _, name, *__):
+    return layout.get("pp", 1) * layout.get("v", 1) <= 3 or name not in WINDOWS
+
+
+IN_LAYOUTS = LAYOUTS, [(5, WHOLE), (3, 2)], NAMES, KINDS, list(BY)
+COVERED = pairs_covered(*IN_LAYOUTS, possible=has_layers_enough)
+
+
+@pytest.mark.parametrize("every", SOME_AND_ALL, ids=["some", "all"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-@pytest.mark.parametrize(("piece", "shared"), [(5, WHOLE), (3, 2)], ids=["pieces", "and prefix"])
-def test_pieces_generate_what_transformers_does(ranks, cases, layout, piece, shared):
-    if layout.get("pp", 1) * layout.get("v", 1) > 3:  # more stages than those have layers
-        cases = [case for case in cases if case[0] not in WINDOWS]
-    for outputs in run_in_layout(ranks, generated, layout, cases, piece, shared):
-        for (name, _, kind, settings, *_, expected), ids in zip(cases, outputs, strict=True):
-            assert torch.equal(ids, expected), f"{name}, {kind}, {settings}"
+def test_pieces_generate_what_transformers_does(ranks, cases, layout, every):
+    all_of_them = filter(lambda case: has_layers_enough(*case), product(*IN_LAYOUTS))
+    here = [case[1:] for case in (all_of_them if every else COVERED) if case[0] == layout]
+    assert here
+    chosen = [(sizes, cases[tuple(case)]) for sizes, *case in here]
+    for outputs in run_in_layout(ranks, generated, layout, chosen):
+        for case, (_, (*_, expected)), ids in zip(here, chosen, outputs, strict=True):
+            assert torch.equal(ids, expected), case
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["grows", "static"])
-@pytest.mark.parametrize("piece", [1, 2, 3, 4, 5, 6, 16])
-def test_the_logits_after_pieces_are_transformers(cases, piece, static):
-    models = {}
-    for name, path, kind, settings, ids, mask, _ in cases:
-        if settings.get("num_beams"):
-            continue
-        hf = model_of_transformers(name)
+OF_LOGITS = [1, 2, 3, 4, 5, 6, 16], [False, True], [2, WHOLE], NAMES, KINDS
+
+
+@pytest.mark.parametrize("every", SOME_AND_ALL, ids=["some", "all"])
+def test_the_logits_after_pieces_are_transformers(cases, every):
+    load, oracle = cache(megazoo.from_pretrained), cache(model_of_transformers)
+    for case in product(*OF_LOGITS) if every else pairs_covered(*OF_LOGITS):
+        piece, static, shared, name, kind = case
+        path, _, ids, mask, _ = cases[name, kind, "greedy"]
         places = {"attention_mask": mask if mask is not None else torch.ones_like(ids)}
         if name != "mpt":
             places["position_ids"] = (places["attention_mask"].cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
-            expected = hf(ids, **places).logits[:, -1]
-        model = models.setdefault(path, megazoo.from_pretrained(path))
-        for shared in (2, WHOLE):
-            logits = first_logits(model, ids, mask, piece, shared, static)
-            difference = (logits - expected).abs().max() / expected.abs().max()
-            assert difference < 1e-5, f"{name}, {kind}"
+            expected = oracle(name)(ids, **places).logits[:, -1]
+        logits = first_logits(load(path), ids, mask, piece, shared, static)
+        assert (logits - expected).abs().max() / expected.abs().max() < 1e-5, case
 
 
 def first_logits(model, ids, mask, piece, shared, static):
@@ -182,21 +195,27 @@ def in_every_way(name, layout, piece, shared, static=False, use_cache=True):
     return outputs
 
 
-@pytest.mark.parametrize("static", [False, "steps", "graphs"])
-@pytest.mark.parametrize("name", OWN)
-def test_draws_copies_and_penalties_go_on_from_pieces(name, static):
-    """As without a cache, where every forward takes all tokens."""
-    expected = in_every_way(name, {}, WHOLE, WHOLE, use_cache=False)
-    for piece, shared in ((4, WHOLE), (4, 2), (WHOLE, 2)):
-        made = in_every_way(name, {}, piece, shared, static)
-        assert all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
+@cache
+def without_a_cache(name):
+    """Where every forward takes all tokens."""
+    return in_every_way(name, {}, WHOLE, WHOLE, use_cache=False)
+
+
+STATIC, SIZES_OF_PIECES = [False, "steps", "graphs"], [(4, WHOLE), (4, 2), (WHOLE, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "static", "sizes"), sampled_pairs(list(OWN), STATIC, SIZES_OF_PIECES)
+)
+def test_draws_copies_and_penalties_go_on_from_pieces(name, static, sizes):
+    made = in_every_way(name, {}, *sizes, static)
+    assert all(torch.equal(*pair) for pair in zip(made, without_a_cache(name), strict=True))
 
 
 @pytest.mark.parametrize("layout", [dict(tp=2, pp=2), dict(pp=2, v=2)], ids=layout_name)
 def test_static_steps_go_on_from_pieces_in_a_pipeline(ranks, layout):
-    expected = in_every_way("mpt", {}, WHOLE, WHOLE, use_cache=False)
     for made in ranks(in_every_way, world(layout), "mpt", layout, 3, 2, "steps"):
-        assert all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(made, without_a_cache("mpt"), strict=True))
 
 
 # What is computed.
@@ -244,16 +263,15 @@ def test_padding_in_the_middle_of_a_row_is_no_prefix():
         assert torch.equal(model.generate(ids, mask, max_new_tokens=NEW), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 60, 5000])
-@pytest.mark.parametrize("tokens", [1, 512, 513, 2048, 2049])
-def test_pieces_have_all_tokens_and_a_bound(rows, tokens):
-    ids = torch.arange(tokens).expand(rows, -1)
-    pieces = [piece.input_ids for piece in prefill.pieces_of(ids, None, None, None)]
-    assert torch.equal(torch.cat(pieces, dim=1), ids)
-    assert max(piece.shape[1] for piece in pieces) <= prefill.PIECE
-    assert max(piece.numel() for piece in pieces) <= max(prefill.TOKENS, rows)
-    if tokens <= 2048 and rows * tokens <= 4096:
-        assert len(pieces) == 1
+def test_pieces_have_all_tokens_and_a_bound():
+    for rows, tokens in product([1, 2, 7, 8, 9, 60, 5000], [1, 512, 513, 2048, 2049]):
+        ids = torch.arange(tokens).expand(rows, -1)
+        pieces = [piece.input_ids for piece in prefill.pieces_of(ids, None, None, None)]
+        assert torch.equal(torch.cat(pieces, dim=1), ids), (rows, tokens)
+        assert max(piece.shape[1] for piece in pieces) <= prefill.PIECE
+        assert max(piece.numel() for piece in pieces) <= max(prefill.TOKENS, rows)
+        if tokens <= 2048 and rows * tokens <= 4096:
+            assert len(pieces) == 1, (rows, tokens)
 
 
 def peak(config, length: int, piece: int) -> int:
@@ -278,10 +296,16 @@ def test_memory_grows_with_the_piece_and_not_with_the_square_of_the_prompt():
 # Caches.
 
 
-@pytest.mark.parametrize("masked", [None, "boolean", "added"])
-@pytest.mark.parametrize("parts", [(3, 4, 1, 8), (1, 1, 14), (9, 7), (6, 5, 5), (2,) * 8])
+PARTS = [(3, 4, 1, 8), (1, 1, 14), (9, 7), (6, 5, 5), (2,) * 8]
+
+
 @pytest.mark.parametrize("window", [1, 3, 5, 9, 16])
-def test_an_attention_sees_its_window_in_pieces_of_any_length(window, parts, masked):
+def test_an_attention_sees_its_window_in_pieces_of_any_length(window):
+    for case in product(PARTS, [None, "boolean", "added"]):
+        check_pieces(window, *case)
+
+
+def check_pieces(window, parts, masked):
     """Also without a mask that is made for the pieces."""
     layer, x = built(window), torch.randn(2, 16, HEADS * SIZE)
     segments = torch.tensor([[-1] * 3 + [0] * 13, [0] * 16]) if masked else None
@@ -300,8 +324,7 @@ def test_an_attention_sees_its_window_in_pieces_of_any_length(window, parts, mas
     assert [kept.shape[3] for kept in cache._kept.values()] == [window]
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["grows", "static"])
-@pytest.mark.parametrize("window", [None, 4, 30])
+@pytest.mark.parametrize(("window", "static"), list(product([None, 4, 30], [False, True])))
 def test_a_prefix_is_put_behind_the_padding_of_each_row(window, static):
     prefix, layer = KVCache(9, prompt=9, windows=False), torch.nn.Module()
     layer.window = window

@@ -42,34 +42,8 @@ def test_draws_follow_the_probabilities():
 def sample(layout, seed=7, **more):
     model = megazoo.from_config(tiny_config(max_positions=64), context(**layout), seed=3)
     ids, mask = prompts(batch=5)
-    settings = {
-        "do_sample": True,
-        "temperature": 1.5,
-        "top_k": 40,
-        "top_p": 0.9,
-        "max_new_tokens": 20,
-    }
+    settings = dict(do_sample=True, temperature=1.5, top_k=40, top_p=0.9, max_new_tokens=20)
     return model.generate(ids, mask, seed=seed, **settings, eos_token_id=[4, 9], **more)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        dict(tp=2),
-        dict(pp=4),
-        dict(dp=2),
-        dict(tp=2, pp=2),
-        dict(pp=2, dp=2),
-        dict(tp=2, sp=True),
-        dict(dp=8),
-        dict(pp=2, v=2),
-    ],
-    ids=layout_name,
-)
-def test_a_seed_draws_the_same_tokens_in_every_layout(ranks, layout):
-    expected = sample({}, repetition_penalty=1.3, min_new_tokens=3)
-    for ids in run_in_layout(ranks, sample, layout, repetition_penalty=1.3, min_new_tokens=3):
-        assert torch.equal(ids, expected)
 
 
 def test_another_seed_draws_other_tokens_and_rows_are_independent():
@@ -88,36 +62,44 @@ def test_another_seed_draws_other_tokens_and_rows_are_independent():
 def several(layout, count, **more):
     model = megazoo.from_config(tiny_config(max_positions=64), context(**layout), seed=3)
     ids, mask = prompts(batch=3)
-    settings = {
-        "do_sample": True,
-        "top_k": 0,
-        "max_new_tokens": 16,
-        "eos_token_id": [4, 9],
-        "seed": 5,
-    }
+    settings = dict(do_sample=True, top_k=0, max_new_tokens=16, eos_token_id=[4, 9], seed=5)
     return model.generate(ids, mask, num_return_sequences=count, **settings, **more)
+
+
+PENALTIES = {"repetition_penalty": 1.3, "min_new_tokens": 3}
+RULES = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.2}
+
+
+def test_several_draws_of_a_prompt_are_other_ones():
+    rows, ids = several({}, 4), prompts(batch=3)[0]
+    assert torch.equal(rows[:, :9], ids.repeat_interleave(4, 0))
+    assert len(rows.unique(dim=0)) == 12
+    for fewer in (1, 2):  # are the first of more
+        first = several({}, fewer)
+        kept = rows.view(3, 4, -1)[:, :fewer].flatten(0, 1)
+        assert torch.equal(first, kept[:, : first.shape[1]])
+    with_rules = several({}, 4, use_cache=False, **RULES)
+    assert not torch.equal(with_rules, rows)
+    assert torch.equal(several({}, 4, **RULES), with_rules)
+
+
+def each_way(layout):
+    return sample(layout, **PENALTIES), several(layout, 4), several(layout, 4, **RULES)
 
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(), dict(tp=2), dict(pp=2), dict(dp=2), dict(pp=2, dp=2), dict(dp=4)],
+    [
+        # also more replicas than prompts, and an uneven number of them
+        *(dict(tp=2, sp=True), dict(pp=2, v=2), dict(tp=2, pp=2), dict(pp=2, dp=2), dict(dp=4)),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (dict(tp=2), dict(pp=2), dict(pp=4), dict(dp=2), dict(dp=8))
+        ),
+    ],
     ids=layout_name,
 )
-def test_several_draws_of_a_prompt_are_the_same_in_every_layout(ranks, layout):
-    expected, ids = several({}, 4), prompts(batch=3)[0]
-    assert torch.equal(expected[:, :9], ids.repeat_interleave(4, 0))
-    assert len(expected.unique(dim=0)) == 12
-    for fewer in (1, 2):  # are the first of more
-        rows = several({}, fewer)
-        kept = expected.view(3, 4, -1)[:, :fewer].flatten(0, 1)
-        assert torch.equal(rows, kept[:, : rows.shape[1]])
-    rules = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.2}
-    with_rules = several({}, 4, use_cache=False, **rules)
-    assert not torch.equal(with_rules, expected)
-    for found in run_in_layout(ranks, several_each_way, layout, rules):
-        assert torch.equal(found[0], expected)
-        assert torch.equal(found[1], with_rules)
-
-
-def several_each_way(rules, layout):
-    return several(layout, 4), several(layout, 4, **rules)
+def test_a_seed_draws_the_same_tokens_in_every_layout(ranks, layout):
+    expected = each_way({})
+    for found in run_in_layout(ranks, each_way, layout):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -1,6 +1,6 @@
 """Steps of fixed shapes, which CUDA replays as graphs, generate what steps of growing shapes do."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest import mock
 
 import pytest
@@ -16,6 +16,7 @@ from megazoo.layers.cache import KVCache, StaticKVCache
 from megazoo.models.llama import Llama, LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from tests.support.generation import SIZES, prompts
+from tests.support.sampling import marked_slow, pairs_covered
 from tests.support.static_steps import OnTheHost, Replayed, Trace, static_steps
 from tests.support.training import context, layout_name, randomize, run_in_layout, tiny_config
 
@@ -44,16 +45,23 @@ def generated(model, ids, mask, **settings):
     return model.generate(ids, mask, max_new_tokens=10, **settings)  # from 60 tokens past 64
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["steps", "graphs"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_static_steps_generate_the_same(name, graphs):
-    model, (ids, mask) = model_of(name), prompts(length=60)
-    for settings in WAYS.values():
-        for given in (None, mask):
-            expected = generated(model, ids, given, **settings)
-            with static_steps(graphs) as steps:
-                assert torch.equal(generated(model, ids, given, **settings), expected)
-            assert bool(steps) == graphs
+FACTORS = list(CONFIGS), list(WAYS), [False, True], [False, True]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [pairs_covered(*FACTORS), pytest.param(list(product(*FACTORS)), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_static_steps_generate_the_same(cases):
+    models, (ids, mask) = {name: model_of(name) for name in CONFIGS}, prompts(length=60)
+    for case in cases:
+        name, way, padded, graphs = case
+        given = models[name], ids, mask if padded else None
+        expected = generated(*given, **WAYS[way])
+        with static_steps(graphs) as steps:
+            assert torch.equal(generated(*given, **WAYS[way]), expected), case
+        assert bool(steps) == graphs, case
 
 
 def in_layout(layout):
@@ -112,8 +120,13 @@ def test_rows_that_go_on_from_others_have_their_keys_and_values():
     assert torch.equal(same[0][0, 0], same[0][0, 1])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    marked_slow(
+        list(product(CONFIGS, WAYS)),
+        lambda _, case: (FACTORS[0].index(case[0]) + FACTORS[1].index(case[1])) % len(WAYS),
+    ),
+)
 def test_a_captured_step_reads_nothing_on_the_host_and_keeps_its_addresses(name, way):
     model, (ids, mask) = model_of(name), prompts(length=60)
     with static_steps(graphs=True, traced=True) as steps:

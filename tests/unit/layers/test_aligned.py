@@ -1,6 +1,6 @@
 """Logits whose rows are aligned in memory, as on CUDA: here on a CPU that is told to need it."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from megazoo.layers import VocabParallelHead, aligned, linear
 from tests.support.layouts import case_name, one_process, short_pieces
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     context,
@@ -37,20 +38,22 @@ def on_tensor_cores():
 def train(*args, overlapped, in_pieces):
     hides = mock.patch.object(linear, "hides_communication", return_value=overlapped)
     made = mock.patch.object(aligned, "empty_aligned", side_effect=aligned.empty_aligned)
-    with on_tensor_cores(), hides, made as count:
-        if not in_pieces:
-            return *train_and_keep_gradients(*args), count.call_count
-        with short_pieces():
-            return *train_and_keep_gradients(*args), count.call_count
+    pieces = short_pieces() if in_pieces else nullcontext()
+    with on_tensor_cores(), hides, made as count, pieces:
+        return *train_and_keep_gradients(*args), count.call_count
 
 
 CASES = [
     ("gpt2", dict(), ""), ("gpt2", dict(), "in pieces"), ("llama", dict(tp=2, sp=True), "beside"),
+    # slow
     ("mpt, learned positions", dict(tp=2), "beside, in pieces"), ("llama", dict(tp=2), ""),
 ]  # fmt: skip
+IN_LAYOUTS = marked_slow(
+    CASES, lambda number, _: number > 2, name=lambda case: "-".join(map(case_name, case))
+)
 
 
-@pytest.mark.parametrize(("model", "layout", "how"), CASES, ids=case_name)
+@pytest.mark.parametrize(("model", "layout", "how"), IN_LAYOUTS)
 def test_gradients_are_those_of_one_process(ranks, model, layout, how):
     history, gradients = one_process(MODELS[model])
     options = {"overlapped": "beside" in how, "in_pieces": "in pieces" in how}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megazoo.parallel import ParallelContext
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
 from tests.support.layouts import assembled
-from tests.support.training import context, layout_name
+from tests.support.training import context, layout_name, run_in_layout
 
 HEAD = 6  # features
 
@@ -85,14 +86,26 @@ def differentiated(name, x, layout, recompute=False):
     return y.detach(), x.grad, gradients
 
 
+def all_differentiated(x, layout):
+    return [differentiated(*case[:1], x, layout, *case[1:]) for case in CASES]
+
+
+CASES = list(product(ATTENTIONS, [False, True]))  # recomputed, too
+
+
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, sp=True), dict(tp=4)], ids=layout_name)
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_normalised_heads_cut_over_ranks_equal_one_process(ranks, name, recompute, layout):
+def test_normalised_heads_cut_over_ranks_equal_one_process(ranks, layout):
     x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(1))
-    y, x_grad, gradients = differentiated(name, x, {})
-    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
-    parts = ranks(differentiated, layout["tp"], name, x, layout, recompute)
+    found = zip(*ranks(all_differentiated, layout["tp"], x, layout), strict=True)
+    for (name, _), parts in zip(CASES, found, strict=True):
+        check_parts(parts, differentiated(name, x, {}), layout, name)
+
+
+def check_parts(parts, expected, layout, name):
+    y, x_grad, gradients = expected
+    close = partial(
+        torch.testing.assert_close, atol=1e-5, rtol=1e-5, msg=lambda why: f"{name}: {why}"
+    )
     if layout.get("sp"):
         close(torch.cat([part[0] for part in parts], dim=1), y)
         close(torch.cat([part[1] for part in parts], dim=1), x_grad)
@@ -107,6 +120,10 @@ def test_normalised_heads_cut_over_ranks_equal_one_process(ranks, name, recomput
                 close(gradient, whole[key][tuple(slice(*bounds) for bounds in piece.box)])
 
 
+def all_cached_and_whole(x, layout):
+    return {name: cached_and_whole(name, x, layout) for name in ATTENTIONS}
+
+
 def cached_and_whole(name, x, layout):
     layer = built(name, context(**layout)).eval()
     cache, outputs = KVCache(8), []
@@ -118,20 +135,21 @@ def cached_and_whole(name, x, layout):
 
 
 @pytest.mark.parametrize("layout", [dict(), dict(tp=2)], ids=layout_name)
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_a_cache_keeps_normalised_keys(ranks, name, layout):
+def test_a_cache_keeps_normalised_keys(ranks, layout):
     x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(1))
-    for cached, whole in ranks(cached_and_whole, layout.get("tp", 1), name, x, layout):
-        torch.testing.assert_close(cached, whole, atol=1e-5, rtol=1e-5)
+    for found in run_in_layout(ranks, all_cached_and_whole, layout, x):
+        for name, (cached, whole) in found.items():
+            assert torch.allclose(cached, whole, atol=1e-5, rtol=1e-5), name
 
 
-@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-def test_a_norm_whose_gradient_would_stay_a_part_is_refused(name):
-    with ParallelContext.virtual(tp=2):
-        with pytest.raises(UserError, match="make q_norm and k_norm with parallel=True"):
-            CausalSelfAttention(24, 4, head_size=HEAD, **{name: RMSNorm(HEAD)})
-        CausalSelfAttention(24, 4, head_size=HEAD, **{name: RMSNorm(HEAD, parallel=True)})
-    CausalSelfAttention(24, 4, head_size=HEAD, **{name: RMSNorm(HEAD)})
+def test_a_norm_whose_gradient_would_stay_a_part_is_refused():
+    attention = partial(CausalSelfAttention, 24, 4, head_size=HEAD)
+    for name in ("q_norm", "k_norm"):
+        with ParallelContext.virtual(tp=2):
+            with pytest.raises(UserError, match="make q_norm and k_norm with parallel=True"):
+                attention(**{name: RMSNorm(HEAD)})
+            attention(**{name: RMSNorm(HEAD, parallel=True)})
+        attention(**{name: RMSNorm(HEAD)})
 
 
 def test_norms_of_each_head_are_what_they_say():

@@ -1,6 +1,7 @@
 """The memory-saving twins against the plain formulas of the layers: values and gradients."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -27,12 +28,12 @@ def cos_and_sin(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [None, 2], ids=["positions of all", "positions of each row"])
-def test_rotate(rows, dtype):
-    x, (cos, sin) = numbers(2, 3, 7, 4, dtype=dtype), cos_and_sin(rows, dtype)
-    plain = results(lambda x: rotate.__wrapped__(x, cos, sin), x)
-    assert_equal(results(lambda x: fused.rotate(x, cos, sin), x), plain)
-    assert torch.equal(rotate(x, cos, sin), fused.rotate(x, cos, sin))
+def test_rotate(dtype):
+    for rows in (None, 2):
+        x, turn = numbers(2, 3, 7, 4, dtype=dtype), cos_and_sin(rows, dtype)
+        plain = results(lambda x, turn=turn: rotate.__wrapped__(x, *turn), x)
+        assert_equal(results(lambda x, turn=turn: fused.rotate(x, *turn), x), plain)
+        assert torch.equal(rotate(x, *turn), fused.rotate(x, *turn))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,13 +50,12 @@ def test_split_heads(rows, dtype, monkeypatch):
         assert torch.equal(ours[1][0], plain[1][0])
 
 
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm(dtype, weight_dtype):
-    inputs = numbers(2, 7, 24, dtype=dtype), numbers(24, dtype=weight_dtype, seed=1)
-    plain = results(lambda x, weight: rms_norm.__wrapped__(x, weight, 1e-6), *inputs)
-    ours = results(lambda x, weight: fused.rms_norm(x, weight, 1e-6), *inputs)
-    assert_equal(ours, plain, exact_values=True)
+def test_rms_norm():
+    for dtype, weight_dtype in product(DTYPES, DTYPES):
+        inputs = numbers(2, 7, 24, dtype=dtype), numbers(24, dtype=weight_dtype, seed=1)
+        plain = results(lambda x, weight: rms_norm.__wrapped__(x, weight, 1e-6), *inputs)
+        ours = results(lambda x, weight: fused.rms_norm(x, weight, 1e-6), *inputs)
+        assert_equal(ours, plain, exact_values=True)
 
 
 def test_the_rms_norm_of_cuda_differs_by_the_last_bit():
@@ -71,20 +71,21 @@ def test_the_rms_norm_of_cuda_differs_by_the_last_bit():
     assert_equal(theirs, plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [F.silu, gelu_tanh, torch.relu, lambda x: x])
-def test_gated(activation, dtype):
-    inner = numbers(2, 7, 24, dtype=dtype)
-    plain = results(lambda inner: gated.__wrapped__(inner, activation), inner)
-    ours = results(lambda inner: fused.gated(inner, activation), inner)
-    assert_equal(ours, plain, exact_values=True)
+def test_gated():
+    for activation, dtype in product([F.silu, gelu_tanh, torch.relu, lambda x: x], DTYPES):
+        inner = numbers(2, 7, 24, dtype=dtype)
+        plain = results(lambda inner, of=activation: gated.__wrapped__(inner, of), inner)
+        ours = results(lambda inner, of=activation: fused.gated(inner, of), inner)
+        assert_equal(ours, plain, exact_values=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("recompute", [None, torch.tanh], ids=["as it is", "recomputed"])
 @pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
-def test_linear(deferred, recompute, bias, dtype):
+def test_linear(deferred):
+    for case in product([None, torch.tanh], [True, False], DTYPES):
+        check_linear(deferred, *case)
+
+
+def check_linear(deferred, recompute, bias, dtype):
     inputs = [numbers(2, 7, 24, dtype=dtype), numbers(16, 24, dtype=dtype, seed=1)]
     inputs += [numbers(16, dtype=dtype, seed=2)] if bias else []
     queue = WeightQueue(lambda weight: None) if deferred else None
@@ -141,27 +142,30 @@ def losses_of(function, logits, targets, tp):
     return results(lambda logits: function(logits, *columns, ctx), mine)
 
 
-def compare_token_losses(logits, targets, tp):
+def compare_token_losses(all_logits, targets, tp):
     fused_cross_entropy.CHUNK_ELEMENTS["cpu"] = 100  # so that there are several chunks
-    plain = losses_of(token_losses.__wrapped__, logits, targets, tp)
-    assert_equal(losses_of(fused_cross_entropy.token_losses, logits, targets, tp), plain)
-    return plain[0][0]
+    found = []
+    for logits in all_logits:
+        plain = losses_of(token_losses.__wrapped__, logits, targets, tp)
+        assert_equal(losses_of(fused_cross_entropy.token_losses, logits, targets, tp), plain)
+        found.append(plain[0][0])
+    return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_token_losses_in_chunks(ranks, tp, dtype):
-    logits = 5 * numbers(50, 37, dtype=dtype)
+def test_token_losses_in_chunks(ranks, tp):
+    all_logits = [5 * numbers(50, 37, dtype=dtype) for dtype in DTYPES]
     targets = torch.randint(0, 37, (50,), generator=torch.Generator().manual_seed(1))
     targets[::3] = -100
-    expected = F.cross_entropy(logits.float(), targets, reduction="none")
-    for losses in ranks(compare_token_losses, tp, logits, targets, tp):
-        torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+    for found in ranks(compare_token_losses, tp, all_logits, targets, tp):
+        for logits, losses in zip(all_logits, found, strict=True):
+            expected = F.cross_entropy(logits.float(), targets, reduction="none")
+            torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [7, 99], ids=["pieces", "one piece"])
-def test_summed_losses_in_pieces(rows, dtype):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_summed_losses_in_pieces(dtype, rows):
     x, weight = numbers(50, 8, dtype=dtype), numbers(37, 8, dtype=dtype, seed=1)
     targets = torch.arange(50) % 37
     targets[::3] = -100

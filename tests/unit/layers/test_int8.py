@@ -1,6 +1,7 @@
 """Linear layers whose weights are rounded to 8 bits: what they compute, in every layout."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megazoo.errors import UserError
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear, int8, round_to_int8
 from megazoo.layers.int8 import int8_linear, rounded_to_int8
 from tests.support.inference import PROMPT, run_main, write_model
+from tests.support.sampling import marked_slow
 from tests.support.training import MODELS, context, layout_name, randomize, run_in_layout
 from tools import evaluate, generate
 
@@ -29,20 +31,20 @@ def test_a_row_is_whole_numbers_and_a_scale():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, int8.FEW_ROWS, int8.FEW_ROWS + 1, 200])
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 32), (33, 17)])
-def test_products_are_those_of_the_rounded_weight(outputs, inputs, rows, dtype):
+def test_products_are_those_of_the_rounded_weight(dtype):
     torch.manual_seed(0)
-    numbers, scale = rounded_to_int8(torch.randn(outputs, inputs))
-    x, bias = torch.randn(2, rows, inputs).to(dtype)[:1], torch.randn(outputs).to(dtype)
-    y = int8_linear(x, numbers, scale, bias)
-    expected = F.linear(x.double(), numbers.double() * scale.double()[:, None], bias.double())
-    by_kernel = rows <= int8.FEW_ROWS and outputs % 16 == 0
-    exact = dtype == torch.float32 and not by_kernel
-    tolerance = 1e-5 if exact else 2**-6
-    assert y.dtype == dtype
-    assert y.shape == (1, rows, outputs)
-    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=4 * tolerance)
+    counts = [1, int8.FEW_ROWS, int8.FEW_ROWS + 1, 200]
+    for rows, (outputs, inputs) in product(counts, [(48, 32), (33, 17)]):
+        numbers, scale = rounded_to_int8(torch.randn(outputs, inputs))
+        x, bias = torch.randn(2, rows, inputs).to(dtype)[:1], torch.randn(outputs).to(dtype)
+        y = int8_linear(x, numbers, scale, bias)
+        expected = F.linear(x.double(), numbers.double() * scale.double()[:, None], bias.double())
+        by_kernel = rows <= int8.FEW_ROWS and outputs % 16 == 0
+        exact = dtype == torch.float32 and not by_kernel
+        tolerance = 1e-5 if exact else 2**-6
+        assert y.dtype == dtype
+        assert y.shape == (1, rows, outputs)
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=4 * tolerance)
 
 
 def test_float16_does_not_overflow():
@@ -78,28 +80,31 @@ def logits_of(config, layout, rounded="layers"):
         return model(ids).logits
 
 
-LAYOUTS = [dict(tp=2), dict(tp=4), dict(pp=2), dict(tp=2, pp=2), dict(tp=2, sp=True)]
+def test_a_model_computes_with_the_rounded_weights():
+    for config in MODELS.values():
+        rounded, by_hand, plain = (
+            logits_of(config, {}, how) for how in ("layers", "by hand", None)
+        )
+        torch.testing.assert_close(rounded, by_hand, rtol=1e-5, atol=1e-5)
+        assert 1e-3 < (rounded - plain).norm() / plain.norm() < 0.1
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_with_the_rounded_weights(name):
-    config = MODELS[name]
-    rounded, by_hand, plain = (logits_of(config, {}, how) for how in ("layers", "by hand", None))
-    torch.testing.assert_close(rounded, by_hand, rtol=1e-5, atol=1e-5)
-    assert 1e-3 < (rounded - plain).norm() / plain.norm() < 0.1
+LAYOUTS = [dict(tp=2, sp=True), dict(tp=4), dict(tp=2, pp=2), dict(tp=2), dict(pp=2)]
+COMPARED = ["gpt2", "llama, one KV head", "mpt"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-@pytest.mark.parametrize("name", ["gpt2", "llama, one KV head", "mpt"])
-def test_every_layout_computes_the_same(ranks, name, layout):
-    config = MODELS[name]
-    alone = logits_of(config, {})
-    logits = [
-        logits for logits in run_in_layout(ranks, logits_of, layout, config) if logits is not None
-    ]
-    assert logits
-    for each in logits:
-        torch.testing.assert_close(each, alone, rtol=1e-5, atol=1e-5)
+def logits_of_all(layout):
+    return [logits_of(MODELS[name], layout) for name in COMPARED]
+
+
+@pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda n, _: n > 2, name=layout_name))
+def test_every_layout_computes_the_same(ranks, layout):
+    found = zip(*run_in_layout(ranks, logits_of_all, layout), strict=True)
+    for logits, alone in zip(found, logits_of_all({}), strict=True):
+        logits = [each for each in logits if each is not None]
+        assert logits
+        for each in logits:
+            torch.testing.assert_close(each, alone, rtol=1e-5, atol=1e-5)
 
 
 def test_what_can_not_be_done_is_refused(tmp_path):

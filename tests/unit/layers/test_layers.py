@@ -2,6 +2,7 @@
 
 import runpy
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -27,7 +28,7 @@ from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import units_for
 from tests.support.layouts import assembled
-from tests.support.training import context, layout_name
+from tests.support.training import context, layout_name, run_in_layout
 
 
 def run_layer(make, x, tp, take=None):
@@ -73,21 +74,35 @@ LAYERS = {
 }
 
 
+def run_layers(inputs, tp):
+    return [run_layer(name, x, tp) for name, x in inputs.items()]
+
+
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_cut_over_ranks_equal_the_whole(ranks, name, tp):
+def test_layers_cut_over_ranks_equal_the_whole(ranks, tp):
     torch.manual_seed(1)
-    width = 22 if name == "uneven row, from whole input" else 20 if "uneven" in name else 12
-    x = torch.randint(0, 13, (2, 7)) if name == "embedding" else torch.randn(2, 7, width)
-    y, x_grad, gradients = run_layer(name, x, 1)
-    whole = assembled([gradients])
-    results = ranks(run_layer, tp, name, x, tp)
-    for rank_y, rank_x_grad, _ in results:
-        torch.testing.assert_close(rank_y, y, atol=1e-5, rtol=1e-5)
-        if x_grad is not None:
-            torch.testing.assert_close(rank_x_grad, x_grad, atol=1e-5, rtol=1e-5)
-    for key, gradient in assembled([gradients for _, _, gradients in results]).items():
-        torch.testing.assert_close(gradient, whole[key], atol=1e-5, rtol=1e-5)
+    inputs = {}
+    for name in LAYERS:
+        width = 22 if name == "uneven row, from whole input" else 20 if "uneven" in name else 12
+        inputs[name] = (
+            torch.randint(0, 13, (2, 7)) if name == "embedding" else torch.randn(2, 7, width)
+        )
+    found = zip(*ranks(run_layers, tp, inputs, tp), strict=True)
+    for (name, x), results in zip(inputs.items(), found, strict=True):
+        close = partial(
+            torch.testing.assert_close,
+            atol=1e-5,
+            rtol=1e-5,
+            msg=lambda why, name=name: f"{name}: {why}",
+        )
+        y, x_grad, gradients = run_layer(name, x, 1)
+        whole = assembled([gradients])
+        for rank_y, rank_x_grad, _ in results:
+            close(rank_y, y)
+            if x_grad is not None:
+                close(rank_x_grad, x_grad)
+        for key, gradient in assembled([gradients for _, _, gradients in results]).items():
+            close(gradient, whole[key])
 
 
 def test_one_process_layers_equal_torch():
@@ -159,6 +174,10 @@ def test_features_are_cut_evenly_or_else_by_128_or_else_nearly_so():
             assert lengths[0] - lengths[-1] <= 1 or lengths[0] <= 1.25 * size / tp
 
 
+def cross_entropies(cases, tp):
+    return [cross_entropy(*case, tp) for case in cases]
+
+
 def cross_entropy(logits, targets, tp):
     ctx = context(tp=tp)
     parts = Shard(1, (logits.shape[1],)).cuts(tp, ctx.tp_rank)
@@ -169,22 +188,23 @@ def cross_entropy(logits, targets, tp):
     return losses.detach(), mine.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_cross_entropy_equals_torch(ranks, tp, dtype, monkeypatch):
+def test_cross_entropy_equals_torch(ranks, tp):
     torch.manual_seed(2)
-    logits = (torch.randn(50, 37) * 20).to(dtype)
     targets = torch.randint(0, 37, (50,)).masked_fill(torch.rand(50) < 0.3, -100)
-    whole = logits.float().clone().requires_grad_()
-    expected = F.cross_entropy(whole, targets, reduction="none")
-    (expected * torch.arange(1.0, 51)).sum().backward()
-    results = ranks(cross_entropy, tp, logits, targets, tp)
-    for losses, _ in results:
-        torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-5)
-    gradient = torch.cat([gradient for _, gradient in results], dim=1)
-    assert gradient.dtype == dtype
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(gradient.float(), whole.grad, atol=tolerance, rtol=tolerance)
+    tolerances = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+    cases = [((torch.randn(50, 37) * 20).to(dtype), targets) for dtype in tolerances]
+    found = zip(*ranks(cross_entropies, tp, cases, tp), strict=True)
+    for (logits, _), results in zip(cases, found, strict=True):
+        whole = logits.float().clone().requires_grad_()
+        expected = F.cross_entropy(whole, targets, reduction="none")
+        (expected * torch.arange(1.0, 51)).sum().backward()
+        for losses, _ in results:
+            torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-5)
+        gradient = torch.cat([gradient for _, gradient in results], dim=1)
+        assert gradient.dtype == logits.dtype
+        bounds = dict.fromkeys(("atol", "rtol"), tolerances[logits.dtype])
+        torch.testing.assert_close(gradient.float(), whole.grad, **bounds)
 
 
 def test_cross_entropy_in_chunks_equals_the_whole(monkeypatch):
@@ -198,7 +218,11 @@ def test_cross_entropy_in_chunks_equals_the_whole(monkeypatch):
         assert torch.equal(part, expected)
 
 
-def head_loss(x, weight, targets, layout, rows, factor):
+def head_losses(cases, layout):
+    return [head_loss(*case, layout) for case in cases]
+
+
+def head_loss(x, weight, targets, rows, factor, layout):
     """Loss, and gradients of it times 3: of this rank's part of x's tokens, and of its rows of the
     weight."""
     ctx = context(**layout)
@@ -220,11 +244,13 @@ def head_loss(x, weight, targets, layout, rows, factor):
 @pytest.mark.parametrize(
     "layout", [dict(), dict(tp=2), dict(tp=4), dict(tp=2, sp=True)], ids=layout_name
 )
-@pytest.mark.parametrize(
-    ("dtype", "rows"), [(torch.float32, 7), (torch.float32, 99), (torch.bfloat16, 13)]
-)
-def test_the_loss_of_a_head_in_pieces_equals_torch(ranks, layout, dtype, rows):
+def test_the_loss_of_a_head_in_pieces_equals_torch(ranks, layout):
     torch.manual_seed(4)
+    for dtype, rows in ((torch.float32, 7), (torch.float32, 99), (torch.bfloat16, 13)):
+        check_head_loss(ranks, layout, dtype, rows)
+
+
+def check_head_loss(ranks, layout, dtype, rows):
     x, weight = torch.randn(3, 16, 8).to(dtype), (3 * torch.randn(37, 8)).to(dtype)
     targets = torch.randint(0, 37, (3, 16)).masked_fill(torch.rand(3, 16) < 0.3, -100)
     whole, matrix = x.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -236,10 +262,9 @@ def test_the_loss_of_a_head_in_pieces_equals_torch(ranks, layout, dtype, rows):
     def assert_close(ours, theirs):
         assert (ours - theirs).abs().max() <= (1e-6 if exact else 1e-2) * theirs.abs().max()
 
-    for factor in (3.0, 0.7):  # what the gradient will be, and another
-        results = ranks(
-            head_loss, layout.get("tp", 1), x, weight, targets, layout, rows, torch.tensor(factor)
-        )
+    factors = (3.0, 0.7)  # what the gradient will be, and another
+    cases = [(x, weight, targets, rows, torch.tensor(factor)) for factor in factors]
+    for results in zip(*run_in_layout(ranks, head_losses, layout, cases), strict=True):
         losses, x_grads, weight_grads = zip(*results, strict=True)
         assert_close(torch.stack(losses), expected.detach())
         if layout.get("sp"):
@@ -248,27 +273,25 @@ def test_the_loss_of_a_head_in_pieces_equals_torch(ranks, layout, dtype, rows):
             assert_close(x_grad, whole.grad)
         assert_close(torch.cat(weight_grads), matrix.grad)
     with torch.no_grad():
-        loss, *gradients = head_loss(x, weight, targets, {}, rows, None)
+        loss, *gradients = head_loss(x, weight, targets, rows, None, {})
     assert gradients == [None, None]
     assert_close(loss, expected.detach())
 
 
-@pytest.mark.parametrize(
-    "activation", [lambda x: x, lambda x: x.view_as(x), torch.tanh], ids=["same", "view", "new"]
-)
-def test_a_gated_mlp_leaves_what_its_activation_returns_of_its_input_alone(activation):
+def test_a_gated_mlp_leaves_what_its_activation_returns_of_its_input_alone():
     torch.manual_seed(5)
-    mlp, x = GatedMLP(8, 12, activation), torch.randn(3, 8, requires_grad=True)
-    weights = [torch.randn_like(layer.weight).requires_grad_() for layer in (mlp.gate_up, mlp.down)]
-    gate, up = (x @ weights[0].t()).chunk(2, dim=-1)
-    expected = torch.autograd.grad(
-        ((activation(gate) * up) @ weights[1].t()).sin().sum(), [x, *weights]
-    )
-    for layer, weight in zip((mlp.gate_up, mlp.down), weights, strict=True):
-        layer.weight = torch.nn.Parameter(weight.detach())
-    ours = torch.autograd.grad(mlp(x).sin().sum(), [x, mlp.gate_up.weight, mlp.down.weight])
-    for gradient, theirs in zip(ours, expected, strict=True):
-        torch.testing.assert_close(gradient, theirs)
+    for activation in (lambda x: x, lambda x: x.view_as(x), torch.tanh):  # same, a view, new
+        mlp, x = GatedMLP(8, 12, activation), torch.randn(3, 8, requires_grad=True)
+        layers = mlp.gate_up, mlp.down
+        weights = [torch.randn_like(layer.weight).requires_grad_() for layer in layers]
+        gate, up = (x @ weights[0].t()).chunk(2, dim=-1)
+        y = (activation(gate) * up) @ weights[1].t()
+        expected = torch.autograd.grad(y.sin().sum(), [x, *weights])
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight = torch.nn.Parameter(weight.detach())
+        ours = torch.autograd.grad(mlp(x).sin().sum(), [x, *(layer.weight for layer in layers)])
+        for gradient, theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(gradient, theirs)
 
 
 def test_cross_entropy_survives_large_logits():
@@ -281,32 +304,42 @@ def test_cross_entropy_survives_large_logits():
 
 def test_what_cannot_be_cut_is_refused():
     with ParallelContext.virtual(tp=4):
-        with pytest.raises(
-            UserError, match="3 outputs can't be cut over tp 4: use tp of at most 3"
+        for make, message in (
+            (
+                lambda: ColumnParallelLinear(8, (10, 3)),
+                "3 outputs can't be cut over tp 4: use tp of at most 3",
+            ),
+            (
+                lambda: RowParallelLinear(3, 8),
+                "3 inputs can't be cut over tp 4: use tp of at most 3",
+            ),
+            # two ranks would add the same to the sum
+            (
+                lambda: RowParallelLinear(8, 8, unit=4),
+                "8 inputs in units of 4 can't be cut over tp 4: use tp of at most 2",
+            ),
+            # two units and a rest, three units
+            (
+                lambda: ColumnParallelLinear(8, 10, units=(4,)),
+                "10 outputs in units of 4 can't be cut over tp 4, nor copied",
+            ),
+            (
+                lambda: ColumnParallelLinear(8, 12, units=(4,)),
+                "12 outputs in units of 4 can't be cut over tp 4, nor copied",
+            ),
+            (
+                lambda: QKVParallelLinear(8, 2),
+                "2 heads with 2 key-value heads can't be cut over tp 4",
+            ),
+            (lambda: VocabParallelHead(3, 8), "a vocabulary of 3 can't be cut over tp 4"),
+            (
+                lambda: HeadwiseLayerNorm(18, 6),
+                "18 features in units of 6 can't be cut over tp 4, nor copied",
+            ),
         ):
-            ColumnParallelLinear(8, (10, 3))
-        with pytest.raises(UserError, match="3 inputs can't be cut over tp 4: use tp of at most 3"):
-            RowParallelLinear(3, 8)
-        with pytest.raises(
-            UserError, match="8 inputs in units of 4 can't be cut over tp 4: use tp of at most 2"
-        ):
-            RowParallelLinear(8, 8, unit=4)  # two ranks would add the same to the sum
-        for outputs in (10, 12):  # two units and a rest, three units
-            with pytest.raises(
-                UserError,
-                match=f"{outputs} outputs in units of 4 can't be cut over tp 4, nor copied",
-            ):
-                ColumnParallelLinear(8, outputs, units=(4,))
-        with pytest.raises(
-            UserError, match="2 heads with 2 key-value heads can't be cut over tp 4"
-        ):
-            QKVParallelLinear(8, 2)
-        with pytest.raises(UserError, match="a vocabulary of 3 can't be cut over tp 4"):
-            VocabParallelHead(3, 8)
-        with pytest.raises(
-            UserError, match="18 features in units of 6 can't be cut over tp 4, nor copied"
-        ):
-            HeadwiseLayerNorm(18, 6)
+            with pytest.raises(UserError) as refused:
+                make()
+            assert message in str(refused.value)
     with pytest.raises(UserError, match="3 heads don't divide a hidden size of 8"):
         QKVParallelLinear(8, 3)
 
@@ -329,9 +362,8 @@ def test_rotation_turns_pairs_and_its_gradient_turns_back(batch):
     x = torch.randn(2, 3, 5, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     angles = torch.randn(*batch, 5, 4, generator=generator, dtype=torch.float64)
     cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
-    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(
-        torch.ones_like(angles), angles
-    ).unsqueeze(-3)
+    turns = torch.polar(torch.ones_like(angles), angles).unsqueeze(-3)
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * turns
     torch.testing.assert_close(rotate(x, cos, sin), torch.cat([pairs.real, pairs.imag], dim=-1))
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)
 

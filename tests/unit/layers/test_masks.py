@@ -50,26 +50,30 @@ def loss_and_gradients(config, layout, only_first):
     )
 
 
+FAMILIES = ["gpt2", "llama", "mpt"]
+
+
 @pytest.mark.parametrize("layout", [dict(pp=4), dict(tp=2, pp=2, sp=True)], ids=layout_name)
-@pytest.mark.parametrize("model", ["gpt2", "llama", "mpt"])
-def test_masks_and_positions_travel_from_the_first_stage(ranks, model, layout):
-    config = MODELS[model]
-    loss, _, gradients = loss_and_gradients(config, {}, False)
-    plain = attentive(config, context()).train_batch(**batch_with_everything()[0])
-    assert abs(loss - plain.item()) > 1e-3, "the masks change nothing"
-    for ours, evaluated, theirs in run_in_layout(ranks, in_layout, layout, config):
-        assert abs(ours / loss - 1) < 1e-6
-        assert abs(evaluated / loss - 1) < 1e-6
-        if layout == dict(pp=4):
-            for name, gradient in theirs.items():
-                torch.testing.assert_close(gradient, gradients[name], atol=1e-7, rtol=1e-4)
+def test_masks_and_positions_travel_from_the_first_stage(ranks, layout):
+    found = zip(*run_in_layout(ranks, in_layout, layout), strict=True)
+    for model, results in zip(FAMILIES, found, strict=True):
+        config = MODELS[model]
+        loss, _, gradients = loss_and_gradients(config, {}, False)
+        plain = attentive(config, context()).train_batch(**batch_with_everything()[0])
+        assert abs(loss - plain.item()) > 1e-3, f"the masks change nothing of {model}"
+        for ours, evaluated, theirs in results:
+            assert abs(ours / loss - 1) < 1e-6, model
+            assert abs(evaluated / loss - 1) < 1e-6, model
+            if layout == dict(pp=4):
+                for name, gradient in theirs.items():
+                    torch.testing.assert_close(gradient, gradients[name], atol=1e-7, rtol=1e-4)
 
 
-def in_layout(config, layout):
-    return loss_and_gradients(config, layout, True)
+def in_layout(layout):
+    return [loss_and_gradients(MODELS[model], layout, True) for model in FAMILIES]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama", "mpt"])
+@pytest.mark.parametrize("model", FAMILIES)
 def test_packed_documents_give_the_losses_of_each_alone(model):
     model = attentive(MODELS[model], context()).eval()
     tokens = torch.randint(0, EOD, (1, 16), generator=torch.Generator().manual_seed(0))

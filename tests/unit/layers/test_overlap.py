@@ -12,6 +12,7 @@ from megazoo.layers import ColumnParallelLinear, fused_linear, linear
 from megazoo.parallel import context as context_module
 from megazoo.parallel.context import ParallelContext
 from tests.support.layouts import case_name
+from tests.support.sampling import marked_slow
 from tests.support.training import MODELS, context, train_and_keep_gradients, world
 
 CPU = torch.device("cpu")
@@ -31,14 +32,18 @@ def train_both_ways(*args, **kwargs):
 
 
 CASES = [
-    ("gpt2", dict(tp=2), "1f1b", "none"), ("llama", dict(tp=2, sp=True), "1f1b", "selective"),
-    ("mpt", dict(tp=2, dp=2, sp=True), "1f1b", "full"),
+    ("gpt2", dict(tp=2), "1f1b", "full"), ("llama", dict(tp=2, sp=True), "1f1b", "selective"),
     ("llama, one KV head", dict(tp=2, pp=2), "zb-h1", "none"),
+    # slow
+    ("mpt", dict(tp=2, dp=2, sp=True), "1f1b", "full"), ("gpt2", dict(tp=2), "1f1b", "none"),
     ("gpt2", dict(tp=2, pp=2, sp=True), "zb-h1", "none"),
 ]  # fmt: skip
+IN_LAYOUTS = marked_slow(
+    CASES, lambda number, _: number > 2, name=lambda case: "-".join(map(case_name, case))
+)
 
 
-@pytest.mark.parametrize(("model", "layout", "schedule", "recompute"), CASES, ids=case_name)
+@pytest.mark.parametrize(("model", "layout", "schedule", "recompute"), IN_LAYOUTS)
 def test_gradients_are_those_of_the_plain_layers(ranks, model, layout, schedule, recompute):
     options = {"schedule": schedule, "recompute": (recompute,)}
     results = ranks(train_both_ways, world(layout), MODELS[model], layout, 2, **options)
@@ -96,7 +101,11 @@ def test_under_sequence_parallelism_the_input_is_gathered_while_its_gradient_is_
     assert ranks(order_of_backward, 2, True, True)[0] == without_the_weights
 
 
-def cuts_the_sequence(device):
+def cuts_the_sequence():
+    return [asked_on(device) for device in ("cpu", "cuda")]
+
+
+def asked_on(device):
     context(tp=2)  # takes the device that there is
     name = "megazoo.parallel.context."
     mesh, groups_of = DeviceMesh.from_group, context_module.groups_of
@@ -115,14 +124,11 @@ def cuts_the_sequence(device):
         ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_unless_told_the_sequence_is_cut_on_cuda(ranks, device):
-    assert ranks(cuts_the_sequence, 2, device)[0] == [device == "cuda", False, True]
+def test_unless_told_the_sequence_is_cut_on_cuda(ranks):
+    assert ranks(cuts_the_sequence, 2)[0] == [[False, False, True], [True, False, True]]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [("", None), ("--sequence-parallel --tp 2", True), ("--tp 2 --no-sequence-parallel", False)],
-)
-def test_the_flag_may_be_left_out(words, expected):
-    assert parse_options(words.split(), "").parallel.sequence_parallel is expected
+def test_the_flag_may_be_left_out():
+    flags = {"": None, "--sequence-parallel --tp 2": True, "--tp 2 --no-sequence-parallel": False}
+    for words, expected in flags.items():
+        assert parse_options(words.split(), "").parallel.sequence_parallel is expected, words

@@ -3,6 +3,7 @@ ranks, packed, from caches that keep the window only; and a part of a head that 
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -29,6 +30,7 @@ from megazoo.models.mistral import Block, MistralConfig
 from megazoo.models.qwen2 import Qwen2Config
 from tests.support.attention import attentive, each_alone
 from tests.support.generation import prompts
+from tests.support.sampling import marked_slow
 from tests.support.static_steps import static_steps
 from tests.support.training import context, layout_name, randomize, run_in_layout
 from tests.support.windows import HEADS, SIZE, TINY, TOKENS, built, by_hand
@@ -45,26 +47,25 @@ def gradients(layer, x, compute):
     return [y.detach(), x.grad, *(parameter.grad.clone() for parameter in layer.parameters())]
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("mask", [None, "boolean", "added"])
 @pytest.mark.parametrize("window", [1, 2, 7, TOKENS, TOKENS + 3])
-def test_a_query_looks_at_its_window_alone(window, mask, recompute):
+def test_a_query_looks_at_its_window_alone(window):
     layer, x = built(window), torch.randn(2, TOKENS, HEADS * SIZE)
-    layer.recompute = recompute
-    segments = torch.tensor([[0] * 9 + [1] * 7, [0] * 16]) if mask else None
-    given = segment_mask(segments)
-    if mask == "added":
-        given = torch.zeros(given.shape).masked_fill(~given, -torch.inf)
-    ours = gradients(layer, x, lambda x: layer(x, mask=given))
-    theirs = gradients(layer, x, lambda x: by_hand(layer, x, window, segments))
-    for mine, plain in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, plain, atol=3e-5, rtol=1e-5)
+    for recompute, mask in product([False, True], [None, "boolean", "added"]):
+        layer.recompute = recompute
+        segments = torch.tensor([[0] * 9 + [1] * 7, [0] * 16]) if mask else None
+        given = segment_mask(segments)
+        if mask == "added":
+            given = torch.zeros(given.shape).masked_fill(~given, -torch.inf)
+        ours = gradients(layer, x, lambda x, given=given: layer(x, mask=given))
+        theirs = gradients(layer, x, lambda x, own=segments: by_hand(layer, x, window, own))
+        for mine, plain in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, plain, atol=3e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, -1])
-def test_a_window_has_a_place_for_the_token_itself(window):
-    with pytest.raises(UserError, match="no place for the token itself"):
-        CausalSelfAttention(24, 4, window=window)
+def test_a_window_has_a_place_for_the_token_itself():
+    for window in (0, -1):
+        with pytest.raises(UserError, match="no place for the token itself"):
+            CausalSelfAttention(24, 4, window=window)
 
 
 def test_packed_documents_have_the_window_too(monkeypatch):
@@ -164,23 +165,23 @@ CACHES = {
     "grows": lambda length: KVCache(length),
     "static": lambda length: StaticKVCache(length, 1, torch.device("cpu")),
 }
+PROMPTS_AND_WINDOWS = [(3, 5), (5, 5), (12, 5), (4, 1), (60, 70)]
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("padded", [False, True], ids=["whole rows", "padded"])
-@pytest.mark.parametrize(("prompt", "window"), [(3, 5), (5, 5), (12, 5), (4, 1), (60, 70)])
-def test_a_cache_that_keeps_the_window_is_as_good_as_all(kind, padded, prompt, window):
-    config, steps = MistralConfig(**TINY, window=window), 13
-    cache, segments = CACHES[kind](prompt + steps), None
-    if padded:
-        segments = torch.zeros(2, prompt + steps, dtype=torch.int64)
-        segments[0, :2] = -1
-    stepped, whole = stepwise(config, prompt, steps, cache, segments)
-    torch.testing.assert_close(stepped, whole, atol=1e-5, rtol=1e-4)
-    places = {kept.shape[3] for kept in cache._kept.values()}
-    assert places == {min(window, cache.length)}
-    if window < prompt:
-        assert cache.length > window
+def test_a_cache_that_keeps_the_window_is_as_good_as_all(kind):
+    for (prompt, window), padded in product(PROMPTS_AND_WINDOWS, [False, True]):
+        config, steps = MistralConfig(**TINY, window=window), 13
+        cache, segments = CACHES[kind](prompt + steps), None
+        if padded:
+            segments = torch.zeros(2, prompt + steps, dtype=torch.int64)
+            segments[0, :2] = -1
+        stepped, whole = stepwise(config, prompt, steps, cache, segments)
+        torch.testing.assert_close(stepped, whole, atol=1e-5, rtol=1e-4)
+        places = {kept.shape[3] for kept in cache._kept.values()}
+        assert places == {min(window, cache.length)}, (prompt, padded)
+        if window < prompt:
+            assert cache.length > window
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -190,8 +191,13 @@ def test_each_layer_keeps_its_own_window(kind):
     assert [kept.shape[3] for kept in cache._kept.values()] == [cache.length, 5, 5]
 
 
-@pytest.mark.parametrize("window", [1, 5, 30])
-@pytest.mark.parametrize("settings", [{}, {"num_beams": 3, "length_penalty": 2.0}], ids=str)
+BEAMS = {"num_beams": 3, "length_penalty": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("window", "settings"),
+    marked_slow(list(product([1, 5, 30], [{}, BEAMS])), lambda number, _: number in (0, 2, 5)),
+)
 def test_generation_past_the_window(window, settings):
     model = randomize(megazoo.from_config(MistralConfig(**TINY, window=window), seed=3))
     ids, mask = prompts(length=8)
@@ -227,7 +233,11 @@ def test_rows_go_on_from_others_after_the_window_came_round():
 # Over ranks.
 
 
-def trained(kind, layout, config=MIXED):
+def trained_both_ways(layout, config=MIXED):
+    return [trained(kind, layout, config) for kind in ("plain", "packed")]
+
+
+def trained(kind, layout, config):
     """The loss and the gradients of a batch."""
     ctx = context(**layout)
     model = attentive(config, ctx)
@@ -238,26 +248,21 @@ def trained(kind, layout, config=MIXED):
 
 
 LAYOUTS = [
-    dict(cp=2),
-    dict(cp=2, method="ulysses"),
-    dict(cp=4),
-    dict(tp=2, sp=True),
-    dict(tp=4),
-    dict(pp=2),
-    dict(tp=2, cp=2),
+    *(dict(cp=2, method="ulysses"), dict(tp=2, sp=True), dict(pp=2), dict(tp=2, cp=2)),
+    *(dict(cp=2), dict(cp=4), dict(tp=4)),
 ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_windows_in_every_layout(ranks, layout, kind):
-    expected, gradients = trained(kind, {})
-    assert abs(expected - trained(kind, {}, replace(MIXED, window=0))[0]) > 1e-3
-    for loss, own in run_in_layout(ranks, trained, layout, kind):
-        assert loss == pytest.approx(expected, rel=1e-6)
-        for name, gradient in own.items():
-            if gradient.shape == gradients[name].shape:
-                torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda n, _: n > 3, name=layout_name))
+def test_windows_in_every_layout(ranks, layout):
+    wholes, without = trained_both_ways({}), trained_both_ways({}, replace(MIXED, window=0))
+    assert all(abs(one[0] - other[0]) > 1e-3 for one, other in zip(wholes, without, strict=True))
+    for found in run_in_layout(ranks, trained_both_ways, layout):
+        for (loss, own), (expected, gradients) in zip(found, wholes, strict=True):
+            assert loss == pytest.approx(expected, rel=1e-6)
+            for name, gradient in own.items():
+                if gradient.shape == gradients[name].shape:
+                    torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-4)
 
 
 # What is counted, and what is turned.
