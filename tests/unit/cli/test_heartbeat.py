@@ -126,7 +126,10 @@ def hears(absent: str, who: int):
     return said.getvalue()
 
 
-@pytest.mark.parametrize(("absent", "who"), [("stopped", 2), ("stopped", 0), ("late", 1)])
+@pytest.mark.parametrize(
+    ("absent", "who"),
+    [pytest.param("stopped", 2, marks=pytest.mark.slow), ("stopped", 0), ("late", 1)],
+)
 def test_the_others_name_the_absent_rank_while_they_wait(absent, who):
     from megazoo.testing import RankPool
 
@@ -220,34 +223,30 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(
-    ("launcher", "advice"),
-    [
-        ({}, "send SIGUSR1, which waits for the step\n"),
-        ({"SLURM_JOB_ID": "7"}, "the step; Slurm does so by --signal=USR1@300\n"),
-        (
-            {"TORCHELASTIC_RUN_ID": "x"},
-            "torchrun passes on SIGTERM, and kills all ranks 30 s later\n",
-        ),
-    ],
-    ids=["none", "Slurm", "torchrun"],
-)
-def test_steps_longer_than_launchers_wait_are_told_once(monkeypatch, capsys, launcher, advice):
-    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MEGAZOO_LAUNCHER", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    clock, signals = Clock(), StopSignal(ParallelContext())
-    monkeypatch.setattr(elastic, "time", clock)
-    said = []
-    for passed in (300, 19, 45, 60):  # the first step may compile
-        clock.now += passed
-        assert signals.agreed() is None
-        said.append(capsys.readouterr().err)
-    assert [bool(text) for text in said] == [False, False, True, False]
-    start = "warning: a step took 45 s, saving included, but 20 s after a SIGTERM a rank ends "
-    assert said[2].startswith(start + "at once, unsaved: to stop the run, ")
-    assert said[2].endswith(advice)
+LAUNCHERS = [
+    ({}, "send SIGUSR1, which waits for the step\n"),
+    ({"SLURM_JOB_ID": "7"}, "the step; Slurm does so by --signal=USR1@300\n"),
+    ({"TORCHELASTIC_RUN_ID": "x"}, "torchrun passes on SIGTERM, and kills all ranks 30 s later\n"),
+]
+
+
+def test_steps_longer_than_launchers_wait_are_told_once(monkeypatch, capsys):
+    for launcher, advice in LAUNCHERS:
+        for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MEGAZOO_LAUNCHER", "RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+        clock, signals = Clock(), StopSignal(ParallelContext())
+        monkeypatch.setattr(elastic, "time", clock)
+        said = []
+        for passed in (300, 19, 45, 60):  # the first step may compile
+            clock.now += passed
+            assert signals.agreed() is None
+            said.append(capsys.readouterr().err)
+        assert [bool(text) for text in said] == [False, False, True, False]
+        start = "warning: a step took 45 s, saving included, but 20 s after a SIGTERM a rank ends "
+        assert said[2].startswith(start + "at once, unsaved: to stop the run, ")
+        assert said[2].endswith(advice)
 
 
 def test_signals_are_noted_where_there_are_many_sockets():
