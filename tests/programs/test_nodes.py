@@ -21,6 +21,7 @@ from megazoo.cli.parsing import parse_options
 from megazoo.environment import adopt_launcher
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records
 from tests.support.programs import MARK, marked, python
+from tests.support.soak import soak
 
 ROOT = Path(__file__).parents[2]
 JOB = [*SMALL, "--eval-steps", "0"]
@@ -265,6 +266,14 @@ def test_a_signal_to_one_rank_saves_and_ends_all(ranks, straight, tmp_path, name
     assert re.search(f"stopped by {name}: trained steps 1 to [45]", first)
     pretrain_gpt.main([*kept[2:], "--load", kept[1], "--device", "cpu"])
     assert close(losses(tmp_path / "metrics"), straight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_under_random_deaths_ends_as_a_quiet_one(tmp_path):
+    figures = soak(tmp_path, minutes=1, seed=1)
+    assert figures.steps > 5
+    assert sum(figures.deaths.values()) >= 2
 
 
 # Launchers.
