@@ -1,7 +1,6 @@
 """The training program and the tools with --cp: several ranks share each sequence."""
 
 import contextlib
-import importlib
 import io
 import json
 import re
@@ -17,7 +16,7 @@ from tests.support.data import write_lines
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, close, losses, records, start
 from tests.support.sampling import marked_slow
-from tools import generate
+from tools import evaluate, generate
 
 MPT = [*SMALL, "--model", "mpt"]  # ALiBi
 
@@ -171,7 +170,7 @@ def output_of(tool: str, arguments: list[str]) -> str:
     """What rank 0 prints, run with the ranks of a test."""
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        importlib.import_module(tool).main(arguments)
+        {"evaluate": evaluate, "generate": generate}[tool].main(arguments)
     return told.getvalue()
 
 

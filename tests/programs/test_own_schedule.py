@@ -38,9 +38,9 @@ def late(tmp_path, monkeypatch):
     """The arguments that name the schedule, of whose import nothing remains in this process."""
     (tmp_path / "late.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mistakes, "user_files", [])
-    monkeypatch.setitem(SCHEDULES, "late", None)
-    return "--import late.py --schedule late".split()
+    yield "--import late.py --schedule late".split()
+    SCHEDULES.pop("late", None)
+    mistakes.user_files.clear()
 
 
 def run(program, *arguments):

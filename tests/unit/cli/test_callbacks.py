@@ -43,7 +43,7 @@ megazoo.on_save(tell("save"))
 @pytest.fixture(autouse=True)
 def _registers():
     """Take out again what a test registers in this process."""
-    registers = (callbacks._steps, callbacks._evaluations, callbacks._saves)
+    registers = (callbacks._steps, callbacks._evaluations, callbacks._saves, mistakes.user_files)
     yield
     for register in registers:
         register.clear()
@@ -111,7 +111,6 @@ def test_a_checkpoint_that_failed_is_not_called_saved(tmp_path):
 
 def test_an_exception_ends_the_run(tmp_path, monkeypatch, capsys):
     told = "pretrain_gpt.py: error: check, called after a step: too hot"
-    monkeypatch.setattr(mistakes, "user_files", [])
     for name, raises, line in [
         ("hot.py", "megazoo.UserError('too hot')", told),
         ("bug.py", "ValueError('a bug')", "ValueError: a bug"),
