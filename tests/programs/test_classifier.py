@@ -184,11 +184,11 @@ def check_frozen(trained, directory):
     assert changed == ["score.weight"]
 
 
-@pytest.mark.parametrize("flag", ["--packing", "--separate-documents"])
-def test_flags_that_say_nothing_of_a_classifier_are_refused(tmp_path, flag):
+def test_flags_that_say_nothing_of_a_classifier_are_refused(tmp_path):
     file = write_rows(tmp_path / "a.jsonl", "2 labels")
     words = [*PROGRAM, "--num-labels", "2", "--data", str(file), "--steps", "1"]
     pretrain_gpt.prepare(words)
-    told = f"{flag[2:]} says nothing of a classifier, of which each row is a text: leave it out"
-    with pytest.raises(megazoo.UserError, match=f"^{told}$"):
-        pretrain_gpt.prepare([*words, flag])
+    for flag in ("packing", "separate-documents"):
+        told = f"{flag} says nothing of a classifier, of which each row is a text: leave it out"
+        with pytest.raises(megazoo.UserError, match=f"^{told}$"):
+            pretrain_gpt.prepare([*words, f"--{flag}"])

@@ -21,19 +21,10 @@ def directories(tokenizer, tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("inference"), tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["hf", "shards"])
+@pytest.mark.parametrize("kind", [pytest.param("hf", marks=pytest.mark.slow), "shards"])
 def test_torchrun_generates_what_transformers_does(directories, kind):
     command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += [
-        "tools/generate.py",
-        directories / kind,
-        "--tp",
-        "2",
-        "--pp",
-        "2",
-        "--device",
-        "cpu",
-    ]
+    command += ["tools/generate.py", directories / kind, *"--tp 2 --pp 2 --device cpu".split()]
     command += ["--prompt", PROMPT, "--max-new-tokens", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -45,15 +36,8 @@ def test_torchrun_generates_what_transformers_does(directories, kind):
 def test_prompts_from_a_file_are_answered_together(directories, tmp_path, monkeypatch, capsys):
     prompts = [PROMPT, "import", "class Oracle:"]
     (tmp_path / "prompts").write_text("\n".join(prompts) + "\n\n")
-    arguments = [
-        directories / "hf",
-        "--prompts",
-        tmp_path / "prompts",
-        "--max-new-tokens",
-        12,
-        "--batch-size",
-        2,
-    ]
+    arguments = [directories / "hf", "--prompts", tmp_path / "prompts"]
+    arguments += "--max-new-tokens 12 --batch-size 2".split()
     code, out, _ = run_main(generate, monkeypatch, capsys, *arguments)
     assert code == 0
     assert out.startswith(
@@ -66,16 +50,8 @@ def test_prompts_from_a_file_are_answered_together(directories, tmp_path, monkey
 
 def test_several_answers_to_each_prompt(directories, tmp_path, monkeypatch, capsys):
     (tmp_path / "prompts").write_text(f"{PROMPT}\nimport\n")
-    arguments = [
-        directories / "hf",
-        "--prompts",
-        tmp_path / "prompts",
-        "--max-new-tokens",
-        12,
-        "--num-beams",
-        3,
-    ]
-    arguments += ["--num-return-sequences", 2, "--no-repeat-ngram-size", 2]
+    arguments = [directories / "hf", "--prompts", tmp_path / "prompts", "--max-new-tokens", 12]
+    arguments += "--num-beams 3 --num-return-sequences 2 --no-repeat-ngram-size 2".split()
     code, out, _ = run_main(generate, monkeypatch, capsys, *arguments)
     settings = {"num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 2}
     tokens = AutoTokenizer.from_pretrained(directories / "hf")
@@ -119,58 +95,29 @@ def test_sampling_and_stopping(directories, monkeypatch, capsys):
     assert len(answer) < len(text) - len(PROMPT)
 
 
-WRONG = {
-    "a prompt that is too long": (
-        "--prompt",
-        "x = 1 " * 40,
-        r"a prompt of \d+ tokens and 128 new ones exceed the model's",
-    ),
-    "two sources of prompts": (
-        "--prompt",
-        "a",
-        "--prompts",
-        "b",
-        "--prompt and --prompts exclude each other",
-    ),
-    "no file": ("--prompts", "/nowhere", "/nowhere can't be read: No such file"),
-    "a layout that cannot be": ("--prompt", "a", "--tp", "3", "tp 3 doesn't divide"),
-    "a tokenizer that is not there": ("--prompt", "a", "--tokenizer", "/nowhere", "/nowhere"),
-    "greedy answers": (
-        "--prompt",
-        "a",
-        "--num-return-sequences",
-        "2",
-        "num-return-sequences 2 needs --temperature,",
-    ),
-    "top-p": ("--prompt", "a", "--top-p", "2", "top_p 2.0 is out of range"),
-}
+TOO_LONG = "x = 1 " * 40
+WRONG = [
+    (["--prompt", TOO_LONG], r"a prompt of \d+ tokens and 128 new ones exceed the model's"),
+    ("--prompt a --prompts b".split(), "--prompt and --prompts exclude each other"),
+    ("--prompts /nowhere".split(), "/nowhere can't be read: No such file"),
+    ("--prompt a --tp 3".split(), "tp 3 doesn't divide"),
+    ("--prompt a --tokenizer /nowhere".split(), "/nowhere"),
+    ("--prompt a --num-return-sequences 2".split(), "num-return-sequences 2 needs --temperature,"),
+    ("--prompt a --top-p 2".split(), "top_p 2.0 is out of range"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_mistakes_are_told_in_one_line(directories, monkeypatch, capsys, name):
-    *arguments, message = WRONG[name]
-    code, _, error = run_main(generate, monkeypatch, capsys, directories / "hf", *arguments)
-    assert code == 2
-    assert error.count("\n") == 1
-    assert re.search(message, error), error
+def test_mistakes_are_told_in_one_line(directories, monkeypatch, capsys):
+    for arguments, message in WRONG:
+        code, _, error = run_main(generate, monkeypatch, capsys, directories / "hf", *arguments)
+        assert (code, error.count("\n")) == (2, 1), error
+        assert re.search(message, error), error
 
 
 def test_a_model_that_was_trained_here_needs_no_tokenizer_files(tmp_path, monkeypatch, capsys):
     megazoo.from_config(tiny_config(vocab_size=257)).save_parallelized(tmp_path)
-    code, _, error = run_main(
-        generate, monkeypatch, capsys, tmp_path, "--prompt", "a", "--max-new-tokens", 3
-    )
+    words = (tmp_path, "--prompt", "a", "--max-new-tokens", 3)
+    code, _, error = run_main(generate, monkeypatch, capsys, *words)
     assert (code, "has no tokenizer: give --tokenizer byte" in error) == (2, True)
-    code, out, _ = run_main(
-        generate,
-        monkeypatch,
-        capsys,
-        tmp_path,
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        3,
-        "--tokenizer",
-        "byte",
-    )
+    code, out, _ = run_main(generate, monkeypatch, capsys, *words, "--tokenizer", "byte")
     assert (code, out[0]) == (0, "a")

@@ -2,9 +2,12 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
+import torch
 
+from megazoo.cli import local_ranks
 from tests.support.pretraining import ROOT
 from tests.support.programs import python
 
@@ -46,8 +49,29 @@ def run(tmp_path, *words, **environment):
     )
 
 
+def test_what_keeps_a_program_from_forking(monkeypatch):
+    monkeypatch.setattr(local_ranks.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(local_ranks, "user_files", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert local_ranks.can_fork() == (sys.platform == "linux")
+    for where, name, value in [
+        (local_ranks.threading, "active_count", lambda: 2),
+        (local_ranks, "user_files", ["own.py"]),
+        (torch.cuda, "is_available", lambda: True),
+        (sys, "platform", "darwin"),
+    ]:
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, value)
+            assert not local_ranks.can_fork(), name
+
+
 @pytest.mark.parametrize(
-    ("how", "means"), [("fork", "forked"), ("import", "anew"), ("thread", "anew")]
+    ("how", "means"),
+    [
+        ("fork", "forked"),
+        ("import", "anew"),
+        pytest.param("thread", "anew", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_are_forked_unless_threads_may_run(tmp_path, how, means):
     done = run(tmp_path, how, "0", "0", RANK="7", LOCAL_WORLD_SIZE="9", GROUP_RANK="1")
@@ -59,7 +83,10 @@ def test_ranks_are_forked_unless_threads_may_run(tmp_path, how, means):
 
 @pytest.mark.parametrize(
     ("word", "code", "line"),
-    [("3", 3, "ended with exit code 3"), ("die", 137, "was killed by SIGKILL")],
+    [
+        pytest.param("3", 3, "ended with exit code 3", marks=pytest.mark.slow),
+        ("die", 137, "was killed by SIGKILL"),
+    ],
 )
 def test_a_forked_rank_that_fails_ends_the_program(tmp_path, word, code, line):
     done = run(tmp_path, "fork", "0", word)

@@ -31,17 +31,8 @@ def test_float16_tells_its_loss_scale_and_the_steps_that_it_skips(tmp_path, caps
 
 def test_metrics_evaluation_and_summary(tmp_path, capsys):
     metrics = tmp_path / "new" / "metrics.jsonl"
-    arguments = [
-        "--steps",
-        "3",
-        "--eval-interval",
-        "2",
-        "--metrics",
-        str(metrics),
-        "--save",
-        str(tmp_path / "run"),
-    ]
-    pretrain_gpt.main([*SMALL, *arguments])
+    words = ["--metrics", str(metrics), "--save", str(tmp_path / "run")]
+    pretrain_gpt.main([*SMALL, *"--steps 3 --eval-interval 2".split(), *words])
     steps = [record for record in records(metrics) if "loss" in record]
     keys = "step loss grad_norm lr tokens_per_second tflops step_time "
     keys += "consumed_samples consumed_tokens peak_memory"
@@ -72,18 +63,10 @@ def test_tensorboard_and_mfu(tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics, board = tmp_path / "metrics.jsonl", tmp_path / "board"
-    arguments = [
-        "--metrics",
-        str(metrics),
-        "--tensorboard",
-        str(board),
-        "--peak-tflops",
-        "0.5",
-        "--save",
-    ]
-    pretrain_gpt.main(
-        [*SMALL, *arguments, str(tmp_path / "a"), "--steps", "3", "--save-interval", "2"]
-    )
+    arguments = ["--metrics", str(metrics), "--tensorboard", str(board)]
+    arguments += ["--peak-tflops", "0.5", "--save"]
+    first = ["--steps", "3", "--save-interval", "2"]
+    pretrain_gpt.main([*SMALL, *arguments, str(tmp_path / "a"), *first])
     resumed = ["--load", str(tmp_path / "a" / "step_00000002"), "--steps", "4", "--device", "cpu"]
     pretrain_gpt.main([*arguments, str(tmp_path / "b"), *resumed])
     told = EventAccumulator(str(board)).Reload()

@@ -7,9 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import threading
-import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,9 @@ from megazoo.cli import callbacks
 from megazoo.cli.parsing import parse_options
 from megazoo.environment import adopt_launcher
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records
-from tests.support.programs import MARK, marked, python
+from tests.support.processes import Program
+from tests.support.programs import python
+from tests.support.soak import soak
 
 ROOT = Path(__file__).parents[2]
 JOB = [*SMALL, "--eval-steps", "0"]
@@ -52,69 +51,19 @@ run_program(pretrain_gpt.main)
 """
 
 
-class Job:
-    """A command that runs, with its output as it comes."""
-
-    def __init__(self, command, **environment):
-        clean = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        }
-        self.mark = uuid.uuid4().hex
-        clean |= {"PYTHONPATH": str(ROOT), MARK: self.mark}
-        clean["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=ROOT,
-            env=clean | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines = []
-        self._reader = threading.Thread(
-            target=lambda: self.lines.extend(self.process.stdout), daemon=True
-        )
-        self._reader.start()
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    def wait(self, timeout=120) -> int:
-        try:
-            code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {timeout} s:\n{self.text[-3000:]}")
-        self._reader.join(10)
-        return code
-
-    def wait_for(self, words, timeout=90):
-        end = time.monotonic() + timeout
-        while words not in self.text:
-            assert time.monotonic() < end, f"no {words!r} in:\n{self.text[-3000:]}"
-            assert self.process.poll() is None, f"ended without {words!r}:\n{self.text[-3000:]}"
-            time.sleep(0.05)
-
-    def end(self):
-        """Leave no process behind: the launcher's ranks have sessions of their own."""
-        for pid in marked(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
-
-
 @pytest.fixture
 def start():
     """Starts jobs, and ends those that are left."""
     jobs = []
 
     def begin(command, **environment):
-        jobs.append(Job(command, **environment))
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        jobs.append(Program(*command[1:], program=command[0], **environment))
         return jobs[-1]
 
     yield begin
     for job in jobs:
-        job.end()
+        job.clear()
 
 
 @pytest.fixture
@@ -186,7 +135,7 @@ def test_two_nodes_train_like_one_process(start, nodes, straight, tmp_path, layo
     arguments = [*JOB, *layout.split(), "--steps", 8, "--metrics", tmp_path / "metrics"]
     jobs = [start(command) for command in torchrun_on(nodes, "pretrain_gpt.py", *arguments)]
     for job in jobs:
-        assert job.wait() == 0, job.text
+        assert job.end(120) == 0, job.text
     assert close(losses(tmp_path / "metrics"), straight)
 
 
@@ -202,7 +151,7 @@ def test_a_rank_of_another_node_is_killed_and_the_job_goes_on_from_its_checkpoin
         start(command) for command in torchrun_on(nodes, fault, *words, ranks=ranks, restarts=1)
     ]
     for job in jobs:
-        assert job.wait(200) == 0, "\n\n".join(job.text for job in jobs)
+        assert job.end(200) == 0, "\n\n".join(job.text for job in jobs)
     assert (tmp_path / "once").exists()
     steps = [record["step"] for record in records(tmp_path / "metrics")]
     assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8], "on from step 4"
@@ -223,7 +172,7 @@ LATE = f"rank 2 (tp 0, pp 1, dp 0) on {os.uname().nodename} has not entered trai
 def test_a_fault_of_a_rank_ends_the_job_and_is_told(start, fault, tmp_path, kind):
     words = ["--fault", f"{kind},2,3,{tmp_path}/once", *JOB, *"--tp 2 --pp 2 --timeout 10".split()]
     job = start([python(), *TORCHRUN, "--nproc-per-node", 4, fault, *words])
-    assert job.wait(170) != 0
+    assert job.end(170) != 0
     assert "step   2/" in job.text
     assert FAULTS[kind] in job.text
     assert (LATE in job.text) == (kind == "stall")
@@ -236,7 +185,7 @@ def test_a_network_that_is_cut_ends_the_job_on_both_nodes(start, nodes, tmp_path
     jobs[0].wait_for("step      3/")
     nodes[1]()
     for job in jobs:
-        assert job.wait() != 0
+        assert job.end(120) != 0
     assert "no word from rank" in jobs[0].text
     assert "can't reach the others any more" in jobs[1].text
 
@@ -265,6 +214,14 @@ def test_a_signal_to_one_rank_saves_and_ends_all(ranks, straight, tmp_path, name
     assert re.search(f"stopped by {name}: trained steps 1 to [45]", first)
     pretrain_gpt.main([*kept[2:], "--load", kept[1], "--device", "cpu"])
     assert close(losses(tmp_path / "metrics"), straight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_under_random_deaths_ends_as_a_quiet_one(tmp_path):
+    figures = soak(tmp_path, minutes=1, seed=1)
+    assert figures.steps > 5
+    assert sum(figures.deaths.values()) >= 2
 
 
 # Launchers.
@@ -314,7 +271,7 @@ def test_srun_alone_starts_a_job(start, straight, tmp_path):
         for rank in range(2)
     ]
     for job in jobs:
-        assert job.wait() == 0, job.text
+        assert job.end(120) == 0, job.text
     assert close(losses(tmp_path / "metrics"), straight)
 
 

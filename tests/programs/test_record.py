@@ -329,6 +329,9 @@ def test_a_restart_before_the_first_checkpoint_begins_anew(fails, tmp_path, monk
     callbacks._steps.clear()
     record = tmp_path / "record"
     assert steps_in(record)[0] == 1
+    with pytest.raises(UserError, match="holds the record of another run"):
+        train(*fails)  # of a user, who has not seen that
+    callbacks._steps.clear()
     with monkeypatch.context() as restarted:
         restarted.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         train(*fails)

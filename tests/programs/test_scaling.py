@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sampling import marked_slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,7 +51,7 @@ def test_no_factor_is_below_zero():
     assert [law.fit([1, 2, 9], [3, 1, 1])(x) for x in (1, 9)] == pytest.approx([1.2, 1.2])
 
 
-def test_a_curve_is_told_in_two_tables():
+def test_a_curve_is_told_in_two_tables_and_drawn(tmp_path):
     from benchmarks.laws import Curve, Point
 
     points = [Point(n, [s, 2 * s, 1.5 * s], 600, 1e6 * n, 2e6, 5e5) for n, s in ((1, 2), (2, 4))]
@@ -61,17 +63,35 @@ def test_a_curve_is_told_in_two_tables():
     told = "| layers | time | a + b x | the first 1 | 6 s | 6 s | +0% |"
     assert curve.law_rows() == [told]
     assert curve.as_dict()["laws"] == {"time": {"law": "a + b x", "departure": pytest.approx(0)}}
+    pytest.importorskip("matplotlib")
+    from benchmarks import picture
+
+    picture.draw([curve], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("number", range(6))
+def tiny(study):
+    base = replace(study.base, hidden=64, layers=2, sequence=16, heads=2)
+    return replace(study, base=base, sizes=study.sizes[:2])
+
+
+def test_every_size_of_a_study_can_be_planned():
+    from benchmarks.cases import scaling
+
+    for study in scaling.STUDIES:
+        totals = [scaling.plan(study.at(tiny(study).base, each)).total for each in study.sizes[:2]]
+        assert len(set(totals)) == (1 if study.name.startswith("ranks of dp") else 2), study.name
+
+
+# one of one process, one of several
+@pytest.mark.parametrize("number", marked_slow(range(6), lambda number, _: number not in (2, 5)))
 def test_a_study_measures_a_tiny_model(number):
     from benchmarks.cases import scaling
 
-    study = scaling.STUDIES[number]
-    base = replace(study.base, hidden=64, layers=2, sequence=16, heads=2)
-    curve = scaling.measured(replace(study, base=base, sizes=study.sizes[:2]), 1)
+    study = tiny(scaling.STUDIES[number])
+    curve = scaling.measured(study, 1)
     first, second = curve.points
-    assert [first.size, second.size] == list(study.sizes[:2])
+    assert [first.size, second.size] == list(study.sizes)
     assert all(len(point.seconds) == 1 and point.memory > 0 for point in curve.points)
     assert first.planned > 0
     assert second.sent > 0

@@ -1,12 +1,10 @@
 """The programs in tools/, run as users run them."""
 
 import json
-import sys
 
-import pytest
-
-from megazoo.cli.launch import run_program
+from tests.support.inference import run_main
 from tests.support.programs import run_tool
+from tools import plot_metrics, plot_schedule
 
 
 def test_plot_metrics_draws_a_png(tmp_path):
@@ -23,8 +21,6 @@ def test_plot_metrics_draws_a_png(tmp_path):
 
 
 def test_plot_metrics_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
-    from tools import plot_metrics
-
     (tmp_path / "broken").write_text('{"step": 1, "loss": 2}\nnonsense\n')
     for arguments, message in {
         (): "name at least one file of metrics (--help says how)",
@@ -32,18 +28,11 @@ def test_plot_metrics_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
         (tmp_path / "none",): f"{tmp_path}/none: No such file or directory",
         (tmp_path / "broken",): f"{tmp_path}/broken, line 2 is not a line of metrics",
     }.items():
-        monkeypatch.setattr(sys, "argv", ["plot_metrics.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            run_program(plot_metrics.main)
-        assert (stop.value.code, capsys.readouterr().err) == (
-            2,
-            f"plot_metrics.py: error: {message}\n",
-        )
+        code, _, error = run_main(plot_metrics, monkeypatch, capsys, *arguments)
+        assert (code, error) == (2, f"plot_metrics.py: error: {message}\n")
 
 
 def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, monkeypatch):
-    from tools import plot_schedule
-
     how = ["--pp", "4", "--microbatches", "8", "--output"]
     plot_schedule.main(["--schedule", "zb-h1", *how, str(tmp_path / "a.svg")])
     drawn = (tmp_path / "a.svg").read_text()
@@ -61,7 +50,6 @@ def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, 
         ("--cost", "1", "2"): "cost must be three times above 0: of F, I and W",
         ("--output", "/none/a.svg"): "can't write /none/a.svg: No such file or directory",
     }.items():
-        monkeypatch.setattr(sys, "argv", ["plot_schedule.py", *arguments])
-        with pytest.raises(SystemExit):
-            run_program(plot_schedule.main)
-        assert capsys.readouterr().err == f"plot_schedule.py: error: {message}\n"
+        code, _, error = run_main(plot_schedule, monkeypatch, capsys, *arguments)
+        assert code in (1, 2)
+        assert error == f"plot_schedule.py: error: {message}\n"

@@ -6,31 +6,35 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from megazoo.cli.local_ranks import _catches as catches
 from tests.support.pretraining import ROOT, SMALL
+from tests.support.programs import MARK, marked
 
 JOB = ["pretrain_gpt.py", *SMALL, "--eval-steps", "0", "--steps", "100000"]
-
-
 SOON = 60.0  # seconds, on a machine that does much else
 
 
 class Program:
     """A program in a process group of its own, as a terminal starts it.
 
-    ignored: the signals that it inherits as ignored, as nohup and background jobs do.
+    program: what is started, by default Python itself. ignored: the signals that it inherits as
+    ignored, as nohup and background jobs do. environment: variables beside this process's own.
     """
 
-    def __init__(self, *arguments, ignored=()):
+    def __init__(self, *arguments, program=sys.executable, ignored=(), **environment):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        environment = {k: v for k, v in os.environ.items() if k not in names}
+        clean = {name: value for name, value in os.environ.items() if name not in names}
+        self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
+            [program, *map(str, arguments)],
             cwd=ROOT,
-            env=environment | {"PYTHONPATH": str(ROOT)},
+            env=clean | {"PYTHONPATH": str(ROOT), MARK: self.mark} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -44,6 +48,11 @@ class Program:
         ]
         for reader in self._readers:
             reader.start()
+
+    @property
+    def text(self) -> str:
+        """What it has printed, then what it has said of mistakes."""
+        return "".join([*self.out, *self.err])
 
     def wait_for(self, words, timeout=90, after=0):
         """Until it has printed these words, in a line after so many."""
@@ -77,7 +86,10 @@ class Program:
 
     def end(self, timeout=SOON) -> int:
         """The exit code, once the program and its ranks have ended."""
-        code = self.process.wait(timeout)
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {timeout} s:\n{self.text[-3000:]}")
         until = time.monotonic() + timeout
         while any(map(lives, self.ranks)):
             assert time.monotonic() < until, f"left behind: {self.ranks}"
@@ -87,7 +99,8 @@ class Program:
         return code
 
     def clear(self):
-        for pid in (self.process.pid, *self.ranks):
+        """Leave no process behind: ranks have sessions of their own."""
+        for pid in (self.process.pid, *self.ranks, *marked(self.mark)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)

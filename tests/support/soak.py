@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.places import LATEST
 from tests.support.pretraining import ROOT, SMALL, TORCHRUN, losses, records
+from tests.support.processes import lives
 
 JOB = [*SMALL, "--tp", "2", "--zero", "1", "--eval-steps", "0", "--lr-decay-steps", "1000"]
 KEPT = ["--save-interval", "5", "--async-save", "--keep-last", "2"]
@@ -147,13 +148,6 @@ def children(pid: int) -> list[int]:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def wait_for(condition, otherwise: str) -> None:

@@ -19,9 +19,10 @@ from megazoo.cli.elastic import StopSignal, naming_absent_ranks
 from megazoo.cli.heartbeat import LEFT, Watch
 from megazoo.parallel import ParallelContext, failure
 from megazoo.parallel.collectives import all_gather_objects
+from megazoo.torch_internals import default_store
 from tests.support.training import context
 
-SOON = 20.0  # seconds, on a machine that does much else
+SOON = 60.0  # seconds, on a machine that does much else
 
 
 def beats(number: int, *calls: int) -> list[bytes]:
@@ -126,7 +127,10 @@ def hears(absent: str, who: int):
     return said.getvalue()
 
 
-@pytest.mark.parametrize(("absent", "who"), [("stopped", 2), ("stopped", 0), ("late", 1)])
+@pytest.mark.parametrize(
+    ("absent", "who"),
+    [pytest.param("stopped", 2, marks=pytest.mark.slow), ("stopped", 0), ("late", 1)],
+)
 def test_the_others_name_the_absent_rank_while_they_wait(absent, who):
     from megazoo.testing import RankPool
 
@@ -144,6 +148,58 @@ def test_the_others_name_the_absent_rank_while_they_wait(absent, who):
     }
     assert re.fullmatch(line[absent], said[teller])
     assert not any(text for rank, text in enumerate(said) if rank != teller)
+
+
+class Unreachable:
+    """A store whose machine is gone."""
+
+    def set(self, *_):
+        threading.Event().wait(SOON)
+
+
+class Until:
+    """A clock by which one sleeps until both ranks that wait in vain have said so."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def sleep(self, _):
+        self.store.wait(["waited in vain/0", "waited in vain/2"], timedelta(seconds=SOON))
+
+
+def waits_in_vain():
+    """What this rank says where rank 1 does not take part in what the others wait for: after a
+    timeout, after a broken connection, and where the job's store can't be reached."""
+    ctx, found = context(dp=3), []
+    for reason, store in [
+        ("[gloo] Timed out waiting 4000ms\nat some line", dist.PrefixStore("1", default_store())),
+        ("[gloo] Connection closed by peer", dist.PrefixStore("2", default_store())),
+        ("[gloo] Timed out waiting 4000ms", Unreachable()),
+    ]:
+        with (
+            mock.patch.object(elastic, "time", Until(store)),  # in place of GRACE
+            mock.patch.object(elastic, "OUT_OF_REACH", 0 if found[1:] else SOON),
+            mock.patch.object(elastic, "default_store", lambda store=store: store),
+            contextlib.redirect_stderr(io.StringIO()) as said,
+            contextlib.suppress(RuntimeError),
+            naming_absent_ranks(ctx),
+        ):
+            if ctx.rank != 1:
+                raise RuntimeError(reason)
+        found.append(said.getvalue())
+        all_gather_objects(None, ctx)
+    return found
+
+
+def test_who_was_waited_for_in_vain_is_told_once(ranks):
+    told = "no word from rank 1 (tp 0, pp 0, dp 1): it stalled longer than the timeout, or died "
+    told += "([gloo] Timed out waiting 4000ms)\n"
+    lost = " can't reach the others any more, nor the job's store: is a node or its network down?\n"
+    name = os.uname().nodename
+    first, absent, last = ranks(waits_in_vain, 3)
+    assert first == [told, "", f"rank 0 on {name}{lost}"]
+    assert absent == ["", "", ""]
+    assert last == ["", "", f"rank 2 on {name}{lost}"]
 
 
 def left_in_order():
@@ -220,34 +276,30 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(
-    ("launcher", "advice"),
-    [
-        ({}, "send SIGUSR1, which waits for the step\n"),
-        ({"SLURM_JOB_ID": "7"}, "the step; Slurm does so by --signal=USR1@300\n"),
-        (
-            {"TORCHELASTIC_RUN_ID": "x"},
-            "torchrun passes on SIGTERM, and kills all ranks 30 s later\n",
-        ),
-    ],
-    ids=["none", "Slurm", "torchrun"],
-)
-def test_steps_longer_than_launchers_wait_are_told_once(monkeypatch, capsys, launcher, advice):
-    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MEGAZOO_LAUNCHER", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    clock, signals = Clock(), StopSignal(ParallelContext())
-    monkeypatch.setattr(elastic, "time", clock)
-    said = []
-    for passed in (300, 19, 45, 60):  # the first step may compile
-        clock.now += passed
-        assert signals.agreed() is None
-        said.append(capsys.readouterr().err)
-    assert [bool(text) for text in said] == [False, False, True, False]
-    start = "warning: a step took 45 s, saving included, but 20 s after a SIGTERM a rank ends "
-    assert said[2].startswith(start + "at once, unsaved: to stop the run, ")
-    assert said[2].endswith(advice)
+LAUNCHERS = [
+    ({}, "send SIGUSR1, which waits for the step\n"),
+    ({"SLURM_JOB_ID": "7"}, "the step; Slurm does so by --signal=USR1@300\n"),
+    ({"TORCHELASTIC_RUN_ID": "x"}, "torchrun passes on SIGTERM, and kills all ranks 30 s later\n"),
+]
+
+
+def test_steps_longer_than_launchers_wait_are_told_once(monkeypatch, capsys):
+    for launcher, advice in LAUNCHERS:
+        for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MEGAZOO_LAUNCHER", "RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+        clock, signals = Clock(), StopSignal(ParallelContext())
+        monkeypatch.setattr(elastic, "time", clock)
+        said = []
+        for passed in (300, 19, 45, 60):  # the first step may compile
+            clock.now += passed
+            assert signals.agreed() is None
+            said.append(capsys.readouterr().err)
+        assert [bool(text) for text in said] == [False, False, True, False]
+        start = "warning: a step took 45 s, saving included, but 20 s after a SIGTERM a rank ends "
+        assert said[2].startswith(start + "at once, unsaved: to stop the run, ")
+        assert said[2].endswith(advice)
 
 
 def test_signals_are_noted_where_there_are_many_sockets():

@@ -11,7 +11,6 @@ import torch
 import megazoo
 import pretrain_gpt
 from megazoo.cli.flags import parse_flags, settings_of
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import Options, ShardingOptions
 from megazoo.cli.parsing import each_once
 from megazoo.cli.run import note_on_data
@@ -19,22 +18,19 @@ from megazoo.errors import UserError
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
 from megazoo.tokenizer import ByteTokenizer
+from tests.support.inference import run_main
 from tests.support.pretraining import ROOT, start
 
 
-@pytest.mark.parametrize(
-    ("given", "once"),
-    [
-        ("--steps=3 --load a --steps 6", "--load a --steps 6"),
-        (
-            "--log_interval 1 --data 0.7 a 0.3 b --log-interval 2 --data c",
-            "--log-interval 2 --data c",
+def test_of_a_flag_the_last_value_remains():
+    for given, once in {
+        "--steps=3 --load a --steps 6": "--load a --steps 6",
+        "--log_interval 1 --data 0.7 a 0.3 b --log-interval 2 --data c": (
+            "--log-interval 2 --data c"
         ),
-        ("--compile --no-compile --sequence-parallel", "--no-compile --sequence-parallel"),
-    ],
-)
-def test_of_a_flag_the_last_value_remains(given, once):
-    assert each_once(given.split()) == once.split()
+        "--compile --no-compile --sequence-parallel": "--no-compile --sequence-parallel",
+    }.items():
+        assert each_once(given.split()) == once.split()
 
 
 def test_toml_file_and_command_line(tmp_path):
@@ -201,20 +197,18 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize("arguments", BAD_INPUT)
-def test_bad_input_ends_with_one_line_and_exit_code_2(arguments, capsys, monkeypatch):
+def test_bad_input_ends_with_one_line_and_exit_code_2(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
     monkeypatch.setattr(
         pretrain_gpt.megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built")
     )
-    with pytest.raises(SystemExit) as stop:
-        run_program(pretrain_gpt.main)
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2
-    assert err.count("\n") == 1, err
-    assert err.startswith("pretrain_gpt.py: error: " + BAD_INPUT[arguments])
-    assert not out
+    wrong = {}
+    for arguments, line in BAD_INPUT.items():
+        code, out, err = run_main(pretrain_gpt, monkeypatch, capsys, *arguments.split())
+        is_right = err.startswith("pretrain_gpt.py: error: " + line) and err.count("\n") == 1
+        if not is_right or code != 2 or out:
+            wrong[arguments] = (code, out, err)
+    assert not wrong
 
 
 def test_an_empty_word_after_a_flag_is_refused_and_so_is_an_empty_argument():
@@ -253,14 +247,14 @@ TOML = {
 }
 
 
-@pytest.mark.parametrize("text", TOML, ids=range(len(TOML)))
-def test_a_wrong_value_in_a_toml_file_is_one_line_that_names_the_file(text, tmp_path):
+def test_a_wrong_value_in_a_toml_file_is_one_line_that_names_the_file(tmp_path):
     file = tmp_path / "c.toml"
-    file.write_text(text)
-    with pytest.raises(UserError) as refused:
-        pretrain_gpt.parse_options(["--config", str(file)], "")
-    assert str(file) in str(refused.value)
-    assert TOML[text] in str(refused.value)
+    for text, message in TOML.items():
+        file.write_text(text)
+        with pytest.raises(UserError) as refused:
+            pretrain_gpt.parse_options(["--config", str(file)], "")
+        assert str(file) in str(refused.value), text[:100]
+        assert message in str(refused.value), text[:100]
 
 
 def test_text_in_a_toml_file_is_never_a_flag(tmp_path):
@@ -298,24 +292,21 @@ def test_a_text_in_a_toml_file_may_stand_for_a_number_but_not_in_a_checkpoint(tm
         pretrain_gpt.parse_options([], "", resumed={"steps": "7"})
 
 
-@pytest.mark.parametrize(
-    ("before", "given", "note"),
-    [
-        (("stdlib",), [], None),
-        (("a.jsonl",), [], "data: a.jsonl, as the checkpoint says"),
-        (("a.jsonl",), ["--data", "b"], "data: b; the checkpoint's run had a.jsonl"),
-        (("stdlib",), ["--data", "b"], "data: b; the checkpoint's run had stdlib"),
-        (("a.jsonl",), ["--mock-data"], "data: mock; the checkpoint's run had a.jsonl"),
-    ],
-)
-def test_data_that_a_checkpoint_names_is_told(before, given, note):
-    options = pretrain_gpt.parse_options(given, "", resumed={"data": before})
-    state = {"settings": {"data": before}}
-    assert note_on_data(SimpleNamespace(options=options, state=state)) == note
+def test_data_that_a_checkpoint_names_is_told():
+    for before, given, note in [
+        ("stdlib", [], None),
+        ("a.jsonl", [], "data: a.jsonl, as the checkpoint says"),
+        ("a.jsonl", ["--data", "b"], "data: b; the checkpoint's run had a.jsonl"),
+        ("stdlib", ["--data", "b"], "data: b; the checkpoint's run had stdlib"),
+        ("a.jsonl", ["--mock-data"], "data: mock; the checkpoint's run had a.jsonl"),
+    ]:
+        options = pretrain_gpt.parse_options(given, "", resumed={"data": (before,)})
+        state = {"settings": {"data": (before,)}}
+        assert note_on_data(SimpleNamespace(options=options, state=state)) == note
 
 
 def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
-    done = start([], "--tp", 3, executable=sys.executable)
+    done = start([], "--tp", 3)
     assert done.returncode == 2
     assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide heads 4: use tp 1, 2 or 4\n"
     assert done.stdout == ""

@@ -24,15 +24,16 @@ def test_handlers_that_nobody_tells_of_are_taken_to_be_there(monkeypatch):
         assert catches(os.getpid(), signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM, errno.ESRCH])
-def test_a_process_that_can_not_be_watched_is_left_out(monkeypatch, error):
-    def refused(_):
-        raise OSError(error, os.strerror(error))
+def test_a_process_that_can_not_be_watched_is_left_out(monkeypatch):
+    for error in (errno.ENOSYS, errno.EPERM, errno.ESRCH):
 
-    monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
-    watch = deaths._Watch([("rank 1", 1, os.getpid())])
-    watch.close()
-    assert not watch._thread.is_alive()
+        def refused(_, error=error):
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
+        watch = deaths._Watch([("rank 1", 1, os.getpid())])
+        watch.close()
+        assert not watch._thread.is_alive()
 
 
 @pytest.mark.timeout(30)
