@@ -2,19 +2,12 @@
 export."""
 
 import json
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    MptConfig,
-)
+from transformers import AutoModelForSequenceClassification, GPT2LMHeadModel
 
 import megazoo
 from megazoo.errors import UserError
@@ -33,18 +26,9 @@ from tests.support.training import (
     tiny_config,
     world,
 )
+from tests.support.transformers_models import config_of
 
-CONFIGS = {
-    "gpt2": partial(
-        GPT2Config, vocab_size=61, n_positions=32, n_embd=32, n_layer=4, n_head=4,
-        resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0,
-    ),
-    "llama": partial(
-        LlamaConfig, vocab_size=61, max_position_embeddings=32, hidden_size=32, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-    ),
-    "mpt": partial(MptConfig, vocab_size=61, max_seq_len=32, d_model=32, n_layers=4, n_heads=4),
-}  # fmt: skip
+FAMILIES = ["gpt2", "llama", "mpt"]
 PROBLEMS = {
     "single_label_classification": LABELS,
     "multi_label_classification": LABELS,
@@ -61,7 +45,7 @@ LAYOUTS = [
 
 
 def hugging_face_classifier(family: str, **fields):
-    config = CONFIGS[family](**{"num_labels": LABELS, "pad_token_id": PAD, **fields})
+    config = config_of(family, 4, **{"num_labels": LABELS, "pad_token_id": PAD, **fields})
     torch.manual_seed(0)
     return randomized_(AutoModelForSequenceClassification.from_config(config))
 
@@ -97,7 +81,7 @@ def outputs(paths, problem, layout):
 )
 def test_logits_and_loss_equal_transformers(ranks, tmp_path, layout, problem):
     expected, paths = {}, {}
-    for family in CONFIGS:
+    for family in FAMILIES:
         hf = hugging_face_classifier(family, num_labels=PROBLEMS[problem])
         paths[family] = tmp_path / family
         hf.save_pretrained(paths[family])
@@ -132,10 +116,10 @@ def fine_tune(path, layout, steps=4, schedule="1f1b"):
 
 
 # the layouts of a classifier are the same for all families
-@pytest.mark.parametrize("family", marked_slow(list(CONFIGS), lambda _, name: name != "llama"))
+@pytest.mark.parametrize("family", marked_slow(FAMILIES, lambda _, name: name != "llama"))
 def test_a_fine_tune_follows_one_process(ranks, tmp_path, family):
     language_model = megazoo.from_config(
-        megazoo.models.config_from_hugging_face(CONFIGS[family]().to_dict()), seed=1
+        megazoo.models.config_from_hugging_face(config_of(family, 4).to_dict()), seed=1
     )
     language_model.generation = {"pad_token_id": PAD}
     language_model.sidecar_files = {
@@ -151,7 +135,7 @@ def test_a_fine_tune_follows_one_process(ranks, tmp_path, family):
             assert ((torch.tensor(history) - expected).abs() < 1e-5 * expected.clamp(min=1)).all()
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_import_and_export_give_every_tensor_back(tmp_path, family):
     hf = hugging_face_classifier(family, problem_type="multi_label_classification")
     hf.save_pretrained(tmp_path / "hf")
@@ -207,7 +191,7 @@ def test_labels_and_rows_that_cannot_be_are_refused(tmp_path):
 
 
 def test_the_config_says_what_pads(tmp_path):
-    hf = GPT2LMHeadModel(CONFIGS["gpt2"](pad_token_id=5))
+    hf = GPT2LMHeadModel(config_of("gpt2", pad_token_id=5))
     hf.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text("{}")
     assert megazoo.from_pretrained(tmp_path, num_labels=2).config.pad_token_id == 5

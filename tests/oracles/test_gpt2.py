@@ -5,7 +5,6 @@ import torch
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models.counts import parameter_count
 from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.models.registry import config_from_hugging_face, find_config
 from megazoo.parallel import ParallelContext
@@ -15,6 +14,7 @@ from tests.support.training import (
     inputs_for,
     layout_name,
     transformers_case,
+    world,
 )
 from tests.support.transformers_models import gpt2
 
@@ -87,9 +87,11 @@ def test_logits_and_loss_equal_transformers(ranks, cases):
     assert_outputs_equal(ranks, cases, {})
 
 
-def test_every_variant_equals_it_in_two_of_the_layouts(ranks, cases):
-    for number, layout in enumerate(INFERENCE_LAYOUTS[1:]):
-        assert_outputs_equal(ranks, cases[number % 4 :: 4], layout)
+def test_every_variant_equals_it_in_one_of_the_layouts(ranks, cases):
+    """Of at most four ranks."""
+    layouts = [layout for layout in INFERENCE_LAYOUTS if 1 < world(layout) < 8]
+    for number, layout in enumerate(layouts):
+        assert_outputs_equal(ranks, cases[number :: len(layouts)], layout)
 
 
 @pytest.mark.slow
@@ -108,18 +110,6 @@ def test_loss_of_masked_labels_equals_transformers():
         for entry in model.entries():
             entry.parameter.copy_(weights[entry.name])
         assert abs(model(ids, labels=labels).loss - hf(ids, labels=labels).loss) < 1e-5
-
-
-PUBLISHED = {  # counted from the shapes in the papers: 12 L D^2 + 13 L D + (V + P + 2) D
-    "gpt2-124m": 124_439_808,
-    "gpt2-355m": 354_823_168,
-    "gpt2-774m": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-}
-
-
-def test_presets_have_the_published_sizes():
-    assert {preset: parameter_count(find_config(preset)) for preset in PUBLISHED} == PUBLISHED
 
 
 def test_stages_are_balanced_by_the_cost_of_their_ends():
@@ -150,20 +140,6 @@ def test_stages_may_be_cut_evenly_or_by_numbers():
     for wrong in ((6, 5), (12,), (12, 0), "even"):
         with pytest.raises(UserError, match="stage-layers"):
             counts(stage_layers=wrong)
-
-
-def test_every_rank_of_gpt3_adds_up_to_the_whole_model():
-    config = find_config("gpt3-175b")
-    whole = parameter_count(config)
-    assert 174e9 < whole < 176e9
-    total = 0
-    for rank in range(8 * 16):
-        ctx = ParallelContext.virtual(tp=8, pp=16, rank=rank)
-        for entry in GPT2.on_meta(config, ctx).entries():
-            assert entry.parameter.is_meta
-            for piece in entry.counted_pieces(ctx):
-                total += torch.Size(stop - start for start, stop in piece.box).numel()
-    assert total == whole
 
 
 REFUSED = [

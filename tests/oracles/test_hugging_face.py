@@ -153,24 +153,15 @@ def edited(tmp_path, name, change):
 
 def test_missing_and_unexpected_tensors_are_listed(tmp_path):
     for name, change, message in (
-        (
-            "llama",
-            lambda s: s.pop("model.norm.weight"),
-            "lacks model.norm.weight: it is not a Llama",
-        ),
+        ("llama", lambda s: s.pop("model.norm.weight"),
+         "lacks model.norm.weight: it is not a Llama"),
         ("llama", lambda s: s.pop("lm_head.weight"), "lacks lm_head.weight"),
         ("llama", lambda s: s.update(x=torch.ones(1)), "has the unexpected x"),
-        (
-            "mpt",
-            lambda s: s.update({f"{i}": torch.ones(1) for i in range(7)}),
-            "0, 1, 2, 3, 4 and 2 more",
-        ),
-        (
-            "gpt2",
-            lambda s: s.update({"h.0.attn.c_attn.masked_bias": torch.ones(1)}),
-            "unexpected h.0.attn.c_attn",
-        ),
-    ):
+        ("mpt", lambda s: s.update({f"{i}": torch.ones(1) for i in range(7)}),
+         "0, 1, 2, 3, 4 and 2 more"),
+        ("gpt2", lambda s: s.update({"h.0.attn.c_attn.masked_bias": torch.ones(1)}),
+         "unexpected h.0.attn.c_attn"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             edited(tmp_path, name, change)
     with pytest.raises(
@@ -280,37 +271,20 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     llama(kv_heads=2).save_pretrained(tmp_path / "hf")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
+    hf, full, none, out = (tmp_path / name for name in ("hf", "full", "none", "x"))
     for tool, arguments, message in (
         (convert_hf, (), "name the source (--help says how)"),
-        (convert_hf, (tmp_path / "hf",), "name the output (--help says how)"),
-        (
-            convert_hf,
-            (tmp_path / "hf", tmp_path / "full"),
-            f"{tmp_path}/full is not empty: choose another, or --overwrite",
-        ),
-        (
-            convert_hf,
-            (tmp_path / "hf", tmp_path / "x", "--tp", 3),
-            "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4",
-        ),
-        (
-            convert_hf,
-            (tmp_path / "none", tmp_path / "x"),
-            f"{tmp_path}/none/config.json: No such file or directory",
-        ),
-        (
-            merge_shards,
-            (tmp_path / "full", tmp_path / "x"),
-            f"{tmp_path}/full is not a checkpoint: it has neither latest nor megazoo.json, "
-            "nor config.json",
-        ),
-        (
-            merge_shards,
-            (tmp_path / "hf", tmp_path / "x", "--max-shard-size", "lots"),
-            "'lots' is not a size such as 5GB or 200MB",
-        ),
-        (inspect_checkpoint, (tmp_path / "none",), f"{tmp_path}/none is not a directory"),
-    ):
+        (convert_hf, (hf,), "name the output (--help says how)"),
+        (convert_hf, (hf, full), f"{full} is not empty: choose another, or --overwrite"),
+        (convert_hf, (hf, out, "--tp", 3),
+         "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
+        (convert_hf, (none, out), f"{none}/config.json: No such file or directory"),
+        (merge_shards, (full, out),
+         f"{full} is not a checkpoint: it has neither latest nor megazoo.json, nor config.json"),
+        (merge_shards, (hf, out, "--max-shard-size", "lots"),
+         "'lots' is not a size such as 5GB or 200MB"),
+        (inspect_checkpoint, (none,), f"{none} is not a directory"),
+    ):  # fmt: skip
         assert one_line(monkeypatch, capsys, tool, *arguments) == (
             2,
             f"{Path(tool.__file__).name}: error: {message}\n",
@@ -324,23 +298,17 @@ def test_inspect_finds_a_flipped_byte(tmp_path, monkeypatch, capsys):
     inspect_checkpoint.main([str(tmp_path / "hf"), "--verify"])
     inspect_checkpoint.main([str(tmp_path / "a"), "--verify"])
     output = capsys.readouterr().out
-    for words in (
-        "llama, ",
-        "tp 2 x pp 1 x dp 1",
-        "every byte is as it was written",
-        "every file can be read",
-    ):
+    for words in ("llama, ", "tp 2 x pp 1 x dp 1", "every byte is as it was written"):
         assert words in output
+    assert "every file can be read" in output
     file = tmp_path / "a" / "model_tp_1_pp_0.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
     code, line = one_line(monkeypatch, capsys, inspect_checkpoint, tmp_path / "a", "--verify")
     assert code == 1
-    assert (
-        line
-        == f"inspect_checkpoint.py: error: {file} has changed: its checksum is not the manifest's\n"
-    )
+    told = f"{file} has changed: its checksum is not the manifest's"
+    assert line == f"inspect_checkpoint.py: error: {told}\n"
     file.write_bytes(data[:-1])
     code, line = one_line(monkeypatch, capsys, inspect_checkpoint, tmp_path / "a", "--verify")
     assert code == 1

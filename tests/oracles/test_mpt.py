@@ -10,10 +10,8 @@ from transformers import MptForCausalLM
 import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import alibi_slopes
-from megazoo.models.counts import parameter_count
-from megazoo.models.mpt import MPT, MPTConfig
-from megazoo.models.registry import config_from_hugging_face, find_config
-from megazoo.parallel import ParallelContext
+from megazoo.models.mpt import MPTConfig
+from megazoo.models.registry import config_from_hugging_face
 from tests.support.training import (
     INFERENCE_LAYOUTS,
     Case,
@@ -22,6 +20,7 @@ from tests.support.training import (
     layout_name,
     randomized_,
     transformers_case,
+    world,
 )
 
 SIZES = {"vocab_size": 61, "max_positions": 32, "hidden_size": 32, "layers": 3, "heads": 4}
@@ -40,13 +39,13 @@ FOUNDRY = {
     "bias_max 16": {"alibi_bias_max": 16.0},
     "learned positions": {"alibi": False},
     "no positions": {"alibi": False, "learned_positions": False},
-    "normalised queries and keys": {"qk_norm": True},
     "normalised, grouped, clipped, biased": {
         "qk_norm": True,
         "kv_heads": 2,
         "clip_qkv": 1.0,
         "bias": True,
     },
+    "normalised queries and keys": {"qk_norm": True},
     "normalised, multi-query": {"qk_norm": True, "kv_heads": 1},
     "normalised, another epsilon": {"qk_norm": True, "kv_heads": 2, "norm_epsilon": 1e-2},
     "biases": {"bias": True},
@@ -97,9 +96,11 @@ def test_logits_and_loss_equal_transformers_or_a_plain_forward(ranks, cases):
     assert_outputs_equal(ranks, cases, {})
 
 
-def test_every_variant_equals_it_in_two_of_the_layouts(ranks, cases):
-    for number, layout in enumerate(INFERENCE_LAYOUTS[1:]):
-        assert_outputs_equal(ranks, cases[number % 4 :: 4], layout)
+def test_every_variant_equals_it_in_one_of_the_layouts(ranks, cases):
+    """Of at most four ranks."""
+    layouts = [layout for layout in INFERENCE_LAYOUTS if 1 < world(layout) < 8]
+    for number, layout in enumerate(layouts):
+        assert_outputs_equal(ranks, cases[number :: len(layouts)], layout)
 
 
 @pytest.mark.slow
@@ -188,26 +189,6 @@ def test_slopes():
     assert alibi_slopes(6).tolist() == [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(4, 16).tolist() == [2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16]
-
-
-def test_presets_have_the_published_sizes():
-    # mpt-7b as its checkpoint counts; mpt-30b by hand: 12 L D^2 for the layers, 2 L + 1 norms, the
-    # vocabulary.
-    assert parameter_count(find_config("mpt-7b")) == 6_649_286_656
-    assert (
-        parameter_count(find_config("mpt-30b"))
-        == 12 * 48 * 7168**2 + (2 * 48 + 1) * 7168 + 50432 * 7168
-    )
-
-
-def test_every_rank_of_mpt_30b_adds_up_to_the_whole_model():
-    config, total = find_config("mpt-30b"), 0
-    for rank in range(16):
-        ctx = ParallelContext.virtual(4, 4, rank=rank)
-        for entry in MPT.on_meta(config, ctx).entries():
-            for piece in entry.counted_pieces(ctx):
-                total += torch.Size(stop - start for start, stop in piece.box).numel()
-    assert total == parameter_count(config)
 
 
 def test_a_sequence_past_the_models_positions_is_refused():

@@ -12,6 +12,7 @@ from megazoo.evaluation.scoring import evaluate_texts, score, score_choices, win
 from megazoo.models.mpt import MPTConfig
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
 from tests.support.inference import PROMPT, expected_text, run_main, write_model
+from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, randomize, world
 from tools import evaluate
 
@@ -35,10 +36,8 @@ def test_windows_predict_every_id_once():
 
 
 def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, capsys):
-    hf, tokens = (
-        AutoModelForCausalLM.from_pretrained(directories / "hf"),
-        open_tokenizer(directories / "hf"),
-    )
+    hf = AutoModelForCausalLM.from_pretrained(directories / "hf")
+    tokens = open_tokenizer(directories / "hf")
     texts = [Path(__file__).read_text()[:700], "short", "", "é🙂" * 30]
     nats, count = 0.0, 0
     # windows of 40 tokens: the first predicts all of them, the others 20 each, or the last ones
@@ -54,18 +53,9 @@ def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, c
             count += end - before
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "texts.jsonl").write_text(lines)
-    arguments = [
-        directories / "shards",
-        "--text",
-        tmp_path / "texts.jsonl",
-        "--seq-length",
-        40,
-        "--stride",
-        20,
-    ]
-    code, out, _ = run_main(
-        evaluate, monkeypatch, capsys, *arguments, "--output", tmp_path / "scores.json"
-    )
+    arguments = [directories / "shards", "--text", tmp_path / "texts.jsonl"]
+    arguments += ["--seq-length", 40, "--stride", 20, "--output", tmp_path / "scores.json"]
+    code, out, _ = run_main(evaluate, monkeypatch, capsys, *arguments)
     result = json.loads((tmp_path / "scores.json").read_text())
     assert code == 0
     assert result["tokens"] == count
@@ -80,13 +70,8 @@ def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, c
 
 CONFIG = MPTConfig(vocab_size=257, max_positions=64, hidden_size=32, layers=5, heads=4)
 TEXTS = [Path(__file__).read_text()[:300], "short", "x" * 41]
-REQUESTS = [
-    ("def f(", "x):"),
-    ("", "import"),
-    ("a" * 100, "bc"),
-    ("é", "🙂 and more"),
-    ("1 2 3", " 4"),
-]
+REQUESTS = [("def f(", "x):"), ("", "import"), ("a" * 100, "bc"), ("é", "🙂 and more")]
+REQUESTS += [("1 2 3", " 4")]
 
 
 def scores_in(layout):
@@ -98,8 +83,14 @@ def scores_in(layout):
     return loss.nats, loss.tokens, choices, score(model, ids, targets)
 
 
+# each axis in one that is fast
 @pytest.mark.parametrize(
-    "layout", [dict(tp=2, pp=2), dict(pp=2, dp=2), dict(tp=2, dp=2, sp=True)], ids=layout_name
+    "layout",
+    marked_slow(
+        [dict(tp=2, pp=2), dict(pp=2, dp=2), dict(tp=2, dp=2, sp=True)],
+        lambda number, _: number == 1,
+        name=layout_name,
+    ),
 )
 def test_scores_are_the_same_in_every_layout(ranks, layout):
     nats, tokens, choices, scores = scores_in({})
@@ -117,10 +108,8 @@ def test_scores_are_the_same_in_every_layout(ranks, layout):
 
 
 def test_choices_are_scored_as_by_transformers(directories):
-    hf, tokens = (
-        AutoModelForCausalLM.from_pretrained(directories / "hf"),
-        open_tokenizer(directories / "hf"),
-    )
+    hf = AutoModelForCausalLM.from_pretrained(directories / "hf")
+    tokens = open_tokenizer(directories / "hf")
     model = megazoo.from_pretrained(directories / "shards")
     greedy = expected_text(directories / "hf", PROMPT, 6).removeprefix(PROMPT)
     requests = [(PROMPT, greedy), (PROMPT, " return"), ("", "import"), ("x" * 200, "y = 2")]
@@ -152,23 +141,16 @@ def test_the_tool_scores_choices_and_counts_the_right_ones(
 ):
     model, tokens = megazoo.from_pretrained(directories / "hf"), open_tokenizer(directories / "hf")
     choices = [" a", " b", "return x"]
-    likelihoods = [
-        value
-        for value, *_ in score_choices(model, tokens, [(PROMPT, choice) for choice in choices])
-    ]
+    scored = score_choices(model, tokens, [(PROMPT, choice) for choice in choices])
+    likelihoods = [value for value, *_ in scored]
     best = likelihoods.index(max(likelihoods))
     requests = [
         {"context": PROMPT, "choices": choices, "answer": answer}
         for answer in (best, (best + 1) % 3)
     ]
     (tmp_path / "questions").write_text("".join(json.dumps(request) + "\n" for request in requests))
-    arguments = [
-        directories / "hf",
-        "--choices",
-        tmp_path / "questions",
-        "--output",
-        tmp_path / "scores",
-    ]
+    arguments = [directories / "hf", "--choices", tmp_path / "questions"]
+    arguments += ["--output", tmp_path / "scores"]
     code, out, _ = run_main(evaluate, monkeypatch, capsys, *arguments)
     assert code == 0
     assert out.endswith("right           1 of 2: 0.5000\n")

@@ -7,34 +7,12 @@ import transformers
 import megazoo
 from megazoo.models.adapters import all_targets
 from tests.support.training import context
+from tests.support.transformers_models import config_of
 
 STEPS, LR, EPS, CLIP, DECAY = 20, 3e-3, 1e-4, 0.5, 0.1
 
 
-SIZES = dict(vocab_size=61, pad_token_id=None, bos_token_id=0, eos_token_id=0)
-
-
-LLAMA = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=48, max_position_embeddings=16,
-)  # fmt: skip
-
-
-MODELS = {
-    "llama": transformers.LlamaConfig(**SIZES, **LLAMA),
-    "gpt2": transformers.GPT2Config(
-        **SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0,
-    ),
-    "mpt": transformers.MptConfig(**SIZES, d_model=32, n_layers=2, n_heads=4, max_seq_len=16),
-    "mistral": transformers.MistralConfig(**SIZES, **LLAMA, sliding_window=5),
-    "qwen2": transformers.Qwen2Config(**SIZES, **LLAMA, tie_word_embeddings=True),
-    "qwen3": transformers.Qwen3Config(**SIZES, **LLAMA, head_dim=12),
-    "pythia": transformers.GPTNeoXConfig(
-        **SIZES, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=16,
-    ),
-}  # fmt: skip
+MODELS = ("llama", "gpt2", "mpt", "mistral", "qwen2", "qwen3", "gpt_neox")
 
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
@@ -43,7 +21,7 @@ LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 Q_AND_V = {name: ["q_proj", "v_proj"] for name in LLAMAS} | {
     "gpt2": ["c_attn"],
     "mpt": ["Wqkv"],
-    "pythia": ["query_key_value"],
+    "gpt_neox": ["query_key_value"],
 }
 
 
@@ -51,7 +29,7 @@ ALL = {
     **{name: [f"{part}_proj" for part in "q k v o gate up down".split()] for name in LLAMAS},
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "mpt": ["Wqkv", "out_proj", "up_proj", "down_proj"],
-    "pythia": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
 }
 
 
@@ -70,7 +48,9 @@ def batch(step):
 def by_peft(name, what, directory):
     """Losses and norms, and the adapters' values at first and last, by their names in PEFT."""
     torch.manual_seed(3)
-    hf = transformers.AutoModelForCausalLM.from_config(MODELS[name]).train()
+    ids = dict(pad_token_id=None, bos_token_id=0, eos_token_id=0)
+    config = config_of(name, layers=2, **ids)
+    hf = transformers.AutoModelForCausalLM.from_config(config).train()
     with torch.no_grad():
         for parameter in hf.parameters():
             if parameter.dim() == 1:

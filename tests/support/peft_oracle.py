@@ -6,29 +6,17 @@ import warnings
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    LlamaConfig,
-    MptConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.support.transformers_models import config_of
 
 IDS = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(3))
-CONFIGS = {
-    "gpt2": lambda **f: GPT2Config(
-        vocab_size=61, n_positions=32, n_embd=32, n_layer=3, n_head=4, resid_pdrop=0.0,
-        attn_pdrop=0.0, embd_pdrop=0.0, bos_token_id=1, eos_token_id=2, **f,
-    ),
-    "llama": lambda **f: LlamaConfig(
-        vocab_size=61, max_position_embeddings=32, hidden_size=32, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, attention_bias=True,
-        **f,
-    ),
-    "mpt": lambda **f: MptConfig(
-        vocab_size=61, max_seq_len=32, d_model=32, n_layers=3, n_heads=4, **f
-    ),
-}  # fmt: skip
+# What a family's config has besides.
+FIELDS = {
+    "gpt2": {"bos_token_id": 1, "eos_token_id": 2},
+    "llama": {"attention_bias": True},
+    "mpt": {},
+}
 Q_AND_V = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"], "mpt": ["Wqkv"]}
 DOWN = {"gpt2": "mlp.c_proj", "llama": "down_proj", "mpt": "ffn.down_proj"}
 LAST = {
@@ -52,17 +40,17 @@ def settings_for(family: str, kind: str) -> dict:
 
 
 KINDS = ("q and v", "all linear", "rslora", "patterns")
-CASES = [(family, kind) for family in CONFIGS for kind in KINDS]
+CASES = [(family, kind) for family in FIELDS for kind in KINDS]
 
 
 def base_model(family: str, labels: int = 0):
     """A model whose every parameter is random, so that no mix-up is hidden."""
     torch.manual_seed(0)
     if labels:
-        config = CONFIGS[family](num_labels=labels, pad_token_id=60)
+        config = config_of(family, **FIELDS[family], num_labels=labels, pad_token_id=60)
         model = AutoModelForSequenceClassification.from_config(config)
     else:
-        model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+        model = AutoModelForCausalLM.from_config(config_of(family, **FIELDS[family]))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
     return model.eval()

@@ -1,69 +1,73 @@
-"""Tiny models of transformers with random weights: GPT-2, LLaMA and MPT."""
+"""Tiny models of transformers: the config of every family, and models of GPT-2, LLaMA and MPT with
+random weights."""
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MptConfig, MptForCausalLM
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 from transformers import LlamaConfig as HFLlamaConfig
 
 from megazoo.models.llama import LlamaConfig
 from tests.support.training import randomized_
 
-LLAMA_SIZES = {
-    "vocab_size": 61,
-    "max_positions": 32,
-    "hidden_size": 32,
-    "layers": 3,
-    "heads": 4,
-    "ffn_size": 48,
-}
+LLAMA_SIZES = dict(
+    vocab_size=61, max_positions=32, hidden_size=32, layers=3, heads=4, ffn_size=48
+)  # fmt: skip
+DEEP_LLAMA_SIZES = {**LLAMA_SIZES, "layers": 5, "heads": 8}
+
+
+def scaled(rope_type: str, factor: float, context: int, **more) -> dict:
+    """The settings of rotary positions beyond the original context."""
+    if rope_type == "llama3":
+        more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    original = {"original_max_position_embeddings": context}
+    return {"rope_type": rope_type, "factor": factor, **more, **original}
+
+
 ROPE = {
     "linear": {"rope_type": "linear", "factor": 2.0},
-    "llama3, of the model's context": {
-        "rope_type": "llama3",
-        "factor": 2.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn, of the model's context": {
-        "rope_type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": 32,
-    },
+    "llama3, of the model's context": scaled("llama3", 2.0, 32),
+    "yarn, of the model's context": scaled("yarn", 2.0, 32),
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "yarn, untruncated": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "truncate": False,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "mscale": 1.2,
-        "mscale_all_dim": 0.8,
-    },
-    "yarn, of one mscale": {  # 0: none, as configs of DeepSeek have it
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "mscale": 1.2,
-        "mscale_all_dim": 0.0,
-    },
-}
-DEEP_LLAMA_SIZES = {
-    "vocab_size": 61,
-    "max_positions": 32,
-    "layers": 5,
-    "hidden_size": 32,
-    "heads": 8,
-    "ffn_size": 48,
-}
+    "llama3": scaled("llama3", 8.0, 16),
+    "yarn": scaled("yarn", 4.0, 16),
+    "yarn, untruncated": scaled(
+        "yarn", 4.0, 16,
+        truncate=False, beta_fast=16.0, beta_slow=2.0, mscale=1.2, mscale_all_dim=0.8,
+    ),
+    # 0: none, as configs of DeepSeek have it
+    "yarn, of one mscale": scaled("yarn", 4.0, 16, mscale=1.2, mscale_all_dim=0.0),
+}  # fmt: skip
+
+
+WIDTHS = dict(
+    hidden_size=32, intermediate_size=48, num_attention_heads=4, max_position_embeddings=32
+)  # fmt: skip
+GROUPED = {**WIDTHS, "num_key_value_heads": 2}
+WINDOWS = dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)
+CONFIGS = {  # of transformers, but for the vocabulary and the layers
+    "gpt2": dict(
+        n_embd=32, n_head=4, n_positions=32, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0
+    ),
+    "llama": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": 5},
+    "qwen2": {**GROUPED, **WINDOWS, "tie_word_embeddings": True},
+    "qwen3": {**GROUPED, "head_dim": 12},
+    "gpt_neox": WIDTHS,  # Pythia
+    "mpt": dict(d_model=32, n_heads=4, max_seq_len=32),
+}  # fmt: skip
+
+
+def config_of(family: str, layers: int = 3, **fields):
+    """The config of a tiny model."""
+    count = {"gpt2": "n_layer", "mpt": "n_layers"}.get(family, "num_hidden_layers")
+    sizes = {"vocab_size": 61, count: layers, **CONFIGS[family]}
+    return AutoConfig.for_model(family, **{**sizes, **fields})
 
 
 def gpt2(**fields):

@@ -1,0 +1,85 @@
+"""Presets have the sizes that are published, in transformers too, and however they are cut."""
+
+import pytest
+import torch
+import transformers
+
+from megazoo.models.counts import parameter_count
+from megazoo.models.registry import FAMILIES, config_from_hugging_face, family_of, find_config
+from megazoo.parallel import ParallelContext
+from tests.support.sampling import marked_slow
+
+# From the papers' and model cards' shapes; of GPT-2: 12 L D^2 + 13 L D + (V + P + 2) D. MPT-7B as
+# its checkpoint counts; MPT-30B by hand: 12 L D^2 for the layers, 2 L + 1 norms, the vocabulary.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mpt-7b": 6_649_286_656,
+    "mpt-30b": 12 * 48 * 7168**2 + (2 * 48 + 1) * 7168 + 50432 * 7168,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-6.9b": 6_857_302_016,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+}
+KINDS = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "pythia": "GPTNeoX"}
+
+
+def test_presets_have_the_published_parameters():
+    assert {preset: parameter_count(find_config(preset)) for preset in PUBLISHED} == PUBLISHED
+    assert 174e9 < parameter_count(find_config("gpt3-175b")) < 176e9
+
+
+@pytest.mark.parametrize(
+    ("preset", "tp", "pp"),
+    [
+        ("gpt3-175b", 8, 16),
+        ("llama-65b", 8, 8),
+        ("llama3-70b", 8, 4),
+        ("llama3-8b", 16, 2),
+        ("mpt-30b", 4, 4),
+    ],
+)
+def test_every_rank_adds_up_to_the_whole_model(preset, tp, pp):
+    config, total = find_config(preset), 0
+    for rank in range(tp * pp):
+        ctx = ParallelContext.virtual(tp, pp, rank=rank)
+        for entry in FAMILIES[family_of(config)].on_meta(config, ctx).entries():
+            assert entry.parameter.is_meta
+            for piece in entry.counted_pieces(ctx):
+                total += torch.Size(stop - start for start, stop in piece.box).numel()
+    assert total == parameter_count(config)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    # fast: the first of each family, which has the fewest layers
+    marked_slow(
+        [preset for family in KINDS for preset in FAMILIES[family].presets],
+        lambda _, preset: not any(preset == next(iter(FAMILIES[name].presets)) for name in KINDS),
+    ),
+)
+def test_presets_are_transformers_models(preset):
+    config = find_config(preset)
+    values = config.to_hugging_face()
+    kind = next(kind for kind in KINDS.values() if values["architectures"][0].startswith(kind))
+    with torch.device("meta"):
+        hf = getattr(transformers, f"{kind}ForCausalLM")(
+            getattr(transformers, f"{kind}Config")(**values)
+        )
+    assert sum(p.numel() for p in hf.parameters()) == parameter_count(config)
+    assert config_from_hugging_face({**values}) == config
