@@ -107,22 +107,19 @@ def test_mfu_counts_what_runs(config):
 def qwen3(config):
     """The case whose oracle is transformers' Qwen3, with its weights under our names."""
     torch.manual_seed(0)
-    hf = randomized_(
-        Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.ffn_size,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                num_key_value_heads=config.kv_heads,
-                head_dim=config.head_size,
-                max_position_embeddings=config.max_positions,
-                rms_norm_eps=config.norm_epsilon,
-                rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            )
-        )
+    of_hf = Qwen3Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_size,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )
+    hf = randomized_(Qwen3ForCausalLM(of_hf))
     state, family = hf.state_dict(), FAMILIES["qwen"]
     weights = {
         entry.name: torch.cat([state[name] for name in hf_names(family, entry.name).names])
