@@ -184,17 +184,6 @@ def test_cross_entropy_equals_torch(ranks, tp):
         torch.testing.assert_close(gradient.float(), whole.grad, **bounds)
 
 
-def test_cross_entropy_in_chunks_equals_the_whole(monkeypatch):
-    from megazoo.layers import fused_cross_entropy as module
-
-    torch.manual_seed(3)
-    logits, targets = torch.randn(50, 37), torch.randint(0, 37, (50,))
-    whole = cross_entropy(logits, targets, 1)
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 37 * 7})
-    for part, expected in zip(cross_entropy(logits, targets, 1), whole, strict=True):
-        assert torch.equal(part, expected)
-
-
 def head_losses(cases, layout):
     return [head_loss(*case, layout) for case in cases]
 
