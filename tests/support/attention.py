@@ -5,9 +5,7 @@ from itertools import pairwise
 import torch
 
 import megazoo
-from tests.support.training import (
-    randomize,
-)
+from tests.support.training import randomize
 
 
 def attentive(config, ctx):

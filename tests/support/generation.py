@@ -68,6 +68,18 @@ def of_transformers(model, ids, mask, **settings):
     return out, margins.least
 
 
+def decided(model, prompts_of, margin: float, what: str = "", **settings):
+    """The first ids and mask, which may be None, of prompts_of(seed) for which transformers makes
+    no close decision, and what it generates."""
+    for seed in range(100):
+        ids, mask = prompts_of(seed)
+        given = torch.ones_like(ids) if mask is None else mask
+        out, least = of_transformers(model, ids, given, **settings)
+        if least > margin:
+            return ids, mask, out
+    raise AssertionError(f"no prompts for {what}")
+
+
 def generate(cases, layout, **more):
     """Every case's ids, in any layout."""
     ctx, models, outputs = context(**layout), {}, []

@@ -1,15 +1,11 @@
 """Attention with windows, by hand."""
 
 import math
-from dataclasses import replace
 
 import torch
 
-from megazoo.layers import (
-    CausalSelfAttention,
-)
-from megazoo.parallel.module import initialize
-from megazoo.parallel.random import derive_seed
+from megazoo.layers import CausalSelfAttention
+from tests.support.layers import drawn_by_name
 from tests.support.training import context
 
 TOKENS, HEADS, KV_HEADS, SIZE = 16, 4, 2, 6
@@ -24,11 +20,7 @@ def built(window, ctx=None, **options):
     """The attention, with values that depend on the parameters' names alone."""
     with ctx or context():
         layer = CausalSelfAttention(HEADS * SIZE, HEADS, KV_HEADS, window=window, **options)
-    for prefix, module in layer.named_modules():
-        for key, spec in getattr(module, "specs", {}).items():
-            spec = replace(spec, std=0.3)
-            initialize(getattr(module, key), spec, layer.qkv.ctx, derive_seed(prefix, key))
-    return layer
+    return drawn_by_name(layer, lambda spec: 0.3)
 
 
 def by_hand(layer, x, window, segments=None):

@@ -2,7 +2,7 @@
 transformers does, in memory that the piece bounds."""
 
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from unittest import mock
 
@@ -18,7 +18,7 @@ from megazoo.models.mistral import MistralConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.planning.meter import Meter
 from tests.support.families import saved, twin
-from tests.support.generation import FAMILIES, PAD, of_transformers, prompts
+from tests.support.generation import FAMILIES, PAD, decided, prompts
 from tests.support.sampling import pairs_covered, sampled_pairs
 from tests.support.static_steps import static_steps
 from tests.support.training import context, layout_name, randomize, run_in_layout, world
@@ -93,15 +93,8 @@ def cases(tmp_path_factory):
         hf.generation_config.eos_token_id = None
         for kind, (way, settings) in product(KINDS, BY.items()):
             settings = {"max_new_tokens": NEW, "pad_token_id": PAD, **settings}
-            for seed in range(100):
-                ids, mask = some_prompts(kind, seed)
-                given = torch.ones_like(ids) if mask is None else mask
-                out, margin = of_transformers(hf, ids, given, **settings)
-                if margin > 1e-4:
-                    break
-            else:
-                raise AssertionError(f"no prompts for {name}, {kind}")
-            made[name, kind, way] = (path, {**settings, "eos_token_id": []}, ids, mask, out)
+            found = decided(hf, partial(some_prompts, kind), 1e-4, f"{name}, {kind}", **settings)
+            made[name, kind, way] = (path, {**settings, "eos_token_id": []}, *found)
     return made
 
 

@@ -71,5 +71,6 @@ def test_rows_of_logits_and_of_their_gradients_begin_at_multiples_of_64():
         logits = head(x)
         assert (logits.shape, logits.stride()) == ((2, 5, 61), (320, 64, 1))
         assert aligned.aligned(torch.randn(7, 61)).stride() == (64, 1)
+        assert aligned.aligned(torch.randn(7, 70)).stride() == (128, 1)
     torch.testing.assert_close(logits, head(x))
     assert head(x).is_contiguous()

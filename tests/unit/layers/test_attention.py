@@ -1,6 +1,5 @@
 """Attention whose queries and keys are normalised: cut over ranks, recomputed, and from a cache."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -18,8 +17,7 @@ from megazoo.layers import (
     units_of_heads,
 )
 from megazoo.parallel import ParallelContext
-from megazoo.parallel.module import initialize
-from megazoo.parallel.random import derive_seed
+from tests.support.layers import drawn_by_name, gradients_of
 from tests.support.layouts import assembled
 from tests.support.training import context, layout_name, run_in_layout
 
@@ -50,13 +48,7 @@ ATTENTIONS = {
 def built(name, ctx):
     """The attention, with values that depend on the parameters' names alone."""
     with ctx:
-        layer = ATTENTIONS[name]()
-    for prefix, module in layer.named_modules():
-        for key, spec in getattr(module, "specs", {}).items():
-            # ones and zeros would hide a norm that is left out
-            seed, spec = derive_seed(prefix, key), replace(spec, std=spec.std * 20 or 0.3)
-            initialize(getattr(module, key), spec, ctx, seed)
-    return layer
+        return drawn_by_name(ATTENTIONS[name](), lambda spec: spec.std * 20 or 0.3)
 
 
 def turned(layer, x, tokens=None, first=0, cache=None):
@@ -77,13 +69,7 @@ def differentiated(name, x, layout, recompute=False):
     x = cut(x).clone().requires_grad_()
     y = turned(layer, x, tokens=8)
     (y.sin() * cut(given)).sum().backward()
-    gradients = {}
-    for prefix, module in layer.named_modules():
-        for key, spec in getattr(module, "specs", {}).items():
-            pieces = spec.pieces(ctx.tp_size, ctx.tp_rank)
-            held = [(piece, getattr(module, key).grad[piece.index()]) for piece in pieces]
-            gradients[f"{prefix}.{key}"] = (spec.shape, held)
-    return y.detach(), x.grad, gradients
+    return y.detach(), x.grad, gradients_of(layer, ctx)
 
 
 def all_differentiated(x, layout):

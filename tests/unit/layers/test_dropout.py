@@ -1,12 +1,14 @@
 """Dropout: what agrees, what differs, and that nothing but names decides it."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import CausalSelfAttention, Dropout
-from megazoo.layers import attention as attention_module
 from tests.support.training import context, make_batch, replica_rows, tiny_config
 
 
@@ -25,19 +27,16 @@ def record_masks(layout, step=1):
     for name, module in model.named_modules():
         if isinstance(module, Dropout) and not module.parallel:
             module.register_forward_hook(hook(name))
-    attend = attention_module.F.scaled_dot_product_attention
+    attend = F.scaled_dot_product_attention
 
     def watched(*args, **kwargs):
         assert kwargs["dropout_p"] == 0.5
         inside.append(torch.default_generator.initial_seed())
         return attend(*args, **kwargs)
 
-    attention_module.F.scaled_dot_product_attention = watched
-    try:
-        ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    with mock.patch.object(F, "scaled_dot_product_attention", watched):
         loss = model.train_batch(ids, targets=targets, num_microbatches=2, step=step)
-    finally:
-        attention_module.F.scaled_dot_product_attention = attend
     return outside, inside, loss
 
 
@@ -67,9 +66,8 @@ def test_replicas_differ_everywhere(ranks):
 
 def test_two_runs_of_one_layout_draw_the_same_masks(ranks):
     layout = {"tp": 2, "pp": 2}
-    for first, second in zip(
-        ranks(record_masks, 4, layout), ranks(record_masks, 4, layout), strict=True
-    ):
+    runs = [ranks(record_masks, 4, layout) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
         assert equal_masks(first[0], second[0])
         assert first[1] == second[1]
         assert torch.equal(first[2], second[2])
@@ -88,11 +86,8 @@ def draw_alone():
     """Layers of a user's own module, without sites or seeds; a plain one and a parallel one."""
     torch.manual_seed(0)
     with context(tp=2):
-        plain, parallel, attention = (
-            Dropout(0.5),
-            Dropout(0.5, parallel=True),
-            CausalSelfAttention(8, 2, dropout=0.5),
-        )
+        plain, parallel = Dropout(0.5), Dropout(0.5, parallel=True)
+        attention = CausalSelfAttention(8, 2, dropout=0.5)
     x, y = torch.ones(100), torch.randn(1, 16, 8)
     return plain(x), plain(x), parallel(x), attention(y).detach(), attention(y).detach()
 

@@ -1,7 +1,6 @@
 """Layers against plain torch, in one process and cut over ranks."""
 
 import runpy
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -24,9 +23,8 @@ from megazoo.layers import (
     vocab_parallel_cross_entropy,
 )
 from megazoo.parallel import ParallelContext, Shard, collectives
-from megazoo.parallel.module import initialize
-from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import units_for
+from tests.support.layers import drawn_by_name, gradients_of
 from tests.support.layouts import assembled
 from tests.support.training import context, layout_name, run_in_layout
 
@@ -37,24 +35,11 @@ def run_layer(make, x, tp, take=None):
     ctx = context(tp=tp)
     torch.manual_seed(0)
     with ctx:
-        layer = LAYERS[make]()
-    for module in layer.modules():
-        # biases of zero would hide where they are added
-        for name, spec in getattr(module, "specs", {}).items():
-            seed = derive_seed(name, str(spec.shape))
-            initialize(getattr(module, name), replace(spec, std=spec.std or 0.1), ctx, seed)
+        layer = drawn_by_name(LAYERS[make](), lambda spec: spec.std or 0.1)
     x = x.clone().requires_grad_(x.is_floating_point())
     y = layer(x) if take is None else take(layer, x)
     (y.sin() * torch.arange(1.0, y.numel() + 1).view_as(y).cos()).sum().backward()
-    gradients = {}
-    for prefix, module in layer.named_modules():
-        for name, spec in getattr(module, "specs", {}).items():
-            pieces = [
-                (piece, getattr(module, name).grad[piece.index()])
-                for piece in spec.pieces(tp, ctx.tp_rank)
-            ]
-            gradients[f"{prefix}.{name}"] = (spec.shape, pieces)
-    return y.detach(), x.grad, gradients
+    return y.detach(), x.grad, gradients_of(layer, ctx)
 
 
 LAYERS = {
@@ -137,28 +122,20 @@ def test_fused_parts_are_cut_part_by_part():
     assert cuts(replicated, 4, 2) == [(4, 0, 2, True), (10, 2, 2, True), (14, 4, 2, True)]
     assert cuts(replicated, 4, 3) == [(6, 0, 2, True), (10, 2, 2, False), (14, 4, 2, False)]
     # Five units over two ranks: the first has one more.
-    assert [cuts(Shard(0, (10,), (2,)), 2, rank) for rank in range(2)] == [
-        [(0, 0, 6, True)],
-        [(6, 0, 4, True)],
-    ]
+    five = Shard(0, (10,), (2,))
+    assert [cuts(five, 2, rank) for rank in range(2)] == [[(0, 0, 6, True)], [(6, 0, 4, True)]]
+
+
+def lengths_of(size, units, tp):
+    return [Shard(0, (size,), units).local_sizes(tp, rank)[0] for rank in range(tp)]
 
 
 def test_features_are_cut_evenly_or_else_by_128_or_else_nearly_so():
     assert units_for((12,), 4) == units_for((11008, 11008), 4) == ()  # as ever where tp divides
-    assert [Shard(0, (50,), units_for((50,), 4)).local_sizes(4, rank)[0] for rank in range(4)] == [
-        13,
-        13,
-        12,
-        12,
-    ]
+    assert lengths_of(50, units_for((50,), 4), 4) == [13, 13, 12, 12]
     assert units_for((1283, 1283), 4) == (128, 128)
-    assert [Shard(0, (1283,), (128,)).local_sizes(4, rank)[0] for rank in range(4)] == [
-        384,
-        384,
-        259,
-        256,
-    ]
-    assert [Shard(0, (1283,), (128,)).local_sizes(2, rank)[0] for rank in range(2)] == [643, 640]
+    assert lengths_of(1283, (128,), 4) == [384, 384, 259, 256]
+    assert lengths_of(1283, (128,), 2) == [643, 640]
     assert units_for((512,), 3) == ()  # 256, 128 and 128 would be too uneven
     for size in [*range(1, 300), 1064, 1283, 11008, 13824]:
         for tp in range(1, min(size, 16) + 1):
@@ -167,7 +144,7 @@ def test_features_are_cut_evenly_or_else_by_128_or_else_nearly_so():
                 (cut,) = shard.cuts(tp, rank)
                 assert (cut.global_start, cut.local_start, cut.owned) == (end, 0, True)
                 end += cut.length
-            lengths = [shard.local_sizes(tp, rank)[0] for rank in range(tp)]
+            lengths = lengths_of(size, units_for((size,), tp), tp)
             assert end == size
             assert lengths[0] == max(lengths)  # of which the planner takes advantage
             assert min(lengths) > 0
@@ -207,17 +184,6 @@ def test_cross_entropy_equals_torch(ranks, tp):
         torch.testing.assert_close(gradient.float(), whole.grad, **bounds)
 
 
-def test_cross_entropy_in_chunks_equals_the_whole(monkeypatch):
-    from megazoo.layers import fused_cross_entropy as module
-
-    torch.manual_seed(3)
-    logits, targets = torch.randn(50, 37), torch.randint(0, 37, (50,))
-    whole = cross_entropy(logits, targets, 1)
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 37 * 7})
-    for part, expected in zip(cross_entropy(logits, targets, 1), whole, strict=True):
-        assert torch.equal(part, expected)
-
-
 def head_losses(cases, layout):
     return [head_loss(*case, layout) for case in cases]
 
@@ -229,11 +195,8 @@ def head_loss(x, weight, targets, rows, factor, layout):
     head = VocabParallelHead(len(weight), weight.shape[1], ctx=ctx).to(x.dtype)
     with torch.no_grad():
         head.weight.copy_(weight[head.start : head.start + head.rows])
-    x = (
-        (x.chunk(ctx.tp_size, dim=1)[ctx.tp_rank] if ctx.sequence_parallel else x)
-        .clone()
-        .requires_grad_()
-    )
+    x = x.chunk(ctx.tp_size, dim=1)[ctx.tp_rank] if ctx.sequence_parallel else x
+    x = x.clone().requires_grad_()
     with mock.patch.object(VocabParallelHead, "tokens_at_once", rows):
         loss = head.loss_sum(x, targets, factor)
     if factor is not None:
@@ -295,9 +258,8 @@ def test_a_gated_mlp_leaves_what_its_activation_returns_of_its_input_alone():
 
 
 def test_cross_entropy_survives_large_logits():
-    losses, gradient = cross_entropy(
-        torch.tensor([[1e4, 0.0], [-1e4, 0.0]]), torch.tensor([0, 1]), 1
-    )
+    logits = torch.tensor([[1e4, 0.0], [-1e4, 0.0]])
+    losses, gradient = cross_entropy(logits, torch.tensor([0, 1]), 1)
     assert losses.tolist() == [0, 0]
     assert gradient.isfinite().all()
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megazoo.parallel.module import ShardedModule
+from tests.support.layers import gradients_of
 from tests.support.training import context
 
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("output", "down")
@@ -52,19 +52,16 @@ def parallelized(model, ctx):
     """The model with its linears and its embedding swapped, their weights kept."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Embedding):
-                new = VocabParallelEmbedding(*child.weight.shape, ctx=ctx)
-            elif not isinstance(child, nn.Linear):
+            if not isinstance(child, nn.Embedding | nn.Linear):
                 continue
+            sizes = child.weight.shape
+            if isinstance(child, nn.Embedding):
+                new = VocabParallelEmbedding(*sizes, ctx=ctx)
             elif name in ROWS:
-                new = RowParallelLinear(child.in_features, child.out_features, ctx=ctx)
+                new = RowParallelLinear(*reversed(sizes), ctx=ctx)
             else:
-                new = ColumnParallelLinear(
-                    child.in_features,
-                    child.out_features,
-                    gather_output=name not in COLUMNS,
-                    ctx=ctx,
-                )
+                gathers = name not in COLUMNS
+                new = ColumnParallelLinear(*reversed(sizes), gather_output=gathers, ctx=ctx)
             for key, parameter in child.named_parameters():
                 for piece in new.specs[key].pieces(ctx.tp_size, ctx.tp_rank):
                     box = tuple(slice(*bounds) for bounds in piece.box)
@@ -88,18 +85,12 @@ def trained(layout=None):
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            for prefix, module in model.named_modules():
-                for name, parameter in module.named_parameters(prefix, recurse=False):
-                    if isinstance(module, ShardedModule):
-                        spec = module.specs[name.rpartition(".")[2]]
-                        pieces = spec.pieces(ctx.tp_size, ctx.tp_rank)
-                        gradients[name] = [
-                            (p.box, parameter.grad[p.index()].clone()) for p in pieces
-                        ]
-                    else:
-                        gradients[name] = [
-                            (tuple((0, n) for n in parameter.shape), parameter.grad.clone())
-                        ]
+            for name, parameter in model.named_parameters():
+                whole = tuple((0, size) for size in parameter.shape)
+                gradients[name] = [(whole, parameter.grad.clone())]
+            cut = gradients_of(model, ctx) if ctx else {}
+            for name, (_, pieces) in cut.items():
+                gradients[name] = [(piece.box, part.clone()) for piece, part in pieces]
         optimizer.step()
         losses.append(loss.item())
     return losses, gradients

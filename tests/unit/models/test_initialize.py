@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import megazoo
 from megazoo.errors import UserError
 from megazoo.models.pretrained import save_parallelized
 from megazoo.models.registry import find_config
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     context,
@@ -43,19 +45,13 @@ def by_hand_and_at_once(config, layout, factor=1.0):
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        dict(),
-        dict(pp=2),
-        dict(tp=2, pp=2),
-        dict(pp=2, v=2),
-        dict(pp=2, dp=2),
-        dict(tp=2, sp=True),
-        dict(pp=4),
-    ],
-    ids=layout_name,
-)
+LAYOUTS = [
+    *(dict(), dict(tp=2, pp=2), dict(pp=2, v=2), dict(pp=2, dp=2)),
+    *(dict(tp=2, sp=True), dict(pp=2), dict(pp=4)),
+]
+
+
+@pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda n, _: n > 3, name=layout_name))
 def test_a_loop_of_ones_own_trains_as_train_batch_does(ranks, layout):
     for by_hand, at_once in run_in_layout(ranks, by_hand_and_at_once, layout, MODELS["gpt2"]):
         assert by_hand[0] == pytest.approx(at_once[0], rel=1e-6)
@@ -69,19 +65,14 @@ def test_what_the_loss_is_multiplied_by_counts(ranks):
             torch.testing.assert_close(4 * gradient, at_once[1][name], atol=1e-8, rtol=1e-5)
 
 
-def initialized(model, config):
-    ctx = megazoo.initialize(model, config=config).ctx
-    return ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.rank
+def initialized(ways):
+    contexts = [megazoo.initialize(model, config=config).ctx for model, config in ways]
+    return [(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.rank) for ctx in contexts]
 
 
 def test_initialize_takes_a_configuration_or_a_json_file(ranks, tmp_path):
-    config = {
-        "model_parallelism": {
-            "enable": True,
-            "tensor_parallel_size": 2,
-            "pipeline_parallel_size": 2,
-        }
-    }
+    sizes = {"enable": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    config = {"model_parallelism": sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.toml").write_text(
         'model = "llama"\nlayers = 2\nvocab_size = 61\nhidden_size = 32\nheads = 4\n'
@@ -89,81 +80,69 @@ def test_initialize_takes_a_configuration_or_a_json_file(ranks, tmp_path):
     saved = megazoo.initialize(tiny_config())
     saved.save_parallelized(tmp_path / "saved")
     ways = [(tmp_path / "saved", tmp_path / "config.json"), (str(tmp_path / "saved"), config)]
-    for model, how in (*ways, (tmp_path / "model.toml", config), (MODELS["mpt"], config)):
-        for rank, found in enumerate(ranks(initialized, 4, model, how)):
-            assert found == (2, 2, 1, rank)
-    off = {"model_parallelism": {**config["model_parallelism"], "enable": False}}
-    again = megazoo.initialize(tmp_path / "saved", config=off)
-    assert all(
-        torch.equal(a, b) for a, b in zip(saved.parameters(), again.parameters(), strict=True)
-    )
+    ways += [(tmp_path / "model.toml", config), (MODELS["mpt"], config)]
+    for rank, found in enumerate(ranks(initialized, 4, ways)):
+        assert found == [(2, 2, 1, rank)] * 4
+    off = {"model_parallelism": {**sizes, "enable": False}}
+    assert same_weights(megazoo.initialize(tmp_path / "saved", config=off), saved)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def same_weights(model, other):
+    both = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(*pair) for pair in both)
+
+
+def test_what_is_not_known_is_told():
+    key = "model_parallelism"
+    for config, message in (
         (
             {"model_paralelism": {}},
-            "the configuration has no 'model_paralelism'; did you mean model_parallelism",
+            f"the configuration has no 'model_paralelism'; did you mean {key}",
         ),
-        ({"model_parallelism": {"tensor_size": 2}}, "model_parallelism has no 'tensor_size'"),
-        ({"model_parallelism": 2}, "model_parallelism must be a dictionary, not 2"),
-        (
-            {"model_parallelism": {"enable": "no"}},
-            "enable in model_parallelism must be true or false, not 'no'",
-        ),
+        ({key: {"tensor_size": 2}}, f"{key} has no 'tensor_size'"),
+        ({key: 2}, f"{key} must be a dictionary, not 2"),
+        ({key: {"enable": "no"}}, f"enable in {key} must be true or false, not 'no'"),
         ("nowhere.json", "nowhere.json: No such file or directory"),
-    ],
-)
-def test_what_is_not_known_is_told(config, message):
-    with pytest.raises(UserError, match=message):
-        megazoo.initialize(tiny_config(), config=config)
+    ):
+        with pytest.raises(UserError) as refused:
+            megazoo.initialize(tiny_config(), config=config)
+        assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("size", ["2", 2.0, True, None, 0, -1])
-def test_a_size_that_is_no_whole_number_is_refused_by_name(size):
-    names = (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "virtual_pipeline_size",
-    )
-    for name in names:
+def test_a_size_that_is_no_whole_number_is_refused_by_name():
+    given = ["tensor_parallel_size", "pipeline_parallel_size"]
+    names = [*given, "data_parallel_size", "virtual_pipeline_size"]
+    for name, size in product(names, ["2", 2.0, True, None, 0, -1]):
         if name == "data_parallel_size" and size is None:
             continue
         message = f"^{name} must be a whole number of at least 1, not {re.escape(repr(size))}$"
         with pytest.raises(UserError, match=message):
             megazoo.ParallelContext.from_torch(**{name: size})
-        if name in names[:2]:
+        if name in given:
             with pytest.raises(UserError, match=message):
                 megazoo.initialize(tiny_config(), config={"model_parallelism": {name: size}})
 
 
 def test_comments_in_json_are_told(tmp_path):
     file = tmp_path / "oslo.json"
+    told = "; JSON has no comments: take them out"
     for text, hint in (
-        (
-            '{\n  // two ranks\n  "model_parallelism": {}\n}',
-            "; JSON has no comments: take them out",
-        ),
-        ('{"model_parallelism": {} /* none */}', "; JSON has no comments: take them out"),
-        ('{"model_parallelism": {"enable": true,//x\n}}', "; JSON has no comments: take them out"),
+        ('{\n  // two ranks\n  "model_parallelism": {}\n}', told),
+        ('{"model_parallelism": {} /* none */}', told),
+        ('{"model_parallelism": {"enable": true,//x\n}}', told),
         ('{"a": "http://b"', ""),
         ('{"a": "run # 3",}', ""),
     ):
         file.write_text(text)
-        with pytest.raises(
-            UserError, match=f"oslo.json can't be read: .*char \\d+\\){re.escape(hint)}$"
-        ):
+        message = f"oslo.json can't be read: .*char \\d+\\){re.escape(hint)}$"
+        with pytest.raises(UserError, match=message):
             megazoo.initialize(tiny_config(), config=file)
 
 
-@pytest.mark.parametrize(
-    "load", [megazoo.initialize, megazoo.from_pretrained, megazoo.from_parallelized]
-)
-def test_a_name_is_never_taken_for_weights(load, tmp_path, monkeypatch):
+def test_a_name_is_never_taken_for_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("gpt2", "gpt2-124m"):
+    loads = megazoo.initialize, megazoo.from_pretrained, megazoo.from_parallelized
+    for load, name in product(loads, ("gpt2", "gpt2-124m")):
         message = (
             f"{name} is not a directory: there is no {tmp_path}/{name}; give one that holds a "
             "checkpoint, or what transformers' save_pretrained wrote; for random weights call "
@@ -171,25 +150,17 @@ def test_a_name_is_never_taken_for_weights(load, tmp_path, monkeypatch):
         )
         with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
             load(name)
-    with pytest.raises(UserError, match=r"^EleutherAI/gpt-j-6b is not a directory: .* wrote$"):
-        load("EleutherAI/gpt-j-6b")
+        with pytest.raises(UserError, match=r"^EleutherAI/gpt-j-6b is not a directory: .* wrote$"):
+            load("EleutherAI/gpt-j-6b")
 
 
 def test_a_model_object_is_told_to_save_itself(tmp_path):
-    hf = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)
-    )
-    ours = megazoo.from_config(tiny_config())
-    for load in (
-        megazoo.initialize,
-        megazoo.from_pretrained,
-        megazoo.from_config,
-        ours.from_parallelized,
-    ):
-        with pytest.raises(
-            UserError,
-            match=r"save it with its save_pretrained\(DIRECTORY\), then give that directory",
-        ):
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)
+    ours, hf = megazoo.from_config(tiny_config()), transformers.GPT2LMHeadModel(config)
+    told = r"save it with its save_pretrained\(DIRECTORY\), then give that directory"
+    loads = megazoo.initialize, megazoo.from_pretrained, megazoo.from_config
+    for load in (*loads, ours.from_parallelized):
+        with pytest.raises(UserError, match=told):
             load(hf)
     for wrong in (3, {"model_type": "gpt2"}, None):
         with pytest.raises(UserError, match=f"{type(wrong).__name__} is no config"):
@@ -199,23 +170,15 @@ def test_a_model_object_is_told_to_save_itself(tmp_path):
 
 
 def test_a_config_of_transformers_builds_the_same_as_its_file(tmp_path):
-    sizes = {"vocab_size": 61, "hidden_size": 32}
-    llama = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-    }
+    llama = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    llama |= dict(vocab_size=61, hidden_size=32, intermediate_size=48)
+    gpt2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    mpt = dict(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
     configs = {
-        "gpt2": transformers.GPT2Config(
-            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16
-        ),
-        "llama": transformers.LlamaConfig(
-            **sizes, **llama, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
-        ),
-        "mpt": transformers.MptConfig(
-            vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16
-        ),
+        "gpt2": transformers.GPT2Config(**gpt2),
+        "llama": transformers.LlamaConfig(**llama, rope_parameters=rope),
+        "mpt": transformers.MptConfig(**mpt),
     }
     for name, config in configs.items():
         config.save_pretrained(tmp_path / name)
@@ -231,24 +194,16 @@ def test_the_directory_goes_by_oslos_names_too(tmp_path):
     model = megazoo.from_config(tiny_config(), seed=1)
     model.save_parallelized(save_directory=tmp_path / "a")
     save_parallelized(model, save_directory=tmp_path / "b")
-    again = [megazoo.from_parallelized(load_directory=tmp_path / "a")]
-    again.append(
-        megazoo.from_config(tiny_config()).from_parallelized(load_directory=tmp_path / "b")
-    )
-    for other in again:
-        assert all(
-            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
-        )
+    assert same_weights(megazoo.from_parallelized(load_directory=tmp_path / "a"), model)
+    other = megazoo.from_config(tiny_config())
+    assert same_weights(other.from_parallelized(load_directory=tmp_path / "b"), model)
     for call, function, name in (
         (model.save_parallelized, "save_parallelized", "save_directory"),
         (model.from_parallelized, "from_parallelized", "load_directory"),
         (megazoo.from_parallelized, "from_parallelized", "load_directory"),
     ):
-        with pytest.raises(
-            UserError, match=f"^{function} needs a directory: give .*{name}=DIRECTORY"
-        ):
+        give = f"give .*{name}=DIRECTORY"
+        with pytest.raises(UserError, match=f"^{function} needs a directory: {give}"):
             call()
-        with pytest.raises(
-            UserError, match=f"^{function} gets its directory twice: give .*{name}=DIRECTORY"
-        ):
+        with pytest.raises(UserError, match=f"^{function} gets its directory twice: {give}"):
             call(tmp_path / "a", **{name: tmp_path / "b"})

@@ -15,6 +15,7 @@ from megazoo.models.llama import LlamaConfig
 from megazoo.models.registry import FAMILIES
 from megazoo.planning.meter import forward_flops
 from megazoo.planning.plan import note_on_mfu
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     assert_outputs_equal,
     inputs_for,
@@ -38,9 +39,10 @@ def config():
     del FAMILIES["qwen"]
 
 
-@pytest.mark.parametrize(
-    "layout", [dict(tp=2), dict(tp=2, sp=True), dict(tp=4), dict(pp=2)], ids=layout_name
-)
+TRAINED = [dict(tp=2, sp=True), dict(pp=2), dict(tp=2), dict(tp=4)]
+
+
+@pytest.mark.parametrize("layout", marked_slow(TRAINED, lambda n, _: n > 1, name=layout_name))
 def test_it_trains_as_in_one_process(ranks, config, layout):
     expected = train(config, {}, 4)
     for history in ranks(train, world(layout), config, layout, 4):
@@ -105,22 +107,19 @@ def test_mfu_counts_what_runs(config):
 def qwen3(config):
     """The case whose oracle is transformers' Qwen3, with its weights under our names."""
     torch.manual_seed(0)
-    hf = randomized_(
-        Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.ffn_size,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                num_key_value_heads=config.kv_heads,
-                head_dim=config.head_size,
-                max_position_embeddings=config.max_positions,
-                rms_norm_eps=config.norm_epsilon,
-                rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            )
-        )
+    of_hf = Qwen3Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_size,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )
+    hf = randomized_(Qwen3ForCausalLM(of_hf))
     state, family = hf.state_dict(), FAMILIES["qwen"]
     weights = {
         entry.name: torch.cat([state[name] for name in hf_names(family, entry.name).names])
@@ -129,8 +128,9 @@ def qwen3(config):
     return transformers_case("qwen3", config, hf, weights, inputs_for(config.max_positions))
 
 
-@pytest.mark.parametrize(
-    "layout", [dict(), dict(tp=2), dict(tp=4), dict(tp=2, pp=2, sp=True)], ids=layout_name
-)
+ASKED = [dict(), dict(tp=4), dict(tp=2, pp=2, sp=True), dict(tp=2)]
+
+
+@pytest.mark.parametrize("layout", marked_slow(ASKED, lambda n, _: n > 2, name=layout_name))
 def test_logits_equal_transformers_qwen3(ranks, qwen3, layout):
     assert_outputs_equal(ranks, [qwen3], layout)

@@ -67,7 +67,9 @@ def _forget():
     FAMILIES.update(before)
 
 
-def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(tmp_path):
+def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(
+    tmp_path, capsys, monkeypatch
+):
     file, saved = tmp_path / "louder.py", tmp_path / "run"
     file.write_text(MODEL)
     common = ["--import", str(file), "--device", "cpu", "--eval-steps", "0", "--save", str(saved)]
@@ -78,23 +80,18 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(tmp_p
     FAMILIES.pop("louder")
     pretrain_gpt.main([*common, "--load", str(saved), "--steps", "3"])
     assert SavedModel(saved).trainer["step"] == 3
-
-
-def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path, capsys, monkeypatch):
-    test_a_registered_model_trains_saves_and_resumes_from_the_command_line(tmp_path)
+    # without its file, it is refused
     FAMILIES.pop("louder")
     capsys.readouterr()
     for arguments, message in {
-        f"--load {tmp_path}/run": f"unknown model family 'louder'; there are {', '.join(FAMILIES)}",
+        f"--load {saved}": f"unknown model family 'louder'; there are {', '.join(FAMILIES)}",
         "--import nothing.py": "--import nothing.py: no such file",
     }.items():
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
         with pytest.raises(SystemExit) as stop:
             run_program(pretrain_gpt.main)
-        assert (stop.value.code, capsys.readouterr().err) == (
-            2,
-            f"pretrain_gpt.py: error: {message}\n",
-        )
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == f"pretrain_gpt.py: error: {message}\n"
 
 
 def test_a_taken_name_is_refused():
@@ -106,18 +103,16 @@ def test_the_config_of_another_family_is_refused():
     class Mine(GPT2):
         presets: ClassVar = {"mine-tiny": GPT2Config()}
 
-    with pytest.raises(
-        UserError, match="GPT2Config is the Config of gpt2: give mine a Config of its own"
-    ):
+    refused = "GPT2Config is the Config of gpt2: give mine a Config of its own"
+    with pytest.raises(UserError, match=refused):
         register("mine")(Mine)
 
     class MineConfig(GPT2Config):
         pass
 
     Mine.Config = MineConfig
-    with pytest.raises(
-        UserError, match="the preset mine-tiny is a GPT2Config: make it a MineConfig"
-    ):
+    refused = "the preset mine-tiny is a GPT2Config: make it a MineConfig"
+    with pytest.raises(UserError, match=refused):
         register("mine")(Mine)
     assert "mine" not in FAMILIES
     Mine.presets = {"mine-tiny": MineConfig()}
@@ -198,14 +193,14 @@ def test_a_model_that_nobody_registered_trains():
     assert model.train_batch(ids, labels=ids).item() == pytest.approx(math.log(61), rel=0.05)
 
 
-@pytest.mark.parametrize("says", [("weight",), ()])
-def test_a_layer_of_ones_own_counts_as_it_says(says, monkeypatch):
-    monkeypatch.setattr(Mix, "multiplied", says)
+def test_a_layer_of_ones_own_counts_as_it_says(monkeypatch):
     own_model()
-    model = from_config("own", ParallelContext(device=torch.device("meta")))
-    runs = 3 * forward_flops(model, 1, 16) / 16
-    assert runs - flops_per_token(OwnConfig(), 16) == (0 if says else 6 * 2 * 32 * 32)
-    assert (note_on_mfu(OwnConfig(), 16) is None) == bool(says)
+    for says in (("weight",), ()):
+        monkeypatch.setattr(Mix, "multiplied", says)
+        model = from_config("own", ParallelContext(device=torch.device("meta")))
+        runs = 3 * forward_flops(model, 1, 16) / 16
+        assert runs - flops_per_token(OwnConfig(), 16) == (0 if says else 6 * 2 * 32 * 32)
+        assert (note_on_mfu(OwnConfig(), 16) is None) == bool(says)
 
 
 PLAIN_ATTENTION = """
@@ -293,21 +288,15 @@ def test_selective_recomputation_tells_the_modules_that_know_it(tmp_path):
     file = tmp_path / "plain.py"
     file.write_text(PLAIN_ATTENTION.replace("SAYS", "pass"))
     run_file(file)
-    for mode, expected in (
-        ("selective", True),
-        ("full", False),
-        ("selective", True),
-        ("none", False),
-    ):
+    parts = [f"layers.{layer}.{part}" for layer in (0, 1) for part in ("attention", "mlp")]
+    for mode in ("selective", "full", "selective", "none"):
         model = from_config("plain").recompute(mode)
         told = {
             name: module.recompute
             for name, module in model.named_modules()
             if name.startswith("layers.") and isinstance(getattr(module, "recompute", None), bool)
         }
-        assert told == {
-            f"layers.{i}.{part}": expected for i in (0, 1) for part in ("attention", "mlp")
-        }
+        assert told == dict.fromkeys(parts, mode == "selective")
 
 
 def test_an_imported_file_runs_once_in_the_tools_that_run_a_model(tmp_path):
