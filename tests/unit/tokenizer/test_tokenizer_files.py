@@ -45,24 +45,33 @@ def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path, monke
     assert find_tokenizer("byte") == "byte"
 
 
+PREFIX = {"add_prefix_space": True}
+
+
+def sequence(field, *steps) -> dict:
+    """Return a change of a field to a sequence of steps."""
+    name = "normalizers" if field == "normalizer" else "processors"
+    return {field: {"type": "Sequence", name: [*steps]}}
+
+
+def added(**settings) -> dict:
+    return {"added_tokens": [{"content": "x", **settings}]}
+
+
+# the message, and what of gpt2's tokenizer.json is changed
 REFUSED = {
     "model.type 'WordPiece'": {"model_type": "WordPiece"},
     "model.dropout 0.1": {"model_dropout": 0.1},
     "model.byte_fallback True": {"model_byte_fallback": True},
     "model.continuing_subword_prefix '##'": {"model_continuing_subword_prefix": "##"},
     "model.end_of_word_suffix '</w>'": {"model_end_of_word_suffix": "</w>"},
-    "model.ignore_merges true with the token 'zzzz'": {
-        "model_ignore_merges": True,
-        "model_vocab": lambda vocab: vocab | {"zzzz": 5000},
-    },
-    "normalizer 'Lowercase'": {
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}
-    },
+    "model.ignore_merges true with the token 'zzzz'": dict(
+        model_ignore_merges=True, model_vocab=lambda vocab: vocab | {"zzzz": 5000}
+    ),
+    "normalizer 'Lowercase'": sequence("normalizer", {"type": "Lowercase"}),
     "pre_tokenizer None": {"pre_tokenizer": None},
     "pre_tokenizer Metaspace": {"pre_tokenizer": {"type": "Metaspace"}},
-    "pre_tokenizer.add_prefix_space True": {
-        "pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}
-    },
+    "pre_tokenizer.add_prefix_space True": {"pre_tokenizer": BYTE_LEVEL | PREFIX},
     "pre_tokenizer.use_regex False": {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
     "pre_tokenizer.behavior 'Removed'": split(behavior="Removed"),
     "pre_tokenizer.invert True": split(invert=True),
@@ -70,26 +79,19 @@ REFUSED = {
     "it has a $": split(pattern={"Regex": "a$"}),
     "the pattern '(a' is not one that tiktoken can use": split(pattern={"Regex": "(a"}),
     "post_processor 'RobertaProcessing'": {"post_processor": {"type": "RobertaProcessing"}},
-    "several TemplateProcessing": {
-        "post_processor": {"type": "Sequence", "processors": [TEMPLATE, TEMPLATE]}
-    },
-    "added token 'x': single_word": {
-        "added_tokens": [{"id": 1, "content": "x", "single_word": True}]
-    },
-    "added token 'x': lstrip is 'yes', not true or false": {
-        "added_tokens": [{"id": 1, "content": "x", "lstrip": "yes"}]
-    },
-    "token 'x' has the id -1": {"added_tokens": [{"id": -1, "content": "x"}]},
+    "several TemplateProcessing": sequence("post_processor", TEMPLATE, TEMPLATE),
+    "added token 'x': single_word": added(id=1, single_word=True),
+    "added token 'x': lstrip is 'yes', not true or false": added(id=1, lstrip="yes"),
+    "token 'x' has the id -1": added(id=-1),
     "merge 'q' 'zq': 'zq' is not in the vocabulary": {"model_merges": [["q", "zq"]]},
     "merge 'a' 'q': 'aq' is not in the vocabulary": {"model_merges": ["a q"]},
     "malformed: ValueError not enough values": {"model_merges": [["q"]]},
     "malformed: KeyError 'merges'": {"model": {"type": "BPE", "vocab": {}}},
     "malformed: AttributeError": {"model_vocab": ["a"]},
     "token 'a' has the id 'b'": {"model_vocab": {"a": "b"}},
-    "two tokens of the vocabulary have the same id": {
-        "model_vocab": {"a": 1, "b": 1},
-        "model_merges": [],
-    },
+    "two tokens of the vocabulary have the same id": dict(
+        model_vocab={"a": 1, "b": 1}, model_merges=[]
+    ),
 }
 
 
@@ -105,13 +107,11 @@ def test_llama2s_tokenizer_json_gives_way_to_its_model(directory, tmp_path):
     edited(directory, "gpt2", tmp_path, model_byte_fallback=True)
     shutil.copy(directory / "llama2" / "tokenizer.model", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    assert open_tokenizer(tmp_path).encode("hi") == open_tokenizer(directory / "llama2").encode(
-        "hi"
-    )
+    expected = open_tokenizer(directory / "llama2").encode("hi")
+    assert open_tokenizer(tmp_path).encode("hi") == expected
     shutil.copy(directory / "gpt2" / "tokenizer.json", tmp_path)
-    with pytest.raises(
-        UserError, match=r"tokenizer_config\.json: add_prefix_space True is not supported"
-    ):
+    told = r"tokenizer_config\.json: add_prefix_space True is not supported"
+    with pytest.raises(UserError, match=told):
         open_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     assert open_tokenizer(tmp_path).encode("hi") == open_tokenizer(directory / "gpt2").encode("hi")
