@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 import megazoo
 from megazoo.checkpoint import load, save
-from megazoo.checkpoint.format import manifest_checksum
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.source import SavedModel
+from tests.support.directories import names
+from tests.support.sampling import marked_slow
 from tests.support.training import make_batch, tiny_config
 from tests.support.transformers_models import gpt2, llama
 
@@ -78,20 +79,32 @@ def corrupted(data: bytes, chance: random.Random) -> bytes:
     return changed if changed != data else corrupted(data, chance)
 
 
-def test_two_hundred_corruptions_of_a_checkpoint(whole, tmp_path):
-    directory, expected = whole
-    chance, refused = random.Random(1), 0
-    files = sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
-    assert len(files) == 6
-    for number in range(200):
-        copy, file = tmp_path / str(number), chance.choice(files)
-        shutil.copytree(directory, copy)
+def damaged_copies(original: Path, files: list, seed: int, count: int, directory: Path):
+    """Yield copies of a directory in which one of the files is gone or corrupted, and the file."""
+    chance = random.Random(seed)
+    for number in range(count):
+        copy, file = directory / str(number), chance.choice(files)
+        shutil.copytree(original, copy)
         if number % 20 == 0:
             (copy / file).unlink()
         else:
             (copy / file).write_bytes(corrupted((copy / file).read_bytes(), chance))
+        yield copy, file
+        shutil.rmtree(copy)
+
+
+COUNTS = [60, 200]
+
+
+@pytest.mark.parametrize("count", marked_slow(COUNTS, lambda _, count: count == 200))
+def test_corruptions_of_a_checkpoint(whole, tmp_path, count):
+    directory, expected = whole
+    files = sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    assert len(files) == 6
+    refused = 0
+    for copy, file in damaged_copies(directory, files, 1, count, tmp_path):
         found, error = attempt(contents, copy)
-        where = f"{number}: {file}: {error}"
+        where = f"{copy.name}: {file}: {error}"
         if error:
             refused += 1
             assert str(copy) in error, where
@@ -100,8 +113,7 @@ def test_two_hundred_corruptions_of_a_checkpoint(whole, tmp_path):
             assert all(map(torch.equal, found[0], expected[0])), where
             assert found[1] == expected[1], where
             assert file.name in ("latest", "megazoo.json"), where  # a space in JSON may change
-        shutil.rmtree(copy)
-    assert refused > 150
+    assert refused > 0.75 * count
 
 
 def read_all(directory: Path):
@@ -109,8 +121,14 @@ def read_all(directory: Path):
     megazoo.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "index", "bin"])
-def test_two_hundred_corruptions_of_a_hugging_face_directory(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    marked_slow(
+        [(kind, count) for count in COUNTS for kind in ("safetensors", "index", "bin")],
+        lambda _, case: case[1] == 200,
+    ),
+)
+def test_corruptions_of_a_hugging_face_directory(kind, count, tmp_path):
     """There are no checksums: what can be read is read, all else is refused."""
     original = tmp_path / "hf"
     hf = llama(kv_heads=2) if kind == "index" else gpt2()
@@ -118,20 +136,12 @@ def test_two_hundred_corruptions_of_a_hugging_face_directory(kind, tmp_path):
     if kind == "bin":
         torch.save(hf.state_dict(), original / "pytorch_model.bin")
         (original / "model.safetensors").unlink()
-    files = sorted(path.name for path in original.iterdir())
-    chance, refused = random.Random(2), 0
-    for number in range(200):
-        copy, file = tmp_path / str(number), chance.choice(files)
-        shutil.copytree(original, copy)
-        if number % 20 == 0:
-            (copy / file).unlink()
-        else:
-            (copy / file).write_bytes(corrupted((copy / file).read_bytes(), chance))
+    refused = 0
+    for copy, file in damaged_copies(original, names(original), 2, count, tmp_path):
         _, error = attempt(read_all, copy)
         refused += bool(error)
-        assert not error or str(copy) in error, f"{number}: {file}: {error}"
-        shutil.rmtree(copy)
-    assert refused > 60
+        assert not error or str(copy) in error, f"{copy.name}: {file}: {error}"
+    assert refused > 0.3 * count
 
 
 def lying(header: dict, data: bytes, length: int | None = None) -> bytes:
@@ -139,46 +149,43 @@ def lying(header: dict, data: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-F32 = {"dtype": "F32"}
+def one(shape: list[int], start: int, stop: int, dtype: str = "F32") -> dict:
+    """Return a header of one tensor."""
+    return {"a": {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}}
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        lying({"a": {**F32, "shape": [2**40], "data_offsets": [0, 2**42]}}, b"1234"),
-        lying({"a": {**F32, "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
-        lying({"a": {**F32, "shape": [1], "data_offsets": [4, 8]}}, b"12345678"),
-        lying({"a": {**F32, "shape": [1], "data_offsets": [-4, 0]}}, b"1234"),
-        lying({"a": {**F32, "shape": [2**32, 2**32], "data_offsets": [0, 0]}}, b""),
-        lying({"a": {**F32, "shape": [1], "data_offsets": [0, 4]}}, b"1234", 2**63),
-        lying({"a": {**F32, "shape": [1], "data_offsets": [0, 4]}}, b"1234", 5),
-        lying({"a": {"dtype": "X", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),
-        b"",
-        b"1234",
-        b"{}" * 100,
-    ],
-    ids=range(11),
-)
-def test_headers_that_lie(file, tmp_path):
+LIES = [
+    lying(one([2**40], 0, 2**42), b"1234"),
+    lying(one([2], 0, 4), b"1234"),
+    lying(one([1], 4, 8), b"12345678"),
+    lying(one([1], -4, 0), b"1234"),
+    lying(one([2**32, 2**32], 0, 0), b""),
+    lying(one([1], 0, 4), b"1234", 2**63),
+    lying(one([1], 0, 4), b"1234", 5),
+    lying(one([1], 0, 4, "X"), b"1234"),
+    b"",
+    b"1234",
+    b"{}" * 100,
+]
+
+
+def test_headers_that_lie(tmp_path):
     llama().save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(file)
-    with pytest.raises(UserError, match=r"model\.safetensors can't be read: "):
-        HuggingFaceDirectory(tmp_path)
+    for file in LIES:
+        (tmp_path / "model.safetensors").write_bytes(file)
+        with pytest.raises(UserError, match=r"model\.safetensors can't be read: "):
+            HuggingFaceDirectory(tmp_path)
 
 
 def test_sizes_in_a_config_allocate_nothing(tmp_path):
     """A config may ask for a model of terabytes: its files say no before any memory is taken."""
     llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    shape = r"model\.safetensors: .*has shape \[61, 32\], the model's is \[1000000000000, 32\]"
+    layers = "has 30 tensors, but its config.json says 1000000000 layers"
     for change, message in (
-        (
-            {"vocab_size": 10**12},
-            r"model\.safetensors: .*has shape \[61, 32\], the model's is \[1000000000000, 32\]",
-        ),
-        (
-            {"num_hidden_layers": 10**9},
-            "has 30 tensors, but its config.json says 1000000000 layers",
-        ),
+        ({"vocab_size": 10**12}, shape),
+        ({"num_hidden_layers": 10**9}, layers),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=message):
@@ -197,50 +204,10 @@ def test_a_tensor_that_says_more_than_its_file_holds(tmp_path):
         HuggingFaceDirectory(tmp_path)
 
 
-def with_manifest(path: Path, change) -> None:
-    """Change a manifest, as somebody would who knows how its checksum is made."""
-    manifest = json.loads((path / "megazoo.json").read_text())
-    change(manifest)
-    (path / "megazoo.json").write_text(
-        json.dumps({**manifest, "crc32": manifest_checksum(manifest)})
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda m: m["files"].update({"../x": {"size": 1, "crc32": 0}}),
-            "names a file outside its directory: ../x",
-        ),
-        (
-            lambda m: m["tensors"]["norm.weight"].update(file="../x.safetensors"),
-            "x.safetensors can't be read: it is",
-        ),
-        (lambda m: m["tensors"]["norm.weight"].update(shape=[2**40]), "norm.weight has shape"),
-        (lambda m: m["config"].update(layers=10**9), "has 84 tensors for 1000000000 layers"),
-        (lambda m: m["config"].update(hidden_size=2**20), "has shape"),
-        (lambda m: m["tensors"].pop("norm.weight"), "has no tensor norm.weight"),
-        (
-            lambda m: m["files"]["model_tp_0_pp_0.safetensors"].update(size=2),
-            "bytes, the manifest says 2",
-        ),
-    ],
-    ids=range(7),
-)
-def test_a_forged_manifest(whole, tmp_path, change, message):
-    shutil.copytree(whole[0], tmp_path / "run")
-    with_manifest(tmp_path / "run" / "step_00000001", change)
-    with pytest.raises(UserError, match=message):
-        contents(tmp_path / "run")
-
-
 def test_a_file_that_another_process_cuts_short_while_saving_is_found(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "run")
     file = tmp_path / "run" / "step_00000001" / "optimizer_tp_0_pp_0_dp_0.safetensors"
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(
-        UserError,
-        match=r"optimizer_tp_0_pp_0_dp_0\.safetensors has \d+ bytes, the manifest says \d+",
-    ):
+    told = r"optimizer_tp_0_pp_0_dp_0\.safetensors has \d+ bytes, the manifest says \d+"
+    with pytest.raises(UserError, match=told):
         SavedModel(tmp_path / "run")

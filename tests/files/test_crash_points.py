@@ -23,11 +23,14 @@ from megazoo.data.indexed import IndexedTokens
 from megazoo.errors import UserError
 from megazoo.models.pretrained import open_source, save_parallelized
 from tests.support.deaths import in_a_child, tree
+from tests.support.sampling import marked_slow
 from tests.support.training import make_batch, tiny_config
 from tests.support.transformers_models import gpt2
 from tools import convert_hf, merge_shards, reshard
 
-SAMPLE = 4  # moments of each operation that `make test` tries
+SAMPLE = 2  # moments of each operation that `make test` tries
+# What `make test` leaves out: the same again, onto what is there, has these moments, too.
+ONLY_ALL = {"shards", "convert_hf", "reshard", "merge_shards"}
 
 
 class Operation(NamedTuple):
@@ -242,15 +245,16 @@ def die_and_go_on(name: str, tmp_path: Path, chosen: Callable[[int], list[int]])
     place = tmp_path / "work"  # the same path each time: what is written may depend on it
 
     def prepared() -> None:
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        operation.prepare(place)
+        shutil.rmtree(place)
+        shutil.copytree(tmp_path / "before", place, symlinks=True)
 
     def act() -> None:
         operation.act(place)
 
     trained(3)  # before the forks
-    prepared()
+    place.mkdir()
+    operation.prepare(place)
+    shutil.copytree(place, tmp_path / "before", symlinks=True)
     old = operation.read(place)
     count = in_a_child(act, None, told)
     new, quiet = operation.read(place), tree(place)
@@ -283,15 +287,17 @@ def die_and_go_on(name: str, tmp_path: Path, chosen: Callable[[int], list[int]])
     return wrong
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_death_at_some_moments(name, tmp_path):
-    def some(count: int) -> list[int]:
-        return sorted(random.Random(name).sample(range(1, count + 1), min(SAMPLE, count)))
+@pytest.mark.parametrize(
+    ("name", "fraction"),
+    marked_slow(
+        [(name, fraction) for name in OPERATIONS for fraction in ("some", "all")],
+        lambda _, case: case[1] == "all" or case[0] in ONLY_ALL,
+        name=", ".join,
+    ),
+)
+def test_a_death_at_some_or_all_moments(name, fraction, tmp_path):
+    def chosen(count: int) -> list[int]:
+        moments = range(1, count + 1)
+        return random.Random(name).sample(moments, SAMPLE) if fraction == "some" else [*moments]
 
-    assert die_and_go_on(name, tmp_path, some) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_death_at_every_moment(name, tmp_path):
-    assert die_and_go_on(name, tmp_path, lambda count: list(range(1, count + 1))) == []
+    assert die_and_go_on(name, tmp_path, chosen) == []

@@ -156,8 +156,7 @@ def test_overwrite_replaces_only_what_megazoo_wrote(tmp_path, tool, precious):
     assert names(out) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("tool", ["reshard", "merge"])
-def test_overwrite_spares_runs_and_the_input(tmp_path, tool, precious):
+def test_overwrite_spares_runs_and_the_input(tmp_path, precious):
     source, run = open_source(precious), tmp_path / "run"
     save(run, 1, tiny_model())
     for output, refusal in (
@@ -167,8 +166,9 @@ def test_overwrite_spares_runs_and_the_input(tmp_path, tool, precious):
         (precious / "out", f"{precious}/out lies in the input, {precious}: choose another"),
         (tmp_path / "x/../precious" / precious.name, "is the input, too: choose another"),
     ):
-        with pytest.raises(UserError, match=refusal):
-            writers(source, output)[tool]()
+        for write in writers(source, output).values():
+            with pytest.raises(UserError, match=refusal):
+                write()
     with pytest.raises(UserError, match="not of megazoo's writing: choose another"):
         tiny_model().save_parallelized(run)
     Checkpoint(run).verify()
@@ -179,19 +179,19 @@ def test_overwrite_spares_runs_and_the_input(tmp_path, tool, precious):
 # What killed programs leave
 
 
-def killed_at_rename(moment, work):
-    """Do some work in a process that dies instead of its rename number `moment`."""
+def killed_at_call(owner, name, moment, work):
+    """Do some work in a process that dies instead of its call number `moment` of a function."""
 
     def dying():
-        calls, rename = [], os.rename
+        calls, function = [], getattr(owner, name)
 
-        def die(*arguments):
+        def die(*arguments, **options):
             calls.append(arguments)
             if len(calls) == moment:
                 os._exit(77)
-            rename(*arguments)
+            return function(*arguments, **options)
 
-        os.rename = die
+        setattr(owner, name, die)
         work()
         os._exit(0)
 
@@ -202,49 +202,36 @@ def hidden(directory) -> list[str]:
     return [name for name in names(directory) if name.startswith(".") and name[-5:] != ".lock"]
 
 
-@pytest.mark.parametrize("moment", [1, 2])
-def test_what_a_killed_save_leaves_goes(tmp_path, moment):
-    model = tiny_model(1.0)
-    for step in (1, 2):
-        save(tmp_path, step, model)
-    (tmp_path / ".step_00000009.partial").mkdir()  # of an older version, and not whole
-    (tmp_path / ".step_00000009.partial" / "model_tp_0_pp_0.safetensors").touch()
-    newer = tiny_model(2.0)
-    killed_at_rename(moment, lambda: save(tmp_path, 2, newer))
-    assert len(hidden(tmp_path)) == moment
-    Checkpoint(tmp_path).verify()
-    save(tmp_path, 3, model)
-    assert names(tmp_path) == ["latest", *map(step_name, (1, 2, 3))]
-    fresh = tiny_model(0.0)
-    load(Checkpoint(tmp_path / step_name(2)), fresh)
-    assert fresh.embedding.weight.unique().tolist() == [1.0]  # it has its name again
+def test_what_a_killed_save_leaves_goes(tmp_path):
+    model, newer = tiny_model(1.0), tiny_model(2.0)
+    for moment in (1, 2):
+        run = tmp_path / str(moment)
+        for step in (1, 2):
+            save(run, step, model)
+        (run / ".step_00000009.partial").mkdir()  # of an older version, and not whole
+        (run / ".step_00000009.partial" / "model_tp_0_pp_0.safetensors").touch()
+        killed_at_call(os, "rename", moment, lambda run=run: save(run, 2, newer))
+        assert len(hidden(run)) == moment
+        Checkpoint(run).verify()
+        save(run, 3, model)
+        assert names(run) == ["latest", *map(step_name, (1, 2, 3))]
+        fresh = tiny_model(0.0)
+        load(Checkpoint(run / step_name(2)), fresh)
+        assert fresh.embedding.weight.unique().tolist() == [1.0]  # it has its name again
 
 
-@pytest.mark.parametrize("moment", range(1, 7))
-def test_what_a_killed_removal_of_an_old_step_leaves_goes(tmp_path, moment):
+def test_what_a_killed_removal_of_an_old_step_leaves_goes(tmp_path):
     """Whatever of an old step is gone, the next save removes the rest, and what is whole is whole
     until then."""
     model = tiny_model()
-    for step in (1, 2):
-        save(tmp_path, step, model)
-
-    def dying():
-        calls, unlink = [], Path.unlink
-
-        def die(path, *arguments, **options):
-            calls.append(path)
-            if len(calls) == moment:
-                os._exit(77)
-            unlink(path, *arguments, **options)
-
-        Path.unlink = die
-        save(tmp_path, 3, model, keep_last=1)
-        os._exit(0)
-
-    assert in_child(dying) == 77
-    assert Checkpoint(tmp_path).path.name == step_name(3)
-    save(tmp_path, 4, model, keep_last=1)
-    assert names(tmp_path) == ["latest", step_name(4)]
+    for moment in range(1, 7):
+        run = tmp_path / str(moment)
+        for step in (1, 2):
+            save(run, step, model)
+        killed_at_call(Path, "unlink", moment, lambda run=run: save(run, 3, model, keep_last=1))
+        assert Checkpoint(run).path.name == step_name(3)
+        save(run, 4, model, keep_last=1)
+        assert names(run) == ["latest", step_name(4)], moment
 
 
 def test_a_file_that_is_still_open_on_nfs_fails_no_save(tmp_path, monkeypatch):
@@ -278,29 +265,31 @@ def test_hidden_directories_of_others_stay(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["merge", "merged by the model", "reshard", "shards"])
-@pytest.mark.parametrize("moment", [1, 2])
-def test_an_output_that_was_being_replaced_is_found(tmp_path, precious, kind, moment):
-    source, out = open_source(precious), tmp_path / "out"
-    new = tiny_model(8.0)
-    write = {
-        **writers(source, out),
-        "merged by the model": lambda: new.save_parallelized(out, merge_checkpoints=True),
-        "shards": lambda: new.save_parallelized(out),
-    }[kind]
-    write()
-    killed_at_rename(moment, write)
-    assert out.exists() == (moment == 1)
-    model = megazoo.from_pretrained(out)
-    assert model.embedding.weight.unique().tolist() in ([7.0], [8.0])
-    open_source(out)
-    write()
-    assert names(tmp_path) == ["out", "precious"]
-    assert open_source(out).path == out
+def test_an_output_that_was_being_replaced_is_found(tmp_path, precious, kind):
+    source, new = open_source(precious), tiny_model(8.0)
+    for moment in (1, 2):
+        out = tmp_path / f"out{moment}" / "model"
+        write = {
+            **writers(source, out),
+            "merged by the model": lambda out=out: new.save_parallelized(
+                out, merge_checkpoints=True
+            ),
+            "shards": lambda out=out: new.save_parallelized(out),
+        }[kind]
+        write()
+        killed_at_call(os, "rename", moment, write)
+        assert out.exists() == (moment == 1)
+        model = megazoo.from_pretrained(out)
+        assert model.embedding.weight.unique().tolist() in ([7.0], [8.0])
+        open_source(out)
+        write()
+        assert names(out.parent) == ["model"]
+        assert open_source(out).path == out
 
 
 def test_an_unfinished_output_goes_when_it_is_written_again(tmp_path, precious):
     source, out = open_source(precious), tmp_path / "out"
-    killed_at_rename(1, lambda: write_hugging_face(source, out))
+    killed_at_call(os, "rename", 1, lambda: write_hugging_face(source, out))
     assert len(hidden(tmp_path)) == 1
     with pytest.raises(UserError, match="is not a directory"):
         open_source(out)

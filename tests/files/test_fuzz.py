@@ -17,6 +17,7 @@ from tests.support.fuzz.cases import findings, run_case
 from tests.support.fuzz.checkpoints import Manifest, Trainer
 from tests.support.fuzz.files import Configs, Headers, Jsonl
 from tests.support.fuzz.settings import Flags, Toml
+from tests.support.sampling import marked_slow
 
 KINDS = {
     "manifest": Manifest,
@@ -27,7 +28,9 @@ KINDS = {
     "configs": Configs,
     "headers": Headers,
 }
-CASES, SAMPLE, PART = 500, 20, 100
+CASES, PART = 500, 100
+SAMPLES = {"manifest": 50, "trainer": 14}  # how many cases `make test` runs; 20 of other kinds
+PARTS = ["a sample", *range(0, CASES, PART)]
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +46,16 @@ def prepared(tmp_path_factory):
     return prepare
 
 
-def sample(kind: str) -> list[int]:
-    """The cases that `make test` runs, too."""
-    return sorted(random.Random(kind).sample(range(CASES), SAMPLE))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_of_each_kind(kind, prepared, tmp_path):
-    assert findings(kind, prepared(kind), sample(kind), tmp_path) == []
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(0, CASES, PART))
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_cases(kind, first, prepared, tmp_path):
-    numbers = list(range(first, first + PART))
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    marked_slow([(kind, part) for part in PARTS for kind in KINDS], lambda n, _: n >= len(KINDS)),
+)
+def test_cases_of_each_kind(kind, part, prepared, tmp_path):
+    if part == "a sample":
+        numbers = sorted(random.Random(kind).sample(range(CASES), SAMPLES.get(kind, 20)))
+    else:
+        numbers = list(range(part, part + PART))
     assert findings(kind, prepared(kind), numbers, tmp_path) == []
 
 

@@ -42,11 +42,13 @@ def whole(tmp_path_factory):
 def forged(whole, tmp_path):
     """Return a function forged(change=, trainer=): a copy of the step, with its manifest or its
     trainer.json changed by somebody who knows how checksums are made."""
+    path = tmp_path / "step"
 
     def make(change=lambda manifest: None, trainer=None):
-        path = tmp_path / "step"
+        shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(whole, path)
         manifest = json.loads((path / "megazoo.json").read_text())
+        del manifest["crc32"]
         if trainer:
             values = json.loads((path / "trainer.json").read_text())
             trainer(values)
@@ -54,10 +56,7 @@ def forged(whole, tmp_path):
             (path / "trainer.json").write_bytes(data)
             manifest["files"]["trainer.json"] = {"size": len(data), "crc32": zlib.crc32(data)}
         change(manifest)
-        text = json.dumps({"crc32": manifest_checksum(manifest), **manifest})
-        if "crc32" in manifest:
-            manifest.pop("crc32")
-            text = json.dumps({**manifest, "crc32": manifest_checksum(manifest)})
+        text = json.dumps({**manifest, "crc32": manifest_checksum(manifest)})
         (path / "megazoo.json").write_text(text)
         return path
 
@@ -89,6 +88,11 @@ def in_place_of(key, *place):
     return change
 
 
+def named(name):
+    """Return a change that adds a file of this name."""
+    return in_place_of({"size": 1, "crc32": 0}, "files", name)
+
+
 EMBEDDING = "embedding.weight"  # [61, 32], cut along its rows
 FORGED = {
     "tp of 0": (in_place_of(0, "layout", "tp"), "layout.tp is 0: it must be an int of at least 1"),
@@ -108,20 +112,11 @@ FORGED = {
     "size": (in_place_of(-1, "files", MODEL, "size"), "size is -1: it must be an int of at"),
     "size's type": (in_place_of("9", "files", MODEL, "size"), "size is '9': it must be an int"),
     "crc32": (in_place_of(2**32, "files", MODEL, "crc32"), "crc32 is 4294967296: it must be"),
-    "name ..": (in_place_of({"size": 1, "crc32": 0}, "files", ".."), "outside its directory: .."),
-    "name a/b": (in_place_of({"size": 1, "crc32": 0}, "files", "a/b"), "outside its directory"),
-    "name of NUL": (
-        in_place_of({"size": 1, "crc32": 0}, "files", "a\0"),
-        r"'a\\x00' can't be the name of a file",
-    ),
-    "long name": (
-        in_place_of({"size": 1, "crc32": 0}, "files", "é" * 128),
-        "can't be the name of a file",
-    ),
-    "half a character": (
-        in_place_of({"size": 1, "crc32": 0}, "files", "\ud800"),
-        "is not a manifest: UnicodeEncodeError",
-    ),
+    "name ..": (named(".."), "outside its directory: .."),
+    "name a/b": (named("a/b"), "outside its directory"),
+    "name of NUL": (named("a\0"), r"'a\\x00' can't be the name of a file"),
+    "long name": (named("é" * 128), "can't be the name of a file"),
+    "half a character": (named("\ud800"), "is not a manifest: UnicodeEncodeError"),
     "tensor": (in_place_of(5, "tensors", NORM), "tensors.norm.weight is 5: it must be an obj"),
     "tensor's name": (in_place_of({}, "tensors", "\x1b[2J"), "can't be the name of a tensor"),
     "shape of -1": (tensor(NORM, shape=[-1]), r"norm.weight.shape\[0\] is -1: it must be"),
@@ -131,6 +126,7 @@ FORGED = {
     "shape too large": (tensor(NORM, shape=[2**30]), "norm.weight has shape .* too small for it"),
     "dtype": (tensor(NORM, dtype="I64"), "norm.weight.dtype is 'I64': there is no such value"),
     "file's type": (tensor(NORM, file=5), "norm.weight.file is 5: it must be a string"),
+    "file elsewhere": (tensor(NORM, file="../x.safetensors"), "x.safetensors can't be read: it is"),
     "file of none": (tensor(NORM, file="x"), "norm.weight: x can't be read: it is none of its"),
     "format string": (
         tensor(NORM, file="{tp.__class__}"),
@@ -148,6 +144,10 @@ FORGED = {
     "unit above part": (shard(EMBEDDING, units=[62]), "61 in units of 62 can't be shared by tp 1"),
     "fewer layers": (in_place_of(1, "config", "layers"), r"its config knows no layers\.1\."),
     "dtype of no file": (tensor(NORM, dtype="BF16"), "norm.weight is of torch.float32, the manif"),
+    "many layers": (in_place_of(10**9, "config", "layers"), "has 84 tensors for 1000000000 layers"),
+    "wide": (in_place_of(2**20, "config", "hidden_size"), "has shape"),
+    "no tensor": (lambda m: m["tensors"].pop(NORM), "has no tensor norm.weight"),
+    "another size": (in_place_of(2, "files", MODEL, "size"), "bytes, the manifest says 2"),
     "config's type": (in_place_of("two", "config", "layers"), "layers is 'two': it must be an int"),
     "config's list": (in_place_of([1], "config", "hidden_size"), "hidden_size is a list"),
     "config's bool": (in_place_of(True, "config", "heads"), "heads is True: it must be an int"),
@@ -157,14 +157,13 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("case", FORGED)
-def test_a_forged_manifest_is_refused_in_one_line_that_names_it(forged, case):
-    change, message = FORGED[case]
-    path = forged(change)
-    with pytest.raises(UserError, match=message) as refused:
-        opened(path)
-    assert str(path) in str(refused.value)
-    assert len(str(refused.value)) < 600
+def test_a_forged_manifest_is_refused_in_one_line_that_names_it(forged):
+    for case, (change, message) in FORGED.items():
+        path = forged(change)
+        with pytest.raises(UserError, match=message) as refused:
+            opened(path)
+        assert str(path) in str(refused.value), case
+        assert len(str(refused.value)) < 600, case
 
 
 def test_what_is_not_forged_opens_and_keys_of_later_versions_are_left(forged):
@@ -173,25 +172,18 @@ def test_what_is_not_forged_opens_and_keys_of_later_versions_are_left(forged):
     assert Checkpoint(path).manifest["later"] == {"x": 1}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_text_that_is_no_manifest_is_refused(tmp_path):
+    for text, message in (
         ("[" * 100_000, "is not a manifest: RecursionError"),
         ('{"format": ' + "9" * 5000 + "}", "is not a manifest: ValueError: Exceeds the limit"),
         ('{"format": 1, "format": 1}', "is not a manifest: ValueError: 'format' stands there tw"),
         ('{"format": NaN}', "has format nan; this megazoo reads 1"),
         ("[]", "is not a manifest: TypeError"),
         ("\xff", "is not a manifest"),
-    ],
-    ids=range(6),
-)
-def test_text_that_is_no_manifest_is_refused(tmp_path, text, message):
-    (tmp_path / "megazoo.json").write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=message):
-        Checkpoint(tmp_path)
-
-
-def test_a_manifest_of_a_size_that_none_has_is_not_read(tmp_path):
+    ):
+        (tmp_path / "megazoo.json").write_text(text, encoding="latin-1")
+        with pytest.raises(UserError, match=message):
+            Checkpoint(tmp_path)
     with open(tmp_path / "megazoo.json", "wb") as file:
         file.truncate(2**36)  # holes, which take no room on the disk
     with pytest.raises(UserError, match="is not a manifest: ValueError: it has more than"):
@@ -280,44 +272,41 @@ TRAINER = {
 }
 
 
-@pytest.mark.parametrize("case", TRAINER)
-def test_a_forged_trainer_json_is_refused_when_the_run_goes_on(forged, case):
-    change, message = TRAINER[case]
-    path = forged(trainer=change)
-    with pytest.raises(UserError, match=message) as refused:
-        resumed(path)
-    assert "trainer.json" in str(refused.value)
+def test_a_forged_trainer_json_is_refused_when_the_run_goes_on(forged):
+    for case, (change, message) in TRAINER.items():
+        path = forged(trainer=change)
+        with pytest.raises(UserError, match=message) as refused:
+            resumed(path)
+        assert "trainer.json" in str(refused.value), case
 
 
-def test_settings_that_a_run_keeps_are_taken_and_text_is_never_a_flag(forged):
+def test_settings_that_a_run_keeps_are_taken_and_text_is_never_a_flag_or_path(forged):
     path = forged(trainer=settings(data=["--metrics=/tmp/x", "--save"], separate_documents=True))
     options = resumed(path)
     assert options.data.data == ("--metrics=/tmp/x", "--save")
     assert options.data.separate_documents is True
     assert (options.training.steps, options.optimizer.lr) == (9, 1e-3)
     assert (options.logging.metrics, options.checkpoint.save) == (None, None)
+    assert SavedModel(forged(trainer=settings(tokenizer="/etc"))).tokenizer is None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_forged_state_of_the_optimizer_is_refused(forged):
+    scale = {"value": math.nan, "good_steps": 0, "patience": 1}
+    for change, message in (
         (lambda t: t.pop("optimizer_steps"), "has no optimizer_steps"),
         (lambda t: t.update(optimizer_steps=-1), "optimizer_steps is -1"),
         (lambda t: t.update(optimizer_steps="1"), "optimizer_steps is '1': it must be an int"),
         (lambda t: t.update(loss_scale=2.0), "loss_scale is 2.0: it must be an object"),
         (
-            lambda t: t.update(loss_scale={"value": math.nan, "good_steps": 0, "patience": 1}),
+            lambda t: t.update(loss_scale=scale),
             "loss_scale.value is nan: it must be a number of at least 1",
         ),
         (lambda t: t.update(loss_scale={"value": 2.0}), "loss_scale has no good_steps"),
-    ],
-    ids=range(6),
-)
-def test_a_forged_state_of_the_optimizer_is_refused(forged, change, message):
-    path = forged(trainer=change)
-    with pytest.raises(UserError, match=message) as refused:
-        opened(path)
-    assert str(path / "trainer.json") in str(refused.value)
+    ):
+        path = forged(trainer=change)
+        with pytest.raises(UserError, match=message) as refused:
+            opened(path)
+        assert str(path / "trainer.json") in str(refused.value)
 
 
 def test_a_users_own_keys_may_be_anything(tmp_path):
@@ -327,61 +316,3 @@ def test_a_users_own_keys_may_be_anything(tmp_path):
     source = SavedModel(path)
     assert load(source, model, megazoo.optim.AdamW(model))["settings"] == ["mine"]
     assert source.tokenizer is None
-
-
-def test_the_tokenizer_of_a_checkpoint_is_never_a_path(forged):
-    assert SavedModel(forged(trainer=settings(tokenizer="/etc"))).tokenizer is None
-
-
-def random_json(chance, depth=0):
-    """A value of JSON that somebody might put into the place of another."""
-    plain = [None, True, "", "x", "{tp}", "../x", "\0", 0, -1, 1, 2, 10**9, 10**30, 0.5, 1e300]
-    if depth < 2 and chance.random() < 0.3:
-        values = [random_json(chance, depth + 1) for _ in range(chance.randrange(3))]
-        return values if chance.random() < 0.5 else dict(zip("ab", values, strict=False))
-    return chance.choice(plain)
-
-
-def mutated(value, chance):
-    """Change, remove or repeat something within a value of JSON, in place."""
-    while True:
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-        key = chance.choice(keys)
-        inner = value[key]
-        if isinstance(inner, dict | list) and inner and chance.random() < 0.85:
-            value = inner
-            continue
-        if chance.random() < 0.2:
-            del value[key]
-        else:
-            value[key] = random_json(chance)
-        return
-
-
-def test_a_hundred_and_fifty_forged_manifests_load_the_same_or_not_at_all(whole, tmp_path):
-    original = json.loads((whole / "megazoo.json").read_text())
-    path = tmp_path / "step"
-    shutil.copytree(whole, path)
-    fresh = megazoo.from_config(tiny_config(layers=2), seed=4)
-    load(SavedModel(path), fresh)
-    expected = {entry.name: entry.parameter.detach().clone() for entry in fresh.entries()}
-    chance, refused = random.Random(5), []
-    for number in range(150):
-        manifest = json.loads(json.dumps(original))
-        mutated(manifest, chance)
-        manifest["crc32"] = manifest_checksum(manifest)
-        (path / "megazoo.json").write_text(json.dumps(manifest))
-        for entry in fresh.entries():
-            entry.parameter.data.fill_(math.nan)
-        try:
-            load(SavedModel(path), fresh)
-        except UserError as error:
-            refused.append(str(error))
-            continue
-        for entry in fresh.entries():
-            assert torch.equal(entry.parameter, expected[entry.name]), (number, entry.name)
-    assert len(refused) > 75
-    assert all(str(path) in line or "unknown model family" in line for line in refused)
-
-
-# Configs.

@@ -37,26 +37,17 @@ NATURAL = (
 # As in the published tokenizer.json of LLaMA 3.1, where they start at 128000.
 LLAMA3_SPECIAL = [f"<|reserved_special_token_{i}|>" for i in range(248)]
 for place, name in {
-    0: "begin_of_text",
-    1: "end_of_text",
-    4: "finetune_right_pad_id",
-    6: "start_header_id",
-    7: "end_header_id",
-    8: "eom_id",
-    9: "eot_id",
-    10: "python_tag",
-}.items():
+    0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",
+    7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag",
+}.items():  # fmt: skip
     LLAMA3_SPECIAL.insert(place, f"<|{name}|>")
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 TOKENS = {"gpt2": 900, "neox": 1000, "llama3": 1100, "llama2": 1200}
 
 
 def corpus():
-    return [
-        ROOT.joinpath("README.md").read_text(),
-        NATURAL * 20,
-        *(t.decode() for t in standard_library()[:8]),
-    ]
+    texts = [ROOT.joinpath("README.md").read_text(), NATURAL * 20]
+    return [*texts, *(t.decode() for t in standard_library()[:8])]
 
 
 def train(kind):
@@ -64,9 +55,7 @@ def train(kind):
     describes it."""
     bpe = Tokenizer(models.BPE(ignore_merges=kind == "llama3"))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = {"gpt2": ["<|endoftext|>"], "neox": ["<|endoftext|>", "<|padding|>"], "llama3": []}[
-        kind
-    ]
+    special = {"gpt2": SPECIAL[:1], "neox": SPECIAL[:2], "llama3": []}[kind]
     if kind == "neox":
         bpe.normalizer = normalizers.NFC()
     if kind == "llama3":
@@ -74,11 +63,10 @@ def train(kind):
         split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
         bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
     bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=TOKENS[kind],
         special_tokens=special,
-        initial_alphabet=alphabet,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(corpus(), trainer)
@@ -162,28 +150,15 @@ def texts_of_all_sorts():
     """5,000 texts of all sorts of pieces."""
     draw = random.Random(0)
     letters = [
-        *range(0x3400),
-        *range(0x4E00, 0x5200),
-        *range(0xAC00, 0xB000),
-        *range(0xF900, 0x10600),
-    ]
-    letters += [*range(0x1D400, 0x1D800), *range(0x1F300, 0x1FAFF), *range(0x20000, 0x20100)]
+        *range(0x3400), *range(0x4E00, 0x5200), *range(0xAC00, 0xB000), *range(0xF900, 0x10600),
+        *range(0x1D400, 0x1D800), *range(0x1F300, 0x1FAFF), *range(0x20000, 0x20100),
+    ]  # fmt: skip
     letters = [c for c in map(chr, letters) if unicodedata.category(c) not in ("Cs", "Cn")]
     letters.remove("\u2581")  # sentencepiece takes it for a space
     odd = [
-        "👩‍👩‍👧‍👦",
-        "🏳️‍🌈",
-        "e\u0301\u0323",
-        "\u212b",
-        "ﬁ",
-        "İ",
-        "'\u017f",
-        "'S",
-        "'LL",
-        "\ufeff",
-        "\u200d",
-        "\ufffd",
-    ]
+        "👩‍👩‍👧‍👦", "🏳️‍🌈", "e\u0301\u0323", "\u212b", "ﬁ", "İ", "'\u017f", "'S", "'LL", "\ufeff",
+        "\u200d", "\ufffd",
+    ]  # fmt: skip
     sources = corpus()
 
     def piece():
@@ -224,18 +199,10 @@ def edited(directory, form, tmp_path, **changes):
     return tmp_path
 
 
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": True,
-}
+BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
 SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}
-TEMPLATE = {
-    "type": "TemplateProcessing",
-    "single": [{"Sequence": {"id": "A", "type_id": 0}}],
-    "special_tokens": {},
-}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "single": [TEXT], "special_tokens": {}}
 
 
 def split(**changes):

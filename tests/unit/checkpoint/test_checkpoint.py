@@ -15,40 +15,52 @@ from megazoo.checkpoint import Checkpoint, load, save, writing
 from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext
 from tests.support.checkpoints import run_steps
-from tests.support.training import tiny_config, worst_relative
+from tests.support.sampling import marked_slow
+from tests.support.training import layout_name, run_in_layout, tiny_config, worst_relative
 
 
-def world(layout):
-    return torch.Size(layout.values()).numel()
+def saved(config, steps, directory, layout) -> None:
+    """Train some steps, and save the last one."""
+    run_steps(layout, config, steps, directory)
+
+
+def resumed(config, steps, directory, layout) -> list:
+    """Go on from a checkpoint; returns the losses and norms."""
+    return run_steps(layout, config, steps, None, directory)[0]
 
 
 def test_stop_and_resume_is_bit_for_bit_with_dropout(ranks, tmp_path):
     layout, config = {"tp": 2, "pp": 2}, tiny_config(dropout=0.1)
-    straight = ranks(run_steps, 4, layout, config, 20)
-    first = ranks(run_steps, 4, layout, config, 10, tmp_path)
-    second = ranks(run_steps, 4, layout, config, 10, None, tmp_path)
+    straight = ranks(run_steps, 4, layout, config, 4)
+    first = ranks(run_steps, 4, layout, config, 2, tmp_path)
+    second = ranks(run_steps, 4, layout, config, 2, None, tmp_path)
     for whole, before, after in zip(straight, first, second, strict=True):
         assert whole[0] == before[0] + after[0]
         assert all(torch.equal(whole[1][name], after[1][name]) for name in whole[1])
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+RESHARDED = [
+    ({"tp": 2, "pp": 2, "dp": 2}, [{"pp": 4}, {"tp": 4, "dp": 2}, {}]),
+    ({"pp": 2}, [{"tp": 2, "dp": 2}]),
+    ({}, [{"tp": 2, "pp": 2}]),
+]
+
+
 @pytest.mark.parametrize(
-    ("before", "afters"),
-    [
-        ({"tp": 2, "pp": 2, "dp": 2}, [{"pp": 4}, {"tp": 4, "dp": 2}, {}]),
-        ({"pp": 2}, [{"tp": 2, "dp": 2}]),
-        ({}, [{"tp": 2, "pp": 2}]),
-    ],
-    ids=str,
+    ("before", "afters", "tied"),
+    marked_slow(
+        [(before, afters, tied) for before, afters in RESHARDED for tied in (True, False)],
+        lambda number, _: number not in (0, 3, 5),
+        name=lambda case: f"{layout_name(case[0])}, {'tied' if case[2] else 'untied'}",
+    ),
 )
 def test_resume_in_another_layout(ranks, tmp_path, before, afters, tied):
     config = tiny_config(tied)
-    expected, _ = run_steps({}, config, 8)
-    ranks(run_steps, world(before), before, config, 4, tmp_path)
+    expected, _ = run_steps({}, config, 4)
+    run_in_layout(ranks, saved, before, config, 2, tmp_path)
     for after in afters:
-        history = ranks(run_steps, world(after), after, config, 4, None, tmp_path)[0][0]
-        assert worst_relative(history, expected[4:]) < 1e-5, after
+        history = run_in_layout(ranks, resumed, after, config, 2, tmp_path)[0]
+        assert worst_relative(history, expected[2:]) < 1e-5, after
 
 
 @pytest.mark.parametrize("ffn_size", [50, 1283])
@@ -56,14 +68,13 @@ def test_resume_in_another_layout_with_inner_features_that_tp_does_not_divide(
     ranks, tmp_path, ffn_size
 ):
     config = tiny_config(hidden_size=40, heads=5, ffn_size=ffn_size)
-    expected, _ = run_steps({}, config, 6)
-    ranks(run_steps, 3, {"tp": 3}, config, 3, tmp_path)
+    expected, _ = run_steps({}, config, 3)
+    run_in_layout(ranks, saved, {"tp": 3}, config, 2, tmp_path)
     stored = Checkpoint(tmp_path).manifest["tensors"]["layers.0.mlp.up.weight"]["shard"]
     assert stored == {"dim": 0, "parts": [ffn_size], "units": [128] if ffn_size == 1283 else []}
     for after in ({"tp": 2, "dp": 2}, {}):
-        run = (after, config, 3, None, tmp_path)
-        history, _ = ranks(run_steps, world(after), *run)[0] if after else run_steps(*run)
-        assert worst_relative(history, expected[3:]) < 1e-5, after
+        history = run_in_layout(ranks, resumed, after, config, 1, tmp_path)[0]
+        assert worst_relative(history, expected[2:]) < 1e-5, after
 
 
 def test_files_and_manifest_are_as_documented(ranks, tmp_path):
@@ -118,16 +129,19 @@ def test_safetensors_bytes_written_by_hand(tmp_path):
     assert info == {"size": len(expected), "crc32": zlib.crc32(expected)}
 
 
-def test_what_is_not_a_checkpoint_is_refused(tmp_path):
+def test_what_is_not_a_checkpoint_or_of_a_newer_format_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not a checkpoint: no such directory"):
         Checkpoint(tmp_path / "none")
-    with pytest.raises(
-        UserError, match=r"is not a checkpoint: it has neither latest nor megazoo.json"
-    ):
+    with pytest.raises(UserError, match=r"it has neither latest nor megazoo\.json"):
         Checkpoint(tmp_path)
     (tmp_path / "megazoo.json").write_text("{}")
     with pytest.raises(UserError, match="is not a manifest"):
         Checkpoint(tmp_path)
+    path = save(tmp_path / "run", 1, megazoo.from_config(tiny_config()))
+    manifest = json.loads((path / "megazoo.json").read_text())
+    (path / "megazoo.json").write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(UserError, match="has format 2; this megazoo reads 1: upgrade megazoo"):
+        Checkpoint(path)
 
 
 def test_a_step_is_found_without_torch(tmp_path):
@@ -141,14 +155,6 @@ assert "torch" not in sys.modules
     command = [sys.executable, "-c", script, str(tmp_path)]
     found = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
     assert found.stdout.strip() == str(path)
-
-
-def test_a_newer_format_is_refused(tmp_path):
-    path = save(tmp_path, 1, megazoo.from_config(tiny_config()))
-    manifest = json.loads((path / "megazoo.json").read_text())
-    (path / "megazoo.json").write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(UserError, match="has format 2; this megazoo reads 1: upgrade megazoo"):
-        Checkpoint(tmp_path)
 
 
 def test_loading_reads_only_the_ranks_own_bytes(ranks, tmp_path):

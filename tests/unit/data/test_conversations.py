@@ -18,7 +18,9 @@ from megazoo.data.conversations import CHATML, encode_conversation
 from megazoo.data.samples import Conversations, best_fit
 from megazoo.parallel import ParallelContext
 from megazoo.tokenizer import Tokenizer, open_tokenizer
+from tests.support.data import write_lines
 from tests.support.pretraining import close, losses
+from tests.support.sampling import marked_slow
 from tests.support.transformers_models import deep_llama
 
 
@@ -59,9 +61,7 @@ def test_the_loss_is_on_the_completion_alone():
     name = "<|im_end|>"  # is text in a text
     ids, _ = encode_conversation(FewTokens(), {"prompt": name, "completion": name}, CHATML)
     assert ids == [301, *name.encode() * 2, 256]
-
-
-def test_a_token_that_prompt_and_completion_share_carries_a_loss():
+    # and on a token that prompt and completion share
     assert encoded({"prompt": "a\n", "completion": "\nb"}) == ["[bos]a", "\n\nb[eod]"]
 
 
@@ -97,10 +97,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("text", MISTAKES)
-def test_what_can_not_be_encoded_is_told(text):
-    with pytest.raises(ValueError, match=re.escape(text)):
-        encode_conversation(FewTokens(), MISTAKES[text], CHATML)
+def test_what_can_not_be_encoded_is_told():
+    for text, value in MISTAKES.items():
+        with pytest.raises(ValueError, match=re.escape(text)):
+            encode_conversation(FewTokens(), value, CHATML)
 
 
 def examples(count, seed=0, longest=6):
@@ -117,14 +117,9 @@ def examples(count, seed=0, longest=6):
     ]
 
 
-def write(path, values):
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-    return path
-
-
 def test_samples_are_cut_shifted_and_masked(tmp_path):
     values = [{"prompt": "ab", "completion": "cd"}, {"prompt": "abcdef", "completion": "ghi"}]
-    tokens = cached_tokens(write(tmp_path / "a.jsonl", values), "byte", CHATML)
+    tokens = cached_tokens(write_lines(tmp_path / "a.jsonl", *values), "byte", CHATML)
     dataset = Conversations(*tokens, 0, 2, 7, packing=False)
     assert [bytes(sample.input_ids.tolist()) for sample in dataset] == [b"abcd", b"abcdefg"]
     assert [sample.targets.tolist() for sample in dataset] == [
@@ -141,20 +136,18 @@ def test_samples_are_cut_shifted_and_masked(tmp_path):
     }
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_conversations_of_which_nothing_is_left_to_learn_are_left_out(tmp_path, packing):
+def test_conversations_of_which_nothing_is_left_to_learn_are_left_out(tmp_path):
     values = [{"prompt": "p" * length, "completion": "cd"} for length in (3, 9, 6, 7)]
-    tokens = cached_tokens(write(tmp_path / "a.jsonl", values), "byte", CHATML)
-    dataset = Conversations(*tokens, 1, 4, 7, packing)
-    assert (dataset.cut, dataset.left_out) == (3, 1)
-    assert sorted(sample.targets[-2:].tolist() for sample in dataset) == [
-        [-100, ord("c")],
-        [ord("c"), ord("d")],
-    ]
+    tokens = cached_tokens(write_lines(tmp_path / "a.jsonl", *values), "byte", CHATML)
+    for packing in (False, True):
+        dataset = Conversations(*tokens, 1, 4, 7, packing)
+        assert (dataset.cut, dataset.left_out) == (3, 1)
+        targets = sorted(sample.targets[-2:].tolist() for sample in dataset)
+        assert targets == [[-100, ord("c")], [ord("c"), ord("d")]]
 
 
 def test_packed_samples_hold_whole_conversations_apart(tmp_path):
-    tokens = cached_tokens(write(tmp_path / "a.jsonl", examples(200)), "byte", CHATML)
+    tokens = cached_tokens(write_lines(tmp_path / "a.jsonl", *examples(200)), "byte", CHATML)
     alone, packed = (
         Conversations(*tokens, 10, 190, 200, packing=packing) for packing in (False, True)
     )
@@ -218,51 +211,38 @@ def loss_of_transformers(directory, values) -> float:
 
 
 LAYOUTS = {
-    "one": (1, []), "tp2 pp2": (4, "--tp 2 --pp 2"), "pp3": (3, "--pp 3"), "dp2": (2, ""),
+    "one": (1, ""), "tp2 pp2": (4, "--tp 2 --pp 2"), "pp3": (3, "--pp 3"), "dp2": (2, ""),
     "tp2 sp": (2, "--tp 2 --sequence-parallel"),
 }  # fmt: skip
+CASES = [
+    ("padded", "one, tp2 pp2, dp2"),
+    ("packed", "one, pp3, tp2 sp"),
+    ("padded", "one, pp3, tp2 sp"),
+    ("packed", "one, tp2 pp2, dp2"),
+]
+PROGRAM = "--device cpu --micro-batch-size 2".split()
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(("kind", "layouts"), marked_slow(CASES, lambda number, _: number > 1))
 def test_fine_tuning_gives_transformers_loss_and_one_processs_in_every_layout(
-    ranks, llama, tmp_path, packing
+    ranks, llama, tmp_path, kind, layouts
 ):
     """A batch is an epoch here, so that the first loss is that of all examples; the ids have 1 to
     30 labels a row."""
-    values = examples(24)
-    data = write(tmp_path / "a.jsonl", values)
+    values, packing = examples(24), kind == "packed"
+    data = write_lines(tmp_path / "a.jsonl", *values)
     tokens = cached_tokens(data, str(llama), CHATML)
     samples = len(Conversations(*tokens, 0, 24, 64, packing))
     rows = samples // 4 * 4
     assert samples == rows or packing
-    common = [
-        "--load",
-        str(llama),
-        "--data",
-        str(data),
-        "--split",
-        "1,0",
-        "--seq-length",
-        "64",
-        "--device",
-        "cpu",
-    ]
-    common += [
-        "--global-batch-size",
-        str(rows),
-        "--micro-batch-size",
-        "2",
-        "--steps",
-        "3",
-        "--lr",
-        "1e-3",
-    ]
+    common = [*PROGRAM, *"--split 1,0 --seq-length 64 --steps 3 --lr 1e-3".split()]
+    common += ["--load", str(llama), "--data", str(data), "--global-batch-size", str(rows)]
+    common += ["--packing"] if packing else []
     found = {}
-    for name, (world, flags) in LAYOUTS.items():
-        flags = (flags or "").split() if isinstance(flags, str) else flags
+    for name in layouts.split(", "):
+        world, flags = LAYOUTS[name]
         metrics = tmp_path / name
-        extra = ["--packing"] if packing else []
-        ranks(pretrain_gpt.main, world, [*common, *flags, *extra, "--metrics", str(metrics)])
+        ranks(pretrain_gpt.main, world, [*common, *flags.split(), "--metrics", str(metrics)])
         found[name] = losses(metrics)
     for name, loss in found.items():
         assert close(loss, found["one"]), name
@@ -274,40 +254,18 @@ def test_fine_tuning_gives_transformers_loss_and_one_processs_in_every_layout(
 
 
 def test_tokenizer_files_travel_with_a_fine_tuned_model(llama, tmp_path):
-    data = write(tmp_path / "a.jsonl", examples(12))
-    common = [
-        "--data",
-        str(data),
-        "--global-batch-size",
-        "2",
-        "--micro-batch-size",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    run = [
-        "--load",
-        str(llama),
-        "--seq-length",
-        "32",
-        "--epochs",
-        "1",
-        "--eval-steps",
-        "1",
-        "--split",
-        "80,20",
-    ]
-    pretrain_gpt.main([*common, *run, "--save", str(tmp_path / "run")])
-    saved = Checkpoint(tmp_path / "run")
+    data, run = write_lines(tmp_path / "a.jsonl", *examples(12)), str(tmp_path / "run")
+    common = [*PROGRAM, "--data", str(data), "--global-batch-size", "2", "--save", run]
+    first = "--seq-length 32 --epochs 1 --eval-steps 1 --split 80,20".split()
+    pretrain_gpt.main([*common, *first, "--load", str(llama)])
+    saved = Checkpoint(run)
     assert saved.trainer["settings"]["epochs"] == 1
     # 10 of the 12, two a step
     assert saved.trainer["step"] == saved.trainer["settings"]["steps"] == 5
-    text = values = examples(1)[0]["prompt"]
-    assert open_tokenizer(saved.path).encode(text) == open_tokenizer(llama).encode(values)
+    text = examples(1)[0]["prompt"]
+    assert open_tokenizer(saved.path).encode(text) == open_tokenizer(llama).encode(text)
     assert "tokenizer" not in saved.trainer["settings"]
-    pretrain_gpt.main(
-        [*common, "--load", str(tmp_path / "run"), "--epochs", "2", "--save", str(tmp_path / "run")]
-    )
-    again = Checkpoint(tmp_path / "run")
+    pretrain_gpt.main([*common, "--load", run, "--epochs", "2"])
+    again = Checkpoint(run)
     assert (again.trainer["step"], again.trainer["consumed_samples"]) == (10, 20)
     assert again.sidecar_files == saved.sidecar_files

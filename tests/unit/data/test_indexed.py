@@ -46,23 +46,17 @@ def test_files_for_megatron_are_written(prefix):
     assert prefix.with_suffix(".out").read_bytes()[-32:] == struct.pack("<4q", 0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"), [(1, np.uint8), (2, np.int8), (3, np.int16), (4, np.int32), (5, np.int64)]
-)
-def test_every_integer_dtype_is_read_as_its_header_says(tmp_path, code, kind):
-    values = np.arange(100, dtype=kind)
-    (tmp_path / "a.bin").write_bytes(values.tobytes())
-    write_index(tmp_path / "a.idx", [60, 40], np.dtype(kind))
-    assert (tmp_path / "a.idx").read_bytes()[17] == code
-    tokens = IndexedTokens(tmp_path / "a")
-    assert np.array_equal(tokens[1], values[60:])
-    assert tokens[1].dtype == kind
-
-
-def test_the_dtype_follows_from_the_vocabulary():
-    assert [dtype_for(size) for size in (257, 65_499, 65_500, 128_256)] == [np.uint16] * 2 + [
-        np.int32
-    ] * 2
+def test_every_integer_dtype_is_read_as_its_header_says(tmp_path):
+    for code, kind in enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64), 1):
+        values = np.arange(100, dtype=kind)
+        (tmp_path / "a.bin").write_bytes(values.tobytes())
+        write_index(tmp_path / "a.idx", [60, 40], np.dtype(kind))
+        assert (tmp_path / "a.idx").read_bytes()[17] == code
+        tokens = IndexedTokens(tmp_path / "a")
+        assert np.array_equal(tokens[1], values[60:])
+        assert tokens[1].dtype == kind
+    found = [dtype_for(size) for size in (257, 65_499, 65_500, 128_256)]
+    assert found == [np.uint16, np.uint16, np.int32, np.int32]
 
 
 def test_an_empty_corpus_is_read(tmp_path):
@@ -71,59 +65,68 @@ def test_an_empty_corpus_is_read(tmp_path):
     assert len(IndexedTokens(tmp_path / "a")) == 0
 
 
-BROKEN = {
-    "no .bin": ("bin", None, "a.bin is missing"),
-    "no .idx": ("idx", None, "a.idx is missing"),
-    "a truncated .bin": ("bin", BIN[:-2], "a.bin has 6 bytes, but .*a.idx needs 8"),
-    "half a token": ("bin", BIN + b"\0", "a.bin has 9 bytes"),
-    "a truncated .idx": ("idx", IDX[:-1], "a.idx has 93 bytes, but its header needs 94"),
-    "a header cut short": ("idx", IDX[:20], "a.idx has 20 bytes, fewer than its header"),
-    "another file": ("idx", b"PK" + IDX[2:], "a.idx is not an index of version 1"),
-    "another version": ("idx", IDX[:9] + b"\2" + IDX[10:], "a.idx is not an index of version 1"),
-    "floats": ("idx", IDX[:17] + b"\7" + IDX[18:], "dtype code 7 is of floating-point numbers"),
-    "gpt-neox's floats": (
+# what is broken, the file, its contents, and the message
+BROKEN = [
+    ("no .bin", "bin", None, "a.bin is missing"),
+    ("no .idx", "idx", None, "a.idx is missing"),
+    ("a truncated .bin", "bin", BIN[:-2], "a.bin has 6 bytes, but .*a.idx needs 8"),
+    ("half a token", "bin", BIN + b"\0", "a.bin has 9 bytes"),
+    ("a truncated .idx", "idx", IDX[:-1], "a.idx has 93 bytes, but its header needs 94"),
+    ("a header cut short", "idx", IDX[:20], "a.idx has 20 bytes, fewer than its header"),
+    ("another file", "idx", b"PK" + IDX[2:], "a.idx is not an index of version 1"),
+    ("another version", "idx", IDX[:9] + b"\2" + IDX[10:], "a.idx is not an index of version 1"),
+    ("floats", "idx", IDX[:17] + b"\7" + IDX[18:], "dtype code 7 is of floating-point numbers"),
+    (
+        "gpt-neox's floats",
         "idx",
         IDX[:17] + b"\6" + IDX[18:],
         "dtype code 6 is of floating-point numbers",
     ),
-    "an unknown dtype": ("idx", IDX[:17] + b"\11" + IDX[18:], "dtype code 9 is of unknown"),
-    "a lying number of sequences": ("idx", IDX[:18] + b"\377" * 8 + IDX[26:], "its header needs"),
-    "a negative length": (
+    ("an unknown dtype", "idx", IDX[:17] + b"\11" + IDX[18:], "dtype code 9 is of unknown"),
+    ("a lying number of sequences", "idx", IDX[:18] + b"\377" * 8 + IDX[26:], "its header needs"),
+    (
+        "a negative length",
         "idx",
         IDX[:34] + b"\377" * 4 + IDX[38:],
         "sequence 0 can't be: -1 tokens at byte 0 of 8",
     ),
-    "a length past the end": (
+    (
+        "a length past the end",
         "idx",
         IDX[:34] + b"\11" + IDX[35:],
         "sequence 0 can't be: 9 tokens at byte 0 of 8",
     ),
-    "an odd offset": (
+    (
+        "an odd offset",
         "idx",
         IDX[:54] + b"\1" + IDX[55:],
         "sequence 1 can't be: 0 tokens at byte 1 of 8",
     ),
-    "an offset past the end": (
+    (
+        "an offset past the end",
         "idx",
         IDX[:54] + b"\20" + IDX[55:],
         "sequence 1 can't be: 0 tokens at byte 16 of 8",
     ),
-    "an offset that overflows": (
+    (
+        "an offset that overflows",
         "idx",
         IDX[:46] + struct.pack("<q", 2**63 - 2) + IDX[54:],
         "at byte 9223372",
     ),
-    "documents that don't end": (
+    (
+        "documents that don't end",
         "idx",
         IDX[:-8] + struct.pack("<q", 2),
         "boundaries don't go from 0 to its 3 seq",
     ),
-    "documents out of order": (
+    (
+        "documents out of order",
         "idx",
         IDX[:-16] + struct.pack("<2q", 4, 3),
         "boundaries are not in order",
     ),
-}
+]
 
 
 def read_all(prefix):
@@ -133,16 +136,17 @@ def read_all(prefix):
     tokens.stream(0, 1)
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_files_are_refused_by_name(prefix, name):
-    ending, data, message = BROKEN[name]
-    path = prefix.with_suffix(f".{ending}")
-    path.unlink()
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(UserError, match=message) as refusal:
-        read_all(prefix)
-    assert "\n" not in str(refusal.value)
+def test_broken_files_are_refused_by_name(prefix):
+    for name, ending, data, message in BROKEN:
+        prefix.with_suffix(".bin").write_bytes(BIN)
+        prefix.with_suffix(".idx").write_bytes(IDX)
+        path = prefix.with_suffix(f".{ending}")
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+        with pytest.raises(UserError, match=message) as refusal:
+            read_all(prefix)
+        assert "\n" not in str(refusal.value), name
 
 
 @pytest.mark.parametrize("block", [1024, 4, 1])

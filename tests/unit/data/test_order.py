@@ -12,21 +12,21 @@ from megazoo.data import Batches, Blend, PackedDataset
 from megazoo.data.order import SHARES, interleaved, shares_of, shuffled
 from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext
+from tests.support.sampling import marked_slow
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000, 1023, 30_011])
-def test_shuffled_is_a_permutation_and_each_seed_has_its_own(count):
-    orders = [shuffled(np.arange(count), count, seed) for seed in range(3)]
-    for order in orders:
-        assert np.array_equal(np.sort(order), np.arange(count))
-    assert count < 16 or not any(np.array_equal(orders[0], other) for other in orders[1:])
-    places = np.random.default_rng(0).integers(count, size=7)
-    assert np.array_equal(shuffled(places, count, 1), orders[1][places]), (
-        "it depends on what else is asked for"
-    )
+def test_shuffled_is_a_permutation_and_each_seed_has_its_own():
+    for count in (1, 2, 3, 5, 16, 17, 1000, 1023, 30_011):
+        orders = [shuffled(np.arange(count), count, seed) for seed in range(3)]
+        for order in orders:
+            assert np.array_equal(np.sort(order), np.arange(count)), count
+        assert count < 16 or not any(np.array_equal(orders[0], other) for other in orders[1:])
+        # an order does not depend on what else is asked for
+        places = np.random.default_rng(0).integers(count, size=7)
+        assert np.array_equal(shuffled(places, count, 1), orders[1][places]), count
 
 
-@pytest.mark.parametrize("count", [3, 4, 5])
+@pytest.mark.parametrize("count", marked_slow([3, 4, 5], lambda _, count: count != 4))
 def test_all_permutations_are_as_likely(count):
     seeds, kinds = 6000, list(permutations(range(count)))
     seen = Counter(tuple(shuffled(np.arange(count), count, seed).tolist()) for seed in range(seeds))
@@ -52,37 +52,33 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_are_met_at_every_moment(name):
-    weights = np.asarray(WEIGHTS[name], float)
-    sources, numbers = interleaved(shares_of(weights), 0, 30_000)
-    wanted = weights / weights.sum()
-    for source, weight in enumerate(wanted):
-        seen = np.cumsum(sources == source)
-        assert np.array_equal(numbers[sources == source], np.arange(seen[-1])), (
-            "in order, none left out"
-        )
-        assert abs(seen - weight * np.arange(1, 30_001)).max() < 2
-        for first in (0, 5_000, 12_345, 20_000):
-            assert abs((sources[first : first + 10_000] == source).mean() - weight) < 1e-3
+def test_weights_are_met_at_every_moment():
+    for name, weights in WEIGHTS.items():
+        sources, numbers = interleaved(shares_of(weights), 0, 30_000)
+        for source, weight in enumerate(np.asarray(weights) / np.sum(weights)):
+            seen = np.cumsum(sources == source)
+            # in order, none left out
+            assert np.array_equal(numbers[sources == source], np.arange(seen[-1])), name
+            assert abs(seen - weight * np.arange(1, 30_001)).max() < 2, name
+            for first in (0, 5_000, 12_345, 20_000):
+                met = (sources[first : first + 10_000] == source).mean()
+                assert abs(met - weight) < 1e-3, name
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_an_interleaving_is_the_same_wherever_one_begins(name):
-    shares = shares_of(WEIGHTS[name])
-    whole = interleaved(shares, 0, 3000)
-    for first, count in [(0, 1), (1, 1), (7, 30), (999, 1), (2500, 500)]:
-        for part, all_of_it in zip(interleaved(shares, first, count), whole, strict=True):
-            assert np.array_equal(part, all_of_it[first : first + count])
-    far = interleaved(shares, 10**11, 10)
-    assert np.array_equal(interleaved(shares, 10**11 + 4, 6)[1], far[1][4:])
-    last = (
-        2**53
-    )  # the largest number of samples that a checkpoint may have seen: no product overflows
-    sources, numbers = interleaved(shares, last, 1000)
-    whole = [array[:1000] for array in whole]
-    assert np.array_equal(sources, whole[0])
-    assert np.array_equal(numbers, whole[1] + last // SHARES * shares[whole[0]])
+def test_an_interleaving_is_the_same_wherever_one_begins():
+    last = 2**53  # as many samples as a checkpoint may have seen: no product overflows
+    for name, weights in WEIGHTS.items():
+        shares = shares_of(weights)
+        whole = interleaved(shares, 0, 3000)
+        for first, count in [(0, 1), (1, 1), (7, 30), (999, 1), (2500, 500)]:
+            for part, all_of_it in zip(interleaved(shares, first, count), whole, strict=True):
+                assert np.array_equal(part, all_of_it[first : first + count]), name
+        far = interleaved(shares, 10**11, 10)
+        assert np.array_equal(interleaved(shares, 10**11 + 4, 6)[1], far[1][4:]), name
+        sources, numbers = interleaved(shares, last, 1000)
+        whole = [array[:1000] for array in whole]
+        assert np.array_equal(sources, whole[0]), name
+        assert np.array_equal(numbers, whole[1] + last // SHARES * shares[whole[0]]), name
 
 
 def test_shares_add_up_and_bad_weights_are_refused():
@@ -100,9 +96,8 @@ def test_an_epoch_sees_every_sample_and_the_next_is_shuffled_anew():
     epochs = [[index for _, index in blend.places(50 * epoch, 50)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [index for _, index in blend.places(45, 10)] == epochs[0][45:] + epochs[1][:5], (
-        "across an epoch's end"
-    )
+    # across an epoch's end
+    assert [index for _, index in blend.places(45, 10)] == epochs[0][45:] + epochs[1][:5]
     assert epochs[0] != [index for _, index in Blend([range(50)], seed=2).places(0, 50)]
     assert [index for _, index in Blend([range(50)]).places(45, 10)] == [*range(45, 50), *range(5)]
 
@@ -114,7 +109,7 @@ def corpus(source: int, documents: int) -> tuple[np.ndarray, list[tuple]]:
     return tokens, [tuple(part.tolist()) for part in np.split(tokens, lengths.cumsum()[:-1])]
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 4])
 def test_three_epochs_are_the_same_for_every_dp_and_after_a_resume_at_another(dp):
     length, rows = 8, 8
     streams, documents = zip(*(corpus(source, 30) for source in range(2)), strict=True)
@@ -139,12 +134,7 @@ def test_three_epochs_are_the_same_for_every_dp_and_after_a_resume_at_another(dp
         }
         assert all(torch.equal(batch[name], tensor) for name, tensor in one(consumed).items())
         assert torch.equal(batch["input_ids"][:, 1:], batch["targets"][:, :-1])
-        seen += [
-            (*ids, last)
-            for ids, last in zip(
-                batch["input_ids"].tolist(), batch["targets"][:, -1].tolist(), strict=True
-            )
-        ]
+        seen += torch.cat([batch["input_ids"], batch["targets"][:, -1:]], 1).tolist()
     for source, (stream, dataset) in enumerate(zip(streams, datasets, strict=True)):
         mine = [sample for sample in seen if sample[0] // 100_000 == source]
         assert len(mine) >= 3 * len(dataset)
@@ -152,9 +142,8 @@ def test_three_epochs_are_the_same_for_every_dp_and_after_a_resume_at_another(dp
         for epoch in epochs:
             predicted = sorted(token for sample in epoch for token in sample[1:])
             tail = (len(stream) - 1) % length  # what no sample has
-            assert predicted == stream[1 : len(stream) - tail].tolist(), (
-                "each token once, apart from the tail"
-            )
+            # each token once, apart from the tail
+            assert predicted == stream[1 : len(stream) - tail].tolist()
         assert epochs[0] != epochs[1] != epochs[2]
         assert sum(documents[source], ()) == tuple(stream)
 

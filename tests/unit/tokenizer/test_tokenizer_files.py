@@ -2,22 +2,16 @@
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import (
-    Tokenizer,
-    models,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from megazoo.checkpoint.places import MANIFEST
-from megazoo.cli.launch import run_program
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.errors import UserError
 from megazoo.tokenizer import open_tokenizer
+from tests.support.inference import run_main
 from tests.support.tokenizer_files import (
     BYTE_LEVEL,
     ROOT,
@@ -25,13 +19,8 @@ from tests.support.tokenizer_files import (
     edited,
     run_tool,
     split,
-    write_tokenizers,
 )
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return write_tokenizers(tmp_path_factory.mktemp("tokenizers"))
+from tools import train_tokenizer
 
 
 def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path, monkeypatch):
@@ -56,24 +45,33 @@ def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path, monke
     assert find_tokenizer("byte") == "byte"
 
 
+PREFIX = {"add_prefix_space": True}
+
+
+def sequence(field, *steps) -> dict:
+    """Return a change of a field to a sequence of steps."""
+    name = "normalizers" if field == "normalizer" else "processors"
+    return {field: {"type": "Sequence", name: [*steps]}}
+
+
+def added(**settings) -> dict:
+    return {"added_tokens": [{"content": "x", **settings}]}
+
+
+# the message, and what of gpt2's tokenizer.json is changed
 REFUSED = {
     "model.type 'WordPiece'": {"model_type": "WordPiece"},
     "model.dropout 0.1": {"model_dropout": 0.1},
     "model.byte_fallback True": {"model_byte_fallback": True},
     "model.continuing_subword_prefix '##'": {"model_continuing_subword_prefix": "##"},
     "model.end_of_word_suffix '</w>'": {"model_end_of_word_suffix": "</w>"},
-    "model.ignore_merges true with the token 'zzzz'": {
-        "model_ignore_merges": True,
-        "model_vocab": lambda vocab: vocab | {"zzzz": 5000},
-    },
-    "normalizer 'Lowercase'": {
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}
-    },
+    "model.ignore_merges true with the token 'zzzz'": dict(
+        model_ignore_merges=True, model_vocab=lambda vocab: vocab | {"zzzz": 5000}
+    ),
+    "normalizer 'Lowercase'": sequence("normalizer", {"type": "Lowercase"}),
     "pre_tokenizer None": {"pre_tokenizer": None},
     "pre_tokenizer Metaspace": {"pre_tokenizer": {"type": "Metaspace"}},
-    "pre_tokenizer.add_prefix_space True": {
-        "pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}
-    },
+    "pre_tokenizer.add_prefix_space True": {"pre_tokenizer": BYTE_LEVEL | PREFIX},
     "pre_tokenizer.use_regex False": {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
     "pre_tokenizer.behavior 'Removed'": split(behavior="Removed"),
     "pre_tokenizer.invert True": split(invert=True),
@@ -81,129 +79,88 @@ REFUSED = {
     "it has a $": split(pattern={"Regex": "a$"}),
     "the pattern '(a' is not one that tiktoken can use": split(pattern={"Regex": "(a"}),
     "post_processor 'RobertaProcessing'": {"post_processor": {"type": "RobertaProcessing"}},
-    "several TemplateProcessing": {
-        "post_processor": {"type": "Sequence", "processors": [TEMPLATE, TEMPLATE]}
-    },
-    "added token 'x': single_word": {
-        "added_tokens": [{"id": 1, "content": "x", "single_word": True}]
-    },
-    "added token 'x': lstrip is 'yes', not true or false": {
-        "added_tokens": [{"id": 1, "content": "x", "lstrip": "yes"}]
-    },
-    "token 'x' has the id -1": {"added_tokens": [{"id": -1, "content": "x"}]},
+    "several TemplateProcessing": sequence("post_processor", TEMPLATE, TEMPLATE),
+    "added token 'x': single_word": added(id=1, single_word=True),
+    "added token 'x': lstrip is 'yes', not true or false": added(id=1, lstrip="yes"),
+    "token 'x' has the id -1": added(id=-1),
     "merge 'q' 'zq': 'zq' is not in the vocabulary": {"model_merges": [["q", "zq"]]},
     "merge 'a' 'q': 'aq' is not in the vocabulary": {"model_merges": ["a q"]},
     "malformed: ValueError not enough values": {"model_merges": [["q"]]},
     "malformed: KeyError 'merges'": {"model": {"type": "BPE", "vocab": {}}},
     "malformed: AttributeError": {"model_vocab": ["a"]},
     "token 'a' has the id 'b'": {"model_vocab": {"a": "b"}},
-    "two tokens of the vocabulary have the same id": {
-        "model_vocab": {"a": 1, "b": 1},
-        "model_merges": [],
-    },
+    "two tokens of the vocabulary have the same id": dict(
+        model_vocab={"a": 1, "b": 1}, model_merges=[]
+    ),
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_a_tokenizer_json_of_another_kind_is_refused_by_name(message, directory, tmp_path):
-    with pytest.raises(UserError, match=re.escape(message)) as error:
-        open_tokenizer(edited(directory, "gpt2", tmp_path, **REFUSED[message]))
-    assert str(error.value).startswith(f"{tmp_path}/tokenizer.json")
-    assert "\n" not in str(error.value)
+def test_a_tokenizer_json_of_another_kind_is_refused_by_name(directory, tmp_path):
+    for message, changes in REFUSED.items():
+        with pytest.raises(UserError, match=re.escape(message)) as error:
+            open_tokenizer(edited(directory, "gpt2", tmp_path, **changes))
+        assert str(error.value).startswith(f"{tmp_path}/tokenizer.json")
+        assert "\n" not in str(error.value)
 
 
 def test_llama2s_tokenizer_json_gives_way_to_its_model(directory, tmp_path):
     edited(directory, "gpt2", tmp_path, model_byte_fallback=True)
     shutil.copy(directory / "llama2" / "tokenizer.model", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    assert open_tokenizer(tmp_path).encode("hi") == open_tokenizer(directory / "llama2").encode(
-        "hi"
-    )
+    expected = open_tokenizer(directory / "llama2").encode("hi")
+    assert open_tokenizer(tmp_path).encode("hi") == expected
     shutil.copy(directory / "gpt2" / "tokenizer.json", tmp_path)
-    with pytest.raises(
-        UserError, match=r"tokenizer_config\.json: add_prefix_space True is not supported"
-    ):
+    told = r"tokenizer_config\.json: add_prefix_space True is not supported"
+    with pytest.raises(UserError, match=told):
         open_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     assert open_tokenizer(tmp_path).encode("hi") == open_tokenizer(directory / "gpt2").encode("hi")
 
 
-# files of a directory: the error, after its path
-MALFORMED = {
-    "nothing": ({}, " has no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json"),
-    "no model": (
-        {"tokenizer.json": '{"version": "1.0"}'},
-        "/tokenizer.json is malformed: KeyError 'model'",
+JSON, MODEL, VOCABULARY = "tokenizer.json", "tokenizer.model", {"vocab.json": '{"a": 0}'}
+CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
+RANKS = {MODEL: "YQ== 0\n"}
+# files of a directory, and the error, after its path
+MALFORMED = [
+    ({}, " has no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json"),
+    ({JSON: '{"version": "1.0"}'}, "/tokenizer.json is malformed: KeyError 'model'"),
+    ({JSON: "{"}, "/tokenizer.json can't be read: Expecting"),
+    ({JSON: " [1]"}, "/tokenizer.json is neither a sentencepiece model nor lines of base64"),
+    (VOCABULARY, "/merges.txt: No such file or directory"),
+    ({**VOCABULARY, "merges.txt": "#version: 1\na a a"}, "/vocab.json is malformed"),
+    ({**VOCABULARY, "merges.txt": b"\xff"}, "/merges.txt is malformed: Unicode"),
+    ({MODEL: ""}, "/tokenizer.model is neither a sentencepiece model"),
+    ({MODEL: b"\n\x0e\n\x05<unk>"}, "/tokenizer.model is neither a sentencepiece model"),
+    ({MODEL: "YQ== 0\nYg== 2\n"}, "/tokenizer.model is malformed: its ranks are not"),
+    ({MODEL: "YQ== 0\nYQ== 1\n"}, "/tokenizer.model is malformed: its ranks are not"),
+    ({MODEL: "YQ== 0\nYg==\n"}, "/tokenizer.model is malformed: ValueError"),
+    ({**RANKS, CONFIG: '{"eos_token": "<end>"}'}, ": eos_token '<end>' is not in the vocabulary"),
+    ({**RANKS, MAP: '{"eos_token": 5}'}, f"/{MAP}: eos_token 5 is not a token"),
+    (
+        {**VOCABULARY, CONFIG: '{"tokenizer_class": "CLIPTokenizer"}'},
+        f"/{CONFIG}: tokenizer_class 'CLIPTokenizer' is not supported",
     ),
-    "no JSON": ({"tokenizer.json": "{"}, "/tokenizer.json can't be read: Expecting"),
-    "a list": (
-        {"tokenizer.json": " [1]"},
-        "/tokenizer.json is neither a sentencepiece model nor lines of base64",
+    (
+        {**VOCABULARY, CONFIG: '{"add_prefix_space": true}'},
+        f"/{CONFIG}: add_prefix_space True is not supported",
     ),
-    "no merges": ({"vocab.json": '{"a": 0}'}, "/merges.txt: No such file or directory"),
-    "merges of three": (
-        {"vocab.json": '{"a": 0}', "merges.txt": "#version: 1\na a a"},
-        "/vocab.json is malformed",
+    (
+        {**RANKS, CONFIG: '{"added_tokens_decoder": {"x": {"content": "a"}}}'},
+        f"/{CONFIG} is malformed: ValueError",
     ),
-    "binary merges": (
-        {"vocab.json": '{"a": 0}', "merges.txt": b"\xff"},
-        "/merges.txt is malformed: Unicode",
-    ),
-    "an empty model": (
-        {"tokenizer.model": ""},
-        "/tokenizer.model is neither a sentencepiece model",
-    ),
-    "a broken model": (
-        {"tokenizer.model": b"\n\x0e\n\x05<unk>"},
-        "/tokenizer.model is neither a sentencepiece model",
-    ),
-    "a rank left out": (
-        {"tokenizer.model": "YQ== 0\nYg== 2\n"},
-        "/tokenizer.model is malformed: its ranks are not",
-    ),
-    "a token twice": (
-        {"tokenizer.model": "YQ== 0\nYQ== 1\n"},
-        "/tokenizer.model is malformed: its ranks are not",
-    ),
-    "a line cut short": (
-        {"tokenizer.model": "YQ== 0\nYg==\n"},
-        "/tokenizer.model is malformed: ValueError",
-    ),
-    "no token": (
-        {"tokenizer.model": "YQ== 0\n", "tokenizer_config.json": '{"eos_token": "<end>"}'},
-        ": eos_token '<end>' is not in the vocabulary",
-    ),
-    "a number": (
-        {"tokenizer.model": "YQ== 0\n", "special_tokens_map.json": '{"eos_token": 5}'},
-        "/special_tokens_map.json: eos_token 5 is not a token",
-    ),
-    "another class": (
-        {"vocab.json": '{"a": 0}', "tokenizer_config.json": '{"tokenizer_class": "CLIPTokenizer"}'},
-        "/tokenizer_config.json: tokenizer_class 'CLIPTokenizer' is not supported",
-    ),
-    "a prefix": (
-        {"vocab.json": '{"a": 0}', "tokenizer_config.json": '{"add_prefix_space": true}'},
-        "/tokenizer_config.json: add_prefix_space True is not supported",
-    ),
-    "added to nothing": (
-        {
-            "tokenizer.model": "YQ== 0\n",
-            "tokenizer_config.json": '{"added_tokens_decoder": {"x": {"content": "a"}}}',
-        },
-        "/tokenizer_config.json is malformed: ValueError",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("case", MALFORMED)
-def test_missing_and_malformed_files_are_named(case, tmp_path):
-    files, message = MALFORMED[case]
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError) as error:
-        open_tokenizer(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}{message}")
-    assert "\n" not in str(error.value)
+def test_missing_and_malformed_files_are_named(tmp_path):
+    for number, (files, message) in enumerate(MALFORMED):
+        place = tmp_path / str(number)
+        place.mkdir()
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else content.encode()
+            (place / name).write_bytes(data)
+        with pytest.raises(UserError, match=f"^{re.escape(f'{place}{message}')}") as error:
+            open_tokenizer(place)
+        assert "\n" not in str(error.value)
 
 
 def test_bytes_without_a_token_are_unk_or_refused(tmp_path):
@@ -234,50 +191,27 @@ def test_a_tokenizer_without_special_tokens_ends_no_document(directory, tmp_path
 
 
 def test_the_training_tool_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
-    from tools import train_tokenizer
-
     (tmp_path / "short").write_text("hello")
-    output = ["--output", tmp_path / "out"]
+    out, short, none = tmp_path / "out", tmp_path / "short", tmp_path / "none"
+    picture, text = ROOT / "docs" / "loss.png", ROOT / "README.md"
     for arguments, code, message in [
         ([], 2, "name the --output directory (--help says how)"),
+        (["--output", out, "--input", none], 2, f"--input {none}: No such file or directory"),
+        (["--output", out, "--input", picture], 2, f"--input {picture} is not UTF-8"),
         (
-            [*output, "--input", tmp_path / "none"],
-            2,
-            f"--input {tmp_path}/none: No such file or directory",
-        ),
-        (
-            [*output, "--input", ROOT / "docs" / "loss.png"],
-            2,
-            f"--input {ROOT}/docs/loss.png is not UTF-8",
-        ),
-        (
-            [*output, "--vocab-size", 259],
+            ["--output", out, "--vocab-size", 259],
             2,
             "vocab-size 259 must be more than 259: the bytes and special tokens",
         ),
         (
-            [*output, "--input", tmp_path / "short"],
+            ["--output", out, "--input", short],
             1,
             "can't train a tokenizer on this input: Vocabulary size",
         ),
-        (
-            [
-                "--output",
-                tmp_path / "short" / "x",
-                "--input",
-                ROOT / "README.md",
-                "--vocab-size",
-                500,
-            ],
-            1,
-            "can't write",
-        ),
+        (["--output", short / "x", "--input", text, "--vocab-size", 500], 1, "can't write"),
     ]:
-        monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            run_program(train_tokenizer.main)
-        error = capsys.readouterr().err
-        assert stop.value.code == code
+        got, _, error = run_main(train_tokenizer, monkeypatch, capsys, *arguments)
+        assert got == code
         assert error.startswith(f"train_tokenizer.py: error: {message}")
         assert error.count("\n") == 1
     assert "--vocab-size" in run_tool("--help").stdout

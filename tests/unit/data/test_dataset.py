@@ -1,4 +1,4 @@
-"""Data: the embedded corpus, token files, splits, batches made ahead, and what is refused."""
+"""Data: the embedded corpus, token files, splits, who opens what, and what is refused."""
 
 import os
 import sys
@@ -6,15 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import pretrain_gpt
-from megazoo.data import Batches, Blend, PackedDataset, check_data
+from megazoo.data import PackedDataset, check_data
 from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import HEADER, IndexedTokens, write_index
 from megazoo.data.samples import MockDataset
 from megazoo.errors import UserError
-from megazoo.parallel import ParallelContext
 from megazoo.tokenizer import open_tokenizer
 from tests.support.data import open_all, write_lines
 
@@ -51,10 +49,6 @@ def test_samples_overlap_by_one_token():
     assert dataset[8].targets.tolist() == list(range(81, 91))
 
 
-def test_stages_without_data_get_no_arguments():
-    assert Batches(None, 8, ParallelContext())(0) == {}
-
-
 def test_mock_data_is_random_and_the_same_again():
     dataset = MockDataset(1000, 512)
     samples = [dataset[index].input_ids for index in range(20)]
@@ -67,34 +61,6 @@ def test_mock_data_is_random_and_the_same_again():
     assert np.array_equal(dataset[3].input_ids[1:], dataset[3].targets[:-1])
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_made_ahead_are_those_made_when_needed(workers):
-    batches = Batches(
-        Blend([PackedDataset(np.arange(2001, dtype=np.uint16), 8)], seed=1), 8, ParallelContext()
-    )
-    starts = range(16, 400, 8)
-    for start, batch in zip(starts, batches.ahead(starts, workers), strict=True):
-        assert all(torch.equal(batch[name], tensor) for name, tensor in batches(start).items())
-        assert batches.tokens(start) == 64
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_fails_ahead_is_raised_in_its_turn(workers):
-    tokens = np.arange(2001, dtype=np.uint16)
-    batches = Batches(
-        Blend([PackedDataset(tokens, 8, vocab_size=1000, name="a.bin", first=5)]),
-        8,
-        ParallelContext(),
-    )
-    made = batches.ahead(range(0, 400, 8), workers)
-    for _ in range(15):
-        next(made)
-    with pytest.raises(
-        UserError, match=r"a\.bin: token 1000 at place 1,005 is outside the vocabulary of 1000"
-    ):
-        next(made)
-
-
 def test_byte_tokens():
     tokenizer = open_tokenizer("byte")
     text = "naïve ☃\n"
@@ -102,13 +68,7 @@ def test_byte_tokens():
     assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
 
 
-@pytest.mark.parametrize("split", ["95", "a,b", "0,5", "-1,2", "1,2,3,4", "nan,1", "1,inf"])
-def test_a_split_that_is_none_is_refused(split):
-    with pytest.raises(UserError, match="is not two or three shares such as 95,5 or 98,1,1"):
-        check_data(["stdlib"], split)
-
-
-def test_weights_and_sources_are_told_apart(tmp_path):
+def test_weights_and_sources_are_told_apart_and_what_is_neither_is_refused():
     assert check_data(["stdlib"], "95,5") == (("stdlib",), (1.0,), (0.95, 0.05, 0.0))
     assert check_data("3 stdlib 1 mock".split(), "98,1,1") == (
         ("stdlib", "mock"),
@@ -120,6 +80,9 @@ def test_weights_and_sources_are_told_apart(tmp_path):
             UserError, match="is neither one source nor weights and sources in turn"
         ):
             check_data(words, "95,5")
+    for split in ["95", "a,b", "0,5", "-1,2", "1,2,3,4", "nan,1", "1,inf"]:
+        with pytest.raises(UserError, match="is not two or three shares such as 95,5 or 98,1,1"):
+            check_data(["stdlib"], split)
     with pytest.raises(UserError, match="the weights of a blend must be above 0: 1, -2"):
         check_data("1 stdlib -2 mock".split(), "95,5")
     with pytest.raises(UserError, match="unknown data 'wikitext': there is stdlib"):
@@ -159,26 +122,18 @@ def test_a_blend_takes_from_all_its_sources_in_every_part(token_files):
     assert len(valid.datasets[0]) == 3
 
 
-REFUSED = {
-    "split 0.6,0.4,0 leaves no training sample of 21 tokens": dict(split="60,40", seq_length=21),
-    "split 0.01,0.99,0 leaves no training sample of 4 tokens": dict(split="1,99", seq_length=4),
-    "split 0.98,0.01,0.01 leaves no validation sample of 4 tokens": dict(
-        split="98,1,1", seq_length=4
-    ),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_a_split_without_documents_is_refused(token_files, message):
-    with pytest.raises(UserError, match=f"{token_files}: {message}"):
-        open_all(token_files, **REFUSED[message])
-
-
-def test_an_empty_dataset_is_refused(tmp_path):
-    (tmp_path / "a.bin").touch()
-    write_index(tmp_path / "a.idx", np.array([], int), np.dtype(np.uint16))
-    with pytest.raises(UserError, match=f"{tmp_path}/a has no tokens"):
-        open_all(tmp_path / "a")
+def test_a_part_without_samples_is_refused(token_files, tmp_path):
+    for split, seq_length, message in (
+        ("60,40", 21, "split 0.6,0.4,0 leaves no training sample of 21 tokens"),
+        ("1,99", 4, "split 0.01,0.99,0 leaves no training sample of 4 tokens"),
+        ("98,1,1", 4, "split 0.98,0.01,0.01 leaves no validation sample of 4 tokens"),
+    ):
+        with pytest.raises(UserError, match=f"{token_files}: {message}"):
+            open_all(token_files, split=split, seq_length=seq_length)
+    (tmp_path / "empty.bin").touch()
+    write_index(tmp_path / "empty.idx", np.array([], int), np.dtype(np.uint16))
+    with pytest.raises(UserError, match=f"{tmp_path}/empty has no tokens"):
+        open_all(tmp_path / "empty")
     (tmp_path / "b.jsonl").touch()
     with pytest.raises(UserError, match=f"{tmp_path}/b.jsonl has no lines"):
         open_all(tmp_path / "b.jsonl")
@@ -229,16 +184,6 @@ def test_sequences_out_of_order_are_refused(token_files):
         UserError, match=f"{token_files}.idx: sequences 0 to . don't lie end to end in the .bin"
     ):
         open_all(token_files, split="60,40", seq_length=4)
-
-
-def test_batches_number_the_documents_if_they_are_to_be_separate():
-    eod = 99
-    tokens = np.array([1, 2, eod, 3, 4, 5, eod, eod, 6, 7, 8, 9, 1], np.uint16)
-    batch = Batches(Blend([PackedDataset(tokens, 6, eod)]), 2, ParallelContext())(0)
-    assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 2, 2, 2, 2]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 3]]
-    assert batch["targets"].tolist() == [[2, eod, 3, 4, 5, eod], [eod, 6, 7, 8, 9, 1]]
-    assert "document_ids" not in Batches(Blend([PackedDataset(tokens, 6)]), 2, ParallelContext())(0)
 
 
 # Who opens what.

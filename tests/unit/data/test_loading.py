@@ -1,4 +1,4 @@
-"""The data loader under context parallelism: each rank gets its own chunks of the sequences."""
+"""Batches: made ahead or when needed, padded, cut for the ranks along cp, and moved to a device."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ import torch
 
 from megazoo.data import Batches, Blend, PackedDataset
 from megazoo.data.samples import Sample
+from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext
 
 EOD = 99
@@ -29,6 +30,44 @@ class Rows:
 
 def batches(dataset, rows: int, **layout) -> Batches:
     return Batches(Blend([dataset]), rows, ParallelContext.virtual(**layout))
+
+
+def test_stages_without_data_get_no_arguments():
+    assert Batches(None, 8, ParallelContext())(0) == {}
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_batches_made_ahead_are_those_made_when_needed(workers):
+    dataset = PackedDataset(np.arange(2001, dtype=np.uint16), 8)
+    made = Batches(Blend([dataset], seed=1), 8, ParallelContext())
+    starts = range(16, 400, 8)
+    for start, batch in zip(starts, made.ahead(starts, workers), strict=True):
+        assert all(torch.equal(batch[name], tensor) for name, tensor in made(start).items())
+        assert made.tokens(start) == 64
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_fails_ahead_is_raised_in_its_turn(workers):
+    tokens = np.arange(2001, dtype=np.uint16)
+    dataset = PackedDataset(tokens, 8, vocab_size=1000, name="a.bin", first=5)
+    made = batches(dataset, 8).ahead(range(0, 400, 8), workers)
+    for _ in range(15):
+        next(made)
+    told = r"a\.bin: token 1000 at place 1,005 is outside the vocabulary of 1000"
+    with pytest.raises(UserError, match=told):
+        next(made)
+
+
+def test_batches_number_the_documents_if_they_are_to_be_separate():
+    tokens = np.array([1, 2, EOD, 3, 4, 5, EOD, EOD, 6, 7, 8, 9, 1], np.uint16)
+    batch = batches(PackedDataset(tokens, 6, EOD), 2)(0)
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 2, 2, 2, 2]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 3]]
+    assert batch["targets"].tolist() == [[2, EOD, 3, 4, 5, EOD], [EOD, 6, 7, 8, 9, 1]]
+    assert "document_ids" not in batches(PackedDataset(tokens, 6), 2)(0)
+
+
+# Context parallelism: each rank gets its own chunks of the sequences.
 
 
 def test_a_rank_gets_an_early_chunk_and_a_late_one():
@@ -54,21 +93,20 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_the_chunks_of_all_ranks_are_the_whole_rows(name):
-    lengths, layout, padded = CUTS[name]
-    cp, tp, dataset = layout["cp"], layout.get("tp", 1), Rows(*lengths)
-    whole = batches(dataset, len(lengths))(0)
-    ranks = [batches(dataset, len(lengths), rank=tp * rank, **layout)(0) for rank in range(cp)]
-    for key, padding in (("input_ids", 0), ("targets", -100)):
-        halves = [batch[key].chunk(2, dim=1) for batch in ranks]
-        early, late = [half[0] for half in halves], [half[1] for half in halves[::-1]]
-        together = torch.cat([*early, *late], dim=1)
-        length = whole[key].shape[1]
-        assert together.shape[1] == padded
-        assert together[:, :length].equal(whole[key])
-        assert bool((together[:, length:] == padding).all())
-    assert {batch["sequence_length"] for batch in ranks} == {max(lengths)}
+def test_the_chunks_of_all_ranks_are_the_whole_rows():
+    for name, (lengths, layout, padded) in CUTS.items():
+        cp, tp, dataset = layout["cp"], layout.get("tp", 1), Rows(*lengths)
+        whole = batches(dataset, len(lengths))(0)
+        ranks = [batches(dataset, len(lengths), rank=tp * rank, **layout)(0) for rank in range(cp)]
+        for key, padding in (("input_ids", 0), ("targets", -100)):
+            halves = [batch[key].chunk(2, dim=1) for batch in ranks]
+            early, late = [half[0] for half in halves], [half[1] for half in halves[::-1]]
+            together = torch.cat([*early, *late], dim=1)
+            length = whole[key].shape[1]
+            assert together.shape[1] == padded, name
+            assert together[:, :length].equal(whole[key]), name
+            assert bool((together[:, length:] == padding).all()), name
+        assert {batch["sequence_length"] for batch in ranks} == {max(lengths)}, name
 
 
 def test_every_rank_knows_all_documents_and_positions_of_a_row():

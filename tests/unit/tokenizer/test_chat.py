@@ -35,6 +35,7 @@ TEMPLATES = {
 }
 SYSTEM, USER = {"role": "system", "content": "Be <kind>."}, {"role": "user", "content": " Hi é\n"}
 ANSWER = {"role": "assistant", "content": "Hello  ", "name": None}
+GO_ON = {"continue_final_message": True}
 CHATS = [[USER], [SYSTEM, USER], [SYSTEM, USER, ANSWER], [USER, ANSWER, USER], [USER, ANSWER]]
 
 
@@ -46,14 +47,14 @@ def written(path, template, **settings):
     return path
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_are_rendered_as_by_transformers(tmp_path, name):
-    path = written(tmp_path, TEMPLATES[name])
-    theirs, ours = AutoTokenizer.from_pretrained(path), open_tokenizer(path)
-    for chat in CHATS:
-        for how in ({}, {"add_generation_prompt": True}, {"continue_final_message": True}):
-            expected = theirs.apply_chat_template(chat, tokenize=False, **how)
-            assert ours.apply_chat_template(chat, **how) == expected, (chat, how)
+def test_templates_are_rendered_as_by_transformers(tmp_path):
+    for name, template in TEMPLATES.items():
+        path = written(tmp_path / name, template)
+        theirs, ours = AutoTokenizer.from_pretrained(path), open_tokenizer(path)
+        for chat in CHATS:
+            for how in ({}, {"add_generation_prompt": True}, GO_ON):
+                expected = theirs.apply_chat_template(chat, tokenize=False, **how)
+                assert ours.apply_chat_template(chat, **how) == expected, (name, chat, how)
 
 
 def test_where_a_template_is_found(tmp_path):
@@ -87,14 +88,9 @@ def test_mistakes_are_told_in_one_line(tmp_path):
         ("{{ none + 1 }}", [USER], {}, "can't be applied: unsupported operand"),
         ("{{ ''.__class__.__mro__ }}", [USER], {}, "can't be applied: access to attribute"),
         ("{{ messages.append(1) }}", [USER], {}, "can't be applied: access to attribute 'append'"),
-        ("a", [USER], {"continue_final_message": True}, "does not show the last message"),
-        ("a", [{"role": "user"}], {"continue_final_message": True}, "has no text to go on"),
-        (
-            "a",
-            [USER],
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "exclude each other",
-        ),
+        ("a", [USER], GO_ON, "does not show the last message"),
+        ("a", [{"role": "user"}], GO_ON, "has no text to go on"),
+        ("a", [USER], {**GO_ON, "add_generation_prompt": True}, "exclude each other"),
     ]:
         tokenizer.chat_template = template
         with pytest.raises(UserError, match=message) as raised:

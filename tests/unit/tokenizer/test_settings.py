@@ -8,17 +8,16 @@ from transformers import AutoTokenizer
 
 from megazoo.tokenizer import open_tokenizer
 from megazoo.tokenizer.ranks import special_tokens
-from tests.support.tokenizer_files import LLAMA3_SPECIAL, TOKENS, write_tokenizers
+from tests.support.tokenizer_files import LLAMA3_SPECIAL, TOKENS
 
-BOS, EOS = (
-    {"bos_token": "<|begin_of_text|>"},
-    {"eos_token": {"__type": "AddedToken", "content": "<|eot_id|>"}},
-)
+BOS = {"bos_token": "<|begin_of_text|>"}
+EOS = {"eos_token": {"__type": "AddedToken", "content": "<|eot_id|>"}}
 FIRST = TOKENS["llama3"]
 PAD = {
     "added_tokens_decoder": {"1200": {"content": "<pad>", "special": True}},
     "pad_token": "<pad>",
 }
+PARTS = ["hi", " there"]
 OTHERS = {"1100": {"content": "<s>"}, "1101": {"content": "</s>"}}
 # form, files beside it: bos, eos, pad, and the ids around a text
 SETTINGS = {
@@ -71,69 +70,61 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return write_tokenizers(tmp_path_factory.mktemp("tokenizers"))
-
-
 def with_files(directory, form, files, tmp_path):
     """A copy of a form's directory with JSON files in it."""
+    shutil.rmtree(tmp_path / "copy", ignore_errors=True)
     shutil.copytree(directory / form, tmp_path / "copy")
-    for path in (tmp_path / "copy").glob("tokenizer_config.json"):
-        path.unlink()
+    (tmp_path / "copy" / "tokenizer_config.json").unlink(missing_ok=True)
     for name, content in files.items():
         (tmp_path / "copy" / f"{name}.json").write_text(json.dumps(content))
     return tmp_path / "copy"
 
 
-@pytest.mark.parametrize("case", SETTINGS)
-def test_special_tokens_are_those_of_the_files(case, directory, tmp_path):
-    form, files, expected = SETTINGS[case]
-    tokenizer = open_tokenizer(with_files(directory, form, files, tmp_path))
-    plain = tokenizer.encode("hi there", add_special_tokens=False)
-    bos, eos, pad, before, after = expected
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
-        bos,
-        eos,
-        pad,
-    )
-    assert tokenizer.encode("hi there") == [*before, *plain, *after]
-    assert tokenizer.eod == eos
-    if case == "ranks with other tokens":
-        assert tokenizer.vocab_size == FIRST + 2
-    if pad == 1200:
-        assert tokenizer.vocab_size == 1201
-        parts = (tokenizer.encode(text, add_special_tokens=False) for text in ("hi", " there"))
-        assert tokenizer.encode("hi<pad> there") == [1, *next(parts), 1200, *next(parts)]
-        assert tokenizer.decode([*plain, 1200, 2], skip_special_tokens=True) == "hi there"
+def test_special_tokens_are_those_of_the_files(directory, tmp_path):
+    for case, (form, files, (bos, eos, pad, before, after)) in SETTINGS.items():
+        tokenizer = open_tokenizer(with_files(directory, form, files, tmp_path))
+        found = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        assert found == (bos, eos, pad), case
+        plain = tokenizer.encode("hi there", add_special_tokens=False)
+        assert tokenizer.encode("hi there") == [*before, *plain, *after], case
+        assert tokenizer.eod == eos
+        if case == "ranks with other tokens":
+            assert tokenizer.vocab_size == FIRST + 2
+        if pad == 1200:
+            assert tokenizer.vocab_size == 1201
+            hi, there = (tokenizer.encode(text, add_special_tokens=False) for text in PARTS)
+            assert tokenizer.encode("hi<pad> there") == [1, *hi, 1200, *there], case
+            assert tokenizer.decode([*plain, 1200, 2], skip_special_tokens=True) == "hi there"
 
 
-@pytest.mark.parametrize(
-    ("form", "config"),
-    [
-        ("gpt2", {"tokenizer_class": "GPT2Tokenizer"}),
-        ("gpt2_files", {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}),
-        ("neox", {"tokenizer_class": "GPTNeoXTokenizer", "add_eos_token": True}),
-        ("llama3", {"tokenizer_class": "PreTrainedTokenizerFast", **BOS, **EOS}),
-        (
-            "llama3",
-            {"tokenizer_class": "PreTrainedTokenizerFast", **BOS, **EOS, "add_bos_token": False},
-        ),
-        ("llama2", None),
-    ],
-)
-def test_transformers_sees_the_same(form, config, directory, tmp_path):
-    if form == "llama2":
-        pytest.importorskip(
-            "google.protobuf", reason="transformers reads sentencepiece models by protobuf"
-        )
-        config = json.loads((directory / form / "tokenizer_config.json").read_text())
-    path = with_files(directory, form, {"tokenizer_config": config}, tmp_path)
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast", **BOS, **EOS}
+CONFIGS = [
+    ("gpt2", {"tokenizer_class": "GPT2Tokenizer"}),
+    ("gpt2_files", {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}),
+    ("neox", {"tokenizer_class": "GPTNeoXTokenizer", "add_eos_token": True}),
+    ("llama3", FAST),
+    ("llama3", {**FAST, "add_bos_token": False}),
+]
+
+
+def check_as_transformers(path) -> None:
     ours, theirs = open_tokenizer(path), AutoTokenizer.from_pretrained(path)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        assert getattr(ours, name) == getattr(theirs, name)
+        assert getattr(ours, name) == getattr(theirs, name), path
     for text in ("hello  world\n", "née \u2603 123", ""):
-        assert ours.encode(text) == theirs.encode(text)
+        assert ours.encode(text) == theirs.encode(text), path
+
+
+def test_transformers_sees_the_same(directory, tmp_path):
+    for form, config in CONFIGS:
+        check_as_transformers(with_files(directory, form, {"tokenizer_config": config}, tmp_path))
+
+
+def test_transformers_sees_the_same_of_sentencepiece(directory):
+    pytest.importorskip(
+        "google.protobuf", reason="transformers reads sentencepiece models by protobuf"
+    )
+    check_as_transformers(directory / "llama2")
 
 
 def test_llama3s_special_tokens_have_their_published_ids():
