@@ -1,12 +1,14 @@
 """How ranks watch each other and their launcher, and what they do where that is not allowed."""
 
+import contextlib
 import errno
+import io
 import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,8 +16,10 @@ from megazoo.cli import deaths
 from megazoo.cli.elastic import StopSignal
 from megazoo.cli.launch import end_with_launcher
 from megazoo.cli.local_ranks import _catches as catches
+from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from tests.support.processes import SOON, lives
+from tests.support.training import context
 
 
 def test_handlers_that_nobody_tells_of_are_taken_to_be_there(monkeypatch):
@@ -53,6 +57,17 @@ def test_a_forked_child_holds_up_no_thread():
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="processes can't be watched here")
+def test_a_rank_that_was_told_to_end_did_not_die():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        handle = os.pidfd_open(process.pid)
+        process.terminate()
+        while lives(process.pid):
+            time.sleep(0.01)
+        assert deaths._death(handle, process.pid, 1) is None
+        os.close(handle)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="processes can't be watched here")
 def test_how_a_process_died_is_read_before_its_parent_is_told_and_after():
     with subprocess.Popen(["sleep", "60"]) as process:
         handle = os.pidfd_open(process.pid)
@@ -61,15 +76,45 @@ def test_how_a_process_died_is_read_before_its_parent_is_told_and_after():
         while lives(process.pid):
             time.sleep(0.01)
         assert deaths._wait_status(handle, process.pid) == signal.SIGKILL
+        assert deaths._death(handle, process.pid, 1).startswith("was killed by SIGKILL")
         process.wait()
         # None where the kernel does not keep it
         assert deaths._wait_status(handle, process.pid) in (signal.SIGKILL, None)
         os.close(handle)
 
 
+def loses_a_neighbour():
+    """What this rank says when rank 1 of three, for which a child stands here, is killed."""
+    ctx, said = context(dp=3), io.StringIO()
+    with (
+        subprocess.Popen(["sleep", "600"]) as stand_in,
+        contextlib.redirect_stderr(said),
+        contextlib.ExitStack() as watching,
+    ):
+        with mock.patch.object(os, "getpid", return_value=stand_in.pid):
+            watching.enter_context(deaths.naming_dead_ranks(ctx))
+        all_gather_objects(None, ctx)
+        if ctx.rank == 1:
+            os.kill(stand_in.pid, signal.SIGKILL)
+        until = time.monotonic() + SOON
+        while ctx.rank == 0 and "\n" not in said.getvalue():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        all_gather_objects(None, ctx)
+        watching.close()
+        stand_in.kill()
+    return said.getvalue()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="processes can't be watched here")
+def test_the_rank_before_names_one_that_died(ranks):
+    line = f"rank 1 (tp 0, pp 0, dp 1) on {os.uname().nodename} was killed by SIGKILL: out of "
+    assert ranks(loses_a_neighbour, 3) == [f"{line}memory, perhaps\n", "", ""]
+
+
 def test_a_rank_whose_launcher_died_before_it_could_watch_it_ends(monkeypatch):
     """The launcher of this rank, torchrun by its environment, dies while the rank still imports."""
-    with suppress(PermissionError):  # of a first process that is another user's
+    with contextlib.suppress(PermissionError):  # of a first process that is another user's
         if "python" in os.readlink("/proc/1/exe"):
             pytest.skip("the first process here could be torchrun")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
