@@ -28,7 +28,11 @@ from tests.support.training import make_batch, tiny_config
 from tests.support.transformers_models import gpt2
 from tools import convert_hf, merge_shards, reshard
 
-SAMPLE = 2  # moments of each operation that `make test` tries
+SAMPLE = 2  # moments of each operation that `make test` tries; of text, which is quick, SAMPLE_TEXT
+SAMPLE_TEXT = 4
+LAST = (
+    16  # moments at the end, when the new takes the place of the old: half of a sample is of them
+)
 # What `make test` leaves out: the same again, onto what is there, has these moments, too.
 ONLY_ALL = {"shards", "convert_hf", "reshard", "merge_shards"}
 
@@ -238,6 +242,8 @@ OPERATIONS = {
     "the tokens kept beside JSONL": Operation(texts, cached, cache_found),
 }
 
+OF_TEXT = [name for name in OPERATIONS if name.startswith(("preprocess", "the tokens"))]
+
 
 def die_and_go_on(name: str, tmp_path: Path, chosen: Callable[[int], list[int]]) -> list[str]:
     """Try an operation with a death at each of the chosen moments; returns what was wrong."""
@@ -297,7 +303,10 @@ def die_and_go_on(name: str, tmp_path: Path, chosen: Callable[[int], list[int]])
 )
 def test_a_death_at_some_or_all_moments(name, fraction, tmp_path):
     def chosen(count: int) -> list[int]:
-        moments = range(1, count + 1)
-        return random.Random(name).sample(moments, SAMPLE) if fraction == "some" else [*moments]
+        chance, moments = random.Random(name), range(1, count + 1)
+        if fraction == "all":
+            return [*moments]
+        last = chance.sample(moments[-LAST:], (SAMPLE_TEXT if name in OF_TEXT else SAMPLE) // 2)
+        return sorted({*last, *chance.sample(moments, len(last))})
 
     assert die_and_go_on(name, tmp_path, chosen) == []
