@@ -28,11 +28,9 @@ from tests.support.training import make_batch, tiny_config
 from tests.support.transformers_models import gpt2
 from tools import convert_hf, merge_shards, reshard
 
-SAMPLE = 2  # moments of each operation that `make test` tries; of text, which is quick, SAMPLE_TEXT
-SAMPLE_TEXT = 4
-LAST = (
-    16  # moments at the end, when the new takes the place of the old: half of a sample is of them
-)
+# Of the last moments, when the new takes the place of the old, `make test` tries one, or of text,
+# which is quick, several at even distances; and of all moments one.
+LAST, OF_TEXT_TRIED = 16, 4
 # What `make test` leaves out: the same again, onto what is there, has these moments, too.
 ONLY_ALL = {"shards", "convert_hf", "reshard", "merge_shards"}
 
@@ -306,7 +304,8 @@ def test_a_death_at_some_or_all_moments(name, fraction, tmp_path):
         chance, moments = random.Random(name), range(1, count + 1)
         if fraction == "all":
             return [*moments]
-        last = chance.sample(moments[-LAST:], (SAMPLE_TEXT if name in OF_TEXT else SAMPLE) // 2)
-        return sorted({*last, *chance.sample(moments, len(last))})
+        step = LAST // OF_TEXT_TRIED if name in OF_TEXT else LAST
+        last = moments[-LAST:][chance.randrange(step) :: step]
+        return sorted({*last, chance.choice(moments)})
 
     assert die_and_go_on(name, tmp_path, chosen) == []
