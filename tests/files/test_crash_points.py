@@ -28,7 +28,9 @@ from tests.support.training import make_batch, tiny_config
 from tests.support.transformers_models import gpt2
 from tools import convert_hf, merge_shards, reshard
 
-SAMPLE = 2  # moments of each operation that `make test` tries
+# Of the last moments, when the new takes the place of the old, `make test` tries one, or of text,
+# which is quick, several at even distances; and of all moments one.
+LAST, OF_TEXT_TRIED = 16, 4
 # What `make test` leaves out: the same again, onto what is there, has these moments, too.
 ONLY_ALL = {"shards", "convert_hf", "reshard", "merge_shards"}
 
@@ -238,6 +240,8 @@ OPERATIONS = {
     "the tokens kept beside JSONL": Operation(texts, cached, cache_found),
 }
 
+OF_TEXT = [name for name in OPERATIONS if name.startswith(("preprocess", "the tokens"))]
+
 
 def die_and_go_on(name: str, tmp_path: Path, chosen: Callable[[int], list[int]]) -> list[str]:
     """Try an operation with a death at each of the chosen moments; returns what was wrong."""
@@ -297,7 +301,11 @@ def die_and_go_on(name: str, tmp_path: Path, chosen: Callable[[int], list[int]])
 )
 def test_a_death_at_some_or_all_moments(name, fraction, tmp_path):
     def chosen(count: int) -> list[int]:
-        moments = range(1, count + 1)
-        return random.Random(name).sample(moments, SAMPLE) if fraction == "some" else [*moments]
+        chance, moments = random.Random(name), range(1, count + 1)
+        if fraction == "all":
+            return [*moments]
+        step = LAST // OF_TEXT_TRIED if name in OF_TEXT else LAST
+        last = moments[-LAST:][chance.randrange(step) :: step]
+        return sorted({*last, chance.choice(moments)})
 
     assert die_and_go_on(name, tmp_path, chosen) == []

@@ -251,7 +251,7 @@ def _give_up(*_):
 
 def _last_of_megazoo(error: BaseException) -> str:
     """Return where in megazoo, or else in the tests, an error arose."""
-    if isinstance(error, AssertionError):
+    if isinstance(error, AssertionError) and str(error):
         return ""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f for f in frames if "/megazoo/" in f.filename] or frames[-1:]

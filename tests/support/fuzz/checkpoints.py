@@ -192,7 +192,7 @@ class Trainer:
             name, value = chance.choice(foreign), chance.choice([hostile(chance), "d", 1, "x"])
             return {**trainer, "settings": {**settings, name.rstrip("_"): value}}
         if kind < 0.7:
-            name = chance.choice([*settings, *self.kept])
+            name = chance.choice([*settings, *sorted(self.kept)])
             value = hostile(chance)
             if name in settings and chance.random() < 0.5:
                 value = mutated(settings[name], chance, 1)

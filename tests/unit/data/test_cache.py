@@ -32,9 +32,12 @@ def test_texts_of_jsonl_are_trained_on_and_their_tokens_kept(tmp_path, monkeypat
             "megazoo.data.cache.preprocess", lambda *_, **__: pytest.fail("made again")
         )
     monkeypatch.undo()
-    write_lines(path, {"text": "another"}, {"text": "now"})
-    (tokens,) = cached_tokens(path, "byte", CHATML)
-    assert ByteTokenizer().decode(tokens.tokens) == "anothernow"
+    # another text, of another or the same size
+    for lines in ([{"text": "another"}, {"text": "now"}], [{"text": "Another"}, {"text": "now"}]):
+        write_lines(path, *lines)
+        os.utime(path, (1, ord(lines[0]["text"][0])))
+        (tokens,) = cached_tokens(path, "byte", CHATML)
+        assert ByteTokenizer().decode(tokens.tokens) == "".join(line["text"] for line in lines)
 
 
 def _count_what_is_made(path, made):

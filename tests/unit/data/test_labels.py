@@ -89,7 +89,7 @@ def test_rows_are_cut_as_transformers_cuts_the_longest_first():
         assert 1 <= sum(kept) <= length
 
 
-@pytest.mark.parametrize("seq_length", [9, 64])
+@pytest.mark.parametrize("seq_length", [4, 9, 64])
 def test_batches_are_padded_with_the_pad_token_and_replicas_have_their_rows(tmp_path, seq_length):
     rows, said = rows_of(), []
     path = write_lines(tmp_path / "a.jsonl", *rows)

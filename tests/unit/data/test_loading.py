@@ -36,7 +36,7 @@ def test_stages_without_data_get_no_arguments():
     assert Batches(None, 8, ParallelContext())(0) == {}
 
 
-@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_made_ahead_are_those_made_when_needed(workers):
     dataset = PackedDataset(np.arange(2001, dtype=np.uint16), 8)
     made = Batches(Blend([dataset], seed=1), 8, ParallelContext())

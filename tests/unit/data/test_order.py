@@ -2,6 +2,7 @@
 and after a stop."""
 
 from collections import Counter
+from fractions import Fraction
 from itertools import permutations
 
 import numpy as np
@@ -65,11 +66,19 @@ def test_weights_are_met_at_every_moment():
                 assert abs(met - weight) < 1e-3, name
 
 
-def test_an_interleaving_is_the_same_wherever_one_begins():
+def test_an_interleaving_goes_by_time_and_is_the_same_wherever_one_begins():
     last = 2**53  # as many samples as a checkpoint may have seen: no product overflows
     for name, weights in WEIGHTS.items():
         shares = shares_of(weights)
         whole = interleaved(shares, 0, 3000)
+        # against exact times: the k-th of the i-th of n sources is at (k + (i + 1/2) / n) / share
+        times = [
+            ((k + Fraction(2 * i + 1, 2 * len(shares))) / int(share), i, k)
+            for i, share in enumerate(shares)
+            for k in range(300)
+        ]
+        expected = [(i, k) for _, i, k in sorted(times)[:300]]
+        assert list(zip(*(array[:300].tolist() for array in whole), strict=True)) == expected, name
         for first, count in [(0, 1), (1, 1), (7, 30), (999, 1), (2500, 500)]:
             for part, all_of_it in zip(interleaved(shares, first, count), whole, strict=True):
                 assert np.array_equal(part, all_of_it[first : first + count]), name

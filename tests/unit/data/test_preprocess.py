@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megazoo.cli.launch import run_program
 from megazoo.data import preprocess as module
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import Recipe, input_files, preprocess
 from megazoo.errors import UserError
 from megazoo.tokenizer import ByteTokenizer
+from tests.support.inference import run_main
 from tests.support.sampling import marked_slow
 from tools import preprocess_data
 
@@ -48,12 +48,8 @@ def read_back(prefix) -> list[str]:
 
 
 def run(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["preprocess_data.py", *map(str, arguments)])
-    try:
-        run_program(preprocess_data.main)
-    except SystemExit as stop:
-        return stop.code, capsys.readouterr()
-    return 0, capsys.readouterr()
+    """Run the tool; returns its exit code, what it printed, and its errors."""
+    return run_main(preprocess_data, monkeypatch, capsys, *arguments)
 
 
 @pytest.fixture
@@ -67,15 +63,15 @@ def test_documents_read_back_in_their_order(tmp_path, monkeypatch, capsys, small
     documents = texts(300)
     source = write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ["--input", source, "--output-prefix", tmp_path / "out" / "a", "--append-eod"]
-    code, told = run(monkeypatch, capsys, *arguments, "--workers", workers)
-    assert code == 0, told.err
+    code, told, errors = run(monkeypatch, capsys, *arguments, "--workers", workers)
+    assert code == 0, errors
     kept = [text for text in documents if text]
     assert read_back(tmp_path / "out" / "a_text_document") == kept
     tokens = IndexedTokens(tmp_path / "out" / "a_text_document")
     assert all(tokens[i][-1] == 256 for i in range(len(tokens)))
     assert (
         f"{len(kept):,} documents, {sum(len(text.encode()) + 1 for text in kept):,} tokens (uint16)"
-        in told.out
+        in told
     )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "a_text_document.bin",
@@ -230,20 +226,20 @@ def test_bad_lines_are_counted_and_told_with_their_numbers(
     lines[3], lines[17], lines[29] = "{", '{"other": 1}', '{"text": "\\ud800"}'
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     arguments = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "a", "--workers", 2]
-    code, told = run(monkeypatch, capsys, *arguments)
+    code, told, errors = run(monkeypatch, capsys, *arguments)
     assert code == 0
-    assert "left out 3 lines without text" in told.out
+    assert "left out 3 lines without text" in told
     for number, reason in {
         4: "Expecting property name",
         18: "no text under 'text'",
         30: "not Unicode",
     }.items():
-        assert f"a.jsonl, line {number}: " in told.err + told.out
-        assert reason in told.err + told.out
+        assert f"a.jsonl, line {number}: " in errors + told
+        assert reason in errors + told
     assert len(read_back(tmp_path / "a_text_document")) == 37
-    code, told = run(monkeypatch, capsys, *arguments, "--overwrite", "--strict")
-    assert (code, told.err.count("\n")) == (1, 1)
-    assert "a.jsonl, line 4: " in told.err
+    code, _, errors = run(monkeypatch, capsys, *arguments, "--overwrite", "--strict")
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "a.jsonl, line 4: " in errors
 
 
 def test_the_tool_and_its_workers_do_without_torch(tmp_path):
@@ -280,8 +276,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
         (source / "out", source, [], 1, "a.jsonl can't be written: File exists"),
     ]:
         arguments = ["--input", data, "--output-prefix", output, *more]
-        got, told = run(monkeypatch, capsys, *arguments)
-        assert (got, told.err.count("\n"), message in told.err) == (code, 1, True), told.err
-    got, told = run(monkeypatch, capsys)
-    assert (got, told.err.count("\n")) == (2, 1)
-    assert "give --input and --output-prefix" in told.err
+        got, _, told = run(monkeypatch, capsys, *arguments)
+        assert (got, told.count("\n"), message in told) == (code, 1, True), told
+    code, _, told = run(monkeypatch, capsys)
+    assert (code, told.count("\n")) == (2, 1)
+    assert "give --input and --output-prefix" in told

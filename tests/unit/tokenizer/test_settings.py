@@ -19,38 +19,39 @@ PAD = {
 }
 PARTS = ["hi", " there"]
 OTHERS = {"1100": {"content": "<s>"}, "1101": {"content": "</s>"}}
+LLAMA3 = (FIRST, FIRST + 1, None, [FIRST], [])
+LLAMA3_EOT, LLAMA3_EOM = (FIRST, FIRST + 9, *LLAMA3[2:]), (FIRST, FIRST + 8, *LLAMA3[2:])
+GPT2, LLAMA2, PADDED = (0, 0, None, [], []), (1, 2, None, [1], []), (1, 2, 1200, [1], [])
+
+
+def config(**settings) -> dict:
+    return {"tokenizer_config": settings}
+
+
 # form, files beside it: bos, eos, pad, and the ids around a text
 SETTINGS = {
-    "GPT-2's files name nothing": ("gpt2", {}, (0, 0, None, [], [])),
-    "nor do vocab.json and merges.txt": ("gpt2_files", {}, (0, 0, None, [], [])),
+    "GPT-2's files name nothing": ("gpt2", {}, GPT2),
+    "nor do vocab.json and merges.txt": ("gpt2_files", {}, GPT2),
     "NeoX": ("neox", {}, (0, 0, 1, [], [])),
-    "LLaMA-3": ("llama3", {}, (FIRST, FIRST + 1, None, [FIRST], [])),
-    "ranks": ("llama3_ranks", {}, (FIRST, FIRST + 1, None, [FIRST], [])),
-    "sentencepiece": ("llama2", {"tokenizer_config": {}}, (1, 2, None, [1], [])),
-    "sentencepiece alone": ("llama2", {}, (1, 2, None, [1], [])),
-    "bos in front": (
-        "gpt2_files",
-        {"tokenizer_config": {"add_bos_token": True}},
-        (0, 0, None, [0], []),
-    ),
-    "eos behind": ("llama2", {"tokenizer_config": {"add_eos_token": True}}, (1, 2, None, [1], [2])),
-    "no bos": ("llama2", {"tokenizer_config": {"add_bos_token": False}}, (1, 2, None, [], [])),
-    "null is none": ("gpt2", {"tokenizer_config": {"bos_token": None}}, (None, 0, None, [], [])),
-    "the map": ("llama3_ranks", {"special_tokens_map": EOS}, (FIRST, FIRST + 9, None, [FIRST], [])),
+    "LLaMA-3": ("llama3", {}, LLAMA3),
+    "ranks": ("llama3_ranks", {}, LLAMA3),
+    "sentencepiece": ("llama2", config(), LLAMA2),
+    "sentencepiece alone": ("llama2", {}, LLAMA2),
+    "bos in front": ("gpt2_files", config(add_bos_token=True), (0, 0, None, [0], [])),
+    "eos behind": ("llama2", config(add_eos_token=True), (1, 2, None, [1], [2])),
+    "no bos": ("llama2", config(add_bos_token=False), (1, 2, None, [], [])),
+    "null is none": ("gpt2", config(bos_token=None), (None, 0, None, [], [])),
+    "the map": ("llama3_ranks", {"special_tokens_map": EOS}, LLAMA3_EOT),
     "the config wins": (
         "llama3_ranks",
-        {"special_tokens_map": EOS, "tokenizer_config": {"eos_token": "<|eom_id|>"}},
-        (FIRST, FIRST + 8, None, [FIRST], []),
+        {"special_tokens_map": EOS, **config(eos_token="<|eom_id|>")},
+        LLAMA3_EOM,
     ),
-    "ranks with other tokens": (
-        "llama3_ranks",
-        {"tokenizer_config": {"added_tokens_decoder": OTHERS}},
-        (FIRST, FIRST + 1, None, [FIRST], []),
-    ),
+    "ranks with other tokens": ("llama3_ranks", config(added_tokens_decoder=OTHERS), LLAMA3),
     "a tokenizer.json has its own template": (
         "llama3",
-        {"tokenizer_config": {**BOS, **EOS, "add_bos_token": False, "add_eos_token": True}},
-        (FIRST, FIRST + 9, None, [FIRST], []),
+        config(**BOS, **EOS, add_bos_token=False, add_eos_token=True),
+        LLAMA3_EOT,
     ),
     "ids as a last resort": (
         "gpt2",
@@ -60,12 +61,12 @@ SETTINGS = {
         },
         (0, 0, 6, [], []),
     ),
-    "an id that no token has": ("gpt2", {"config": {"pad_token_id": 5000}}, (0, 0, None, [], [])),
-    "a token added to sentencepiece": ("llama2", {"tokenizer_config": PAD}, (1, 2, 1200, [1], [])),
+    "an id that no token has": ("gpt2", {"config": {"pad_token_id": 5000}}, GPT2),
+    "a token added to sentencepiece": ("llama2", config(**PAD), PADDED),
     "added_tokens.json": (
         "llama2",
         {"added_tokens": {"<pad>": 1200}, "special_tokens_map": {"pad_token": "<pad>"}},
-        (1, 2, 1200, [1], []),
+        PADDED,
     ),
 }
 
@@ -116,8 +117,8 @@ def check_as_transformers(path) -> None:
 
 
 def test_transformers_sees_the_same(directory, tmp_path):
-    for form, config in CONFIGS:
-        check_as_transformers(with_files(directory, form, {"tokenizer_config": config}, tmp_path))
+    for form, settings in CONFIGS:
+        check_as_transformers(with_files(directory, form, config(**settings), tmp_path))
 
 
 def test_transformers_sees_the_same_of_sentencepiece(directory):
