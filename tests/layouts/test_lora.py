@@ -287,6 +287,16 @@ def test_evaluation_drops_nothing():
     assert not torch.equal(model.train_batch(ids, labels=ids), expected)
 
 
+def test_adapters_of_a_model_that_is_evaluated_drop_nothing():
+    model, ids = megazoo.from_config(MODELS["llama"]).eval(), make_batch(0)[0]
+    megazoo.lora.add(model, rank=3, alpha=6, dropout=0.5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.fill_(0.1)
+        assert torch.equal(model(ids).logits, model(ids).logits)
+
+
 def test_adapters_are_frozen_by_name():
     model = with_adapters(MODELS["llama"]).requires_grad_(True)
     model.freeze("lora")

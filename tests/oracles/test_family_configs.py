@@ -140,6 +140,16 @@ def test_every_field_of_windows_that_are_on_is_used(family):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_no_layer_are_none(family):
+    """The first layers that see all may be more than there are."""
+    values = {**COMMON, "model_type": family, "num_key_value_heads": 2}
+    values |= {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 28}
+    assert set(transformers.AutoConfig.for_model(**values).layer_types) == {FULL}
+    config = config_from_hugging_face(dict(values))
+    assert (config.window, config.full_layers) == (0, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_what_is_written_of_windows_is_read_by_transformers(family):
     """Also of a model with fewer layers than the first ones, which then have no window."""
     for full_layers in (-1, 0, 2, 3, 5):

@@ -204,6 +204,7 @@ def test_what_transformers_cannot_compute_is_not_written(tmp_path):
         ({"kv_heads": 2}, "kv_heads 2: transformers' MPT has 4 only"),
         ({"bias": True}, "bias True"),
         ({"alibi": False}, "alibi False"),
+        ({"logit_scale": 0.5}, "logit_scale 0.5: transformers' MPT has None only"),
     ):
         sizes = dict(vocab_size=61, max_positions=32, hidden_size=32, layers=1, heads=4)
         model = megazoo.from_config(MPTConfig(**sizes, **settings))
@@ -235,6 +236,12 @@ def test_optimizer_state_is_resharded_and_training_goes_on(tmp_path):
                 source.read_into(name, tensor, entry.spec, model.ctx)
             assert torch.equal(*tensors), name
     after.verify()
+    half = ["--tp", "2", "--dtype", "float16"]
+    reshard.main([str(tmp_path / "run"), str(tmp_path / "half"), *half])
+    rounded = Checkpoint(tmp_path / "half")
+    for entry in model.entries():
+        states = {rounded.dtype_of(f"{entry.name}.{s}") for s in before.states_of(entry.name)}
+        assert (rounded.dtype_of(entry.name), states) == (torch.float16, {torch.float32})
 
 
 def test_pretraining_starts_from_hugging_faces_weights(tmp_path):

@@ -19,6 +19,7 @@ from megazoo.models.megatron.unpickling import unpickle
 from tests.support.megatron import (
     arguments_of,
     megatron_tensors,
+    of_megatron,
     twin,
     write_distributed,
     write_legacy,
@@ -210,6 +211,17 @@ def test_files_that_are_missing_or_broken_are_refused(tensors, tmp_path):
     (directory / ".metadata").unlink()
     with pytest.raises(UserError, match=r"iter_0000100 is no checkpoint of Megatron-LM"):
         MegatronCheckpoint(tmp_path)
+
+
+def test_an_older_version_is_refused(tensors, tmp_path):
+    """Up to version 2, the rows of q, k and v were in another order."""
+    (file,) = write(tmp_path, tensors, legacy=True).rglob("model_optim_rng.pt")
+    for version in (0, 1.0, "2"):
+        with of_megatron():
+            held = torch.load(file, weights_only=False)
+            torch.save({**held, "checkpoint_version": version}, file)
+        with pytest.raises(UserError, match=f"has version {version!r}, whose rows are in another"):
+            MegatronCheckpoint(tmp_path)
 
 
 def test_a_rank_that_is_missing_is_refused(tensors, tmp_path):

@@ -194,3 +194,11 @@ def test_slopes():
 def test_a_sequence_past_the_models_positions_is_refused():
     with pytest.raises(UserError, match="a sequence of 33 exceeds the model's max-positions 32"):
         megazoo.from_config(MPTConfig(**SIZES))(torch.zeros(1, 33, dtype=torch.long))
+
+
+def test_the_scale_of_logits_is_none_of_a_classifiers_scores():
+    ids, sizes = torch.arange(12).view(2, 6), {**SIZES, "num_labels": 3, "pad_token_id": 60}
+    plain = randomized_(megazoo.from_config(MPTConfig(**sizes), seed=1))
+    scaled = megazoo.from_config(MPTConfig(**sizes, logit_scale=0.5)).eval()
+    scaled.load_state_dict(plain.state_dict())
+    assert torch.equal(scaled(ids).logits, plain(ids).logits)

@@ -156,6 +156,17 @@ def check_names(case, originals, tmp_path):
     assert (again.lora.dropout, again.lora.alpha, again.lora.rslora) == (0.25, 5.5, True)
 
 
+@torch.no_grad()
+def test_patterns_match_whole_names(originals, tmp_path):
+    """A pattern is the end of a module's name that begins after a dot."""
+    base, _, _ = originals["llama", SAVED]
+    patterns = {"proj": 7, "v_proj": 2, "mlp.up_proj": 5, "lp.down_proj": 6}
+    hf = with_adapters(base_model("llama"), r=4, target_modules="all-linear", rank_pattern=patterns)
+    hf.save_pretrained(tmp_path)
+    model = megazoo.lora.load(megazoo.from_pretrained(base), tmp_path).eval()
+    assert (model(IDS).logits - hf(IDS).logits).abs().max() < 1e-5 * hf(IDS).logits.abs().max()
+
+
 def test_a_bin_file_is_read_without_code(originals, tmp_path):
     base, adapter, expected = originals["llama", "patterns"]
     (tmp_path / FILES[0]).write_bytes((adapter / FILES[0]).read_bytes())

@@ -84,6 +84,14 @@ def test_learning_rate_schedules(schedule):
         assert learning_rate(step, schedule=schedule, **RATE) == pytest.approx(rate), step
 
 
+def test_the_last_fifth_begins_after_a_long_warm_up():
+    rates = [
+        learning_rate(step, schedule="wsd", lr=1.0, min_lr=0.0, warmup_steps=90, steps=100)
+        for step in (89, 90, 91, 95, 100)
+    ]
+    assert rates == pytest.approx([89 / 90, 1.0, 0.9, 0.5, 0.0])
+
+
 def test_unknown_schedule_is_refused():
     with pytest.raises(UserError, match="unknown lr-schedule 'cosin'; there are cosine"):
         learning_rate(1, schedule="cosin", **RATE)
