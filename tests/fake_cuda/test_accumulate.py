@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.fakecuda import WHY_NOT, in_own_process
 from tests.support.fakecuda.measure import NO_DROPOUT, training, whole_model
+from tests.support.sampling import marked_slow
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT))
 
@@ -22,7 +23,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("preset", CASES)
+@pytest.mark.parametrize("preset", marked_slow(list(CASES), lambda _, name: name != "llama3-8b"))
 def test_a_micro_batch_after_the_first_moves_what_the_products_read_and_write(preset):
     """They write fp32 gradients; after the first micro-batch they read them, too: 4 bytes more of
     each parameter. Autograd's kernels would move 12 more."""

@@ -244,6 +244,7 @@ def test_a_search_offers_no_cp_to_sequences_that_fit_or_are_short(memory, length
     assert {cp for _, _, cp, _ in layouts_found(memory, length)} == {1}
 
 
+@pytest.mark.slow
 def test_a_search_offers_cp_to_sequences_that_do_not_fit_otherwise():
     tight = layouts_found(LITTLE, 4096)
     assert tight[1, 1, 1, 4].recompute != "none"

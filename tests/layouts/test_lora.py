@@ -134,7 +134,9 @@ def in_low_precision(dtype, layout):
     return losses, None if model.loss_scale is None else model.loss_scale.value
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 def test_low_precision_has_fp32_masters(ranks, dtype):
     expected, scale = in_low_precision(dtype, {})
     assert expected[-1] < expected[0] - 0.1

@@ -269,6 +269,7 @@ Model.train_batch = forgetful
 """
 
 
+@pytest.mark.slow
 def test_check_parallel_trains_adapters_too(tmp_path):
     """So users prove their own layout; and a mistake has its place."""
     small = shrink(find_config("llama"))

@@ -242,7 +242,7 @@ def fp32_curve(tmp_path_factory):
     return curve("float32", tmp_path_factory.mktemp("fp32") / "metrics", SIXTY_STEPS)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
 def test_training_follows_fp32(fp32_curve, tmp_path, dtype):
     """Over sixty steps of real text the losses agree within 2 %, at a rate at which fp32 itself has
     no spikes."""

@@ -23,7 +23,10 @@ def files(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize(("layout", "ranks_of"), [("--cp 2 --tp 2", 4), ("--pp 2 --zero 1", 4)])
+@pytest.mark.parametrize(
+    ("layout", "ranks_of"),
+    [pytest.param("--cp 2 --tp 2", 4, marks=pytest.mark.slow), ("--pp 2 --zero 1", 4)],
+)
 def test_a_run_goes_on_in_another_layout(ranks, files, tmp_path, layout, ranks_of):
     """With the optimizer that its checkpoint names, and the momentum that is there."""
     words = ["--device", "cpu", "--load", str(files / "muon"), "--metrics", str(tmp_path / "lines")]
@@ -70,6 +73,7 @@ def test_settings_that_cant_be(monkeypatch, capsys):
         assert told in error
 
 
+@pytest.mark.slow
 def test_the_check_of_layouts_trains_with_it():
     words = "--model llama --shrink --steps 2 --optimizer muon --layouts tp2+sp"
     done = run_tool("check_parallel.py", *words.split())

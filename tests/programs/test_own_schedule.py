@@ -73,6 +73,7 @@ def test_it_is_drawn_and_planned(late, monkeypatch, capsys):
     assert (code, "bubble" in out) == (0, True), error
 
 
+@pytest.mark.slow
 def test_it_is_checked(late):
     words = "--model gpt2 --shrink --layouts pp2+late --steps 2"
     assert "pass" in run("tools/check_parallel.py", *late[:2], *words.split())
