@@ -50,7 +50,7 @@ CASES = [  # each option meets each method, and presets and ranks in turn
 ]
 
 
-@pytest.mark.parametrize(("preset", "name", "method", "which"), sampled(CASES, 9, seed=4))
+@pytest.mark.parametrize(("preset", "name", "method", "which"), sampled(CASES, 5, seed=4))
 def test_nothing_is_refused_and_no_host_waits(preset, name, method, which):
     """A classifier and a loop of one's own wait as they do without context parallelism."""
     options = with_method(method, {"layers": 2, **OPTIONS[name], **PRESETS[preset]})
@@ -137,7 +137,7 @@ KERNEL_CASES = [
 
 @pytest.mark.parametrize(
     ("preset", "options", "kernel", "documents", "method"),
-    sampled(KERNEL_CASES, 9, seed=4, name=str),
+    sampled(KERNEL_CASES, 5, seed=4, name=str),
 )
 def test_chunks_go_by_the_kernel_that_is_fast(preset, options, kernel, documents, method):
     if options.get("on_host") is False and not documents:
@@ -174,7 +174,7 @@ MASK_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("preset", "options", "documents", "method"), sampled(MASK_CASES, 3, seed=4, name=str)
+    ("preset", "options", "documents", "method"), sampled(MASK_CASES, 2, seed=4, name=str)
 )
 def test_masks_are_made_for_all_layers_at_once(preset, options, documents, method):
     how = {"documents": documents, "on_host": True, **options, "recompute": "selective"}

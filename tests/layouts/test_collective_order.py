@@ -56,7 +56,7 @@ CASES = [  # model, layout, schedule, what is recomputed; the last ones are slow
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "schedule", "recompute"), marked_slow(CASES, lambda number, _: number > 4)
+    ("model", "layout", "schedule", "recompute"), marked_slow(CASES, lambda number, _: number > 2)
 )
 def test_no_rank_waits_for_another_in_a_circle(ranks, model, layout, schedule, recompute):
     found = ranks(issued, world(layout), MODELS[model], layout, schedule, recompute)

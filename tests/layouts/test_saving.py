@@ -36,7 +36,7 @@ def losses_of(*what, **how) -> list:
             ("tp1", ["cp2dp2", "pp2v2"]),
             ("cp2pp2", ["dp2+zero"]),
         ],
-        lambda number, _: number > 2,
+        lambda number, _: number > 1,
         name=lambda case: f"{case[0]} to {' '.join(case[1])}",
     ),
 )

@@ -68,7 +68,12 @@ def of_one_process(originals, tmp_path_factory):
     ("layout", "kinds"),
     [pytest.param({}, KINDS, id="one process")]
     + [
-        pytest.param(layout, (SAVED, OTHERS[number % 3]), id=f"two kinds, {layout_name(layout)}")
+        pytest.param(
+            layout,
+            (SAVED, OTHERS[number % 3]),
+            id=f"two kinds, {layout_name(layout)}",
+            marks=pytest.mark.slow if layout_name(layout) in ("tp4", "pp2", "dp2") else (),
+        )
         for number, layout in enumerate(LAYOUTS[1:])
     ]
     + [

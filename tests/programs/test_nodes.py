@@ -139,9 +139,8 @@ def test_two_nodes_train_like_one_process(start, nodes, straight, tmp_path, layo
     assert close(losses(tmp_path / "metrics"), straight)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(2, "--pp 2"), pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "--pp 2"), (4, "--tp 2 --pp 2")])
 def test_a_rank_of_another_node_is_killed_and_the_job_goes_on_from_its_checkpoint(
     start, nodes, straight, fault, tmp_path, ranks, layout
 ):

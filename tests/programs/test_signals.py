@@ -149,7 +149,7 @@ def test_ranks_that_are_not_training_die_with_their_launcher(start):
 @pytest.mark.parametrize(
     ("launcher", "layout", "number"),
     [
-        ([], ["--tp", 2], signal.SIGKILL),
+        pytest.param([], ["--tp", 2], signal.SIGKILL, marks=slow),
         pytest.param([*TORCHRUN, "--nproc-per-node=4"], ["--pp", 2], signal.SIGKILL, marks=slow),
         pytest.param([], ["--tp", 2], signal.SIGSEGV, marks=slow),
         pytest.param([*TORCHRUN, "--nproc-per-node=2"], ["--tp", 2], signal.SIGKILL, marks=slow),
