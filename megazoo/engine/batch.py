@@ -20,8 +20,9 @@ class Batch:
     """A replica's batch as users give it. Every tensor is int64 [batch, sequence], and may be None.
 
     input_ids: needed on the first stage.
-    labels: aligned with input_ids, to be shifted; or targets: shifted already. Needed on the last
-    stage. -100 carries no loss; a label on padding counts: put -100 there. A classifier's labels
+    labels: aligned with input_ids, to be shifted within each document; or targets: shifted already,
+    taken as given. Needed on the last stage. -100 carries no loss; a label on padding counts: put
+    -100 there. A classifier's labels
     are int64 [batch], or floats [batch(, labels)] for its other problems; those of a loss of one's
     own have any shape that begins with the batch.
     attention_mask: 1 for tokens, 0 for padding on either side.
@@ -100,6 +101,8 @@ class Batch:
                 held = tensors.get("boundaries")
                 (shared["boundaries"],) = _tell([0 if held is None else len(held)], ctx)
             tensors = _from_first_stage(tensors, padded_shape, shared, ctx)
+        if labels is not None and "targets" in tensors and "segments" in tensors:
+            tensors["targets"] = _within_documents(tensors["targets"], tensors["segments"])
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
         of_tokens = {"position_ids", *tokens} - {"segments"}  # attention looks at all segments
@@ -226,6 +229,14 @@ def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torc
         documents = torch.zeros_like(mask, dtype=torch.int64)
     documents = documents.to(mask.device)
     return documents.masked_fill(mask == 0, -1)
+
+
+def _within_documents(targets: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+    """Return shifted labels without those that the last token of a document would have: the first
+    token of the next one."""
+    here, following = segments[:, :-1], segments[:, 1:]
+    crosses = (here != following) & (here != -1) & (following != -1)
+    return targets.masked_fill(F.pad(crosses, (0, 1)), IGNORE_INDEX)
 
 
 def _has_padding(mask: torch.Tensor | None) -> bool:
