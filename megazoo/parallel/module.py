@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
@@ -79,6 +80,19 @@ class ShardedModule(nn.Module):
             self._partial.add(name)
         if not parameter.is_meta:
             initialize(parameter, spec, self.ctx, derive_seed(torch.randint(1 << 62, ()).item()))
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest) -> None:
+        """Refuse weights that are rounded to 8 bits, here or there: their scales are no part of a
+        state, and torch would copy the numbers without them."""
+        for name, parameter in self._parameters.items():
+            given = state_dict.get(prefix + name)
+            for tensor, where in ((parameter, "the model"), (given, "the given state")):
+                if tensor is not None and tensor.dtype == torch.int8:
+                    raise UserError(
+                        f"{prefix}{name} is rounded to 8 bits in {where}: load the weights first, "
+                        "then call round_to_int8(model)"
+                    )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 @dataclass(frozen=True)

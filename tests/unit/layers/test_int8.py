@@ -130,6 +130,22 @@ def test_what_can_not_be_done_is_refused(tmp_path):
     assert model.to(torch.bfloat16).layers["0"].mlp.down.weight.dtype == torch.int8
 
 
+def test_a_state_of_the_other_kind_is_refused():
+    """Scales are in no state_dict: torch would copy the numbers without them."""
+    whole, rounded = (megazoo.from_config(MODELS["llama"], seed=seed) for seed in (1, 2))
+    round_to_int8(rounded)
+    before = {name: tensor.clone() for name, tensor in rounded.state_dict().items()}
+    for model, state, where in (
+        (rounded, whole.state_dict(), "the model"),
+        (whole, before, "the given state"),
+    ):
+        with pytest.raises(UserError, match=f"weight is rounded to 8 bits in {where}: load"):
+            model.load_state_dict(state)
+    layers = [name for name in before if "layers" in name]
+    assert all(torch.equal(rounded.state_dict()[name], before[name]) for name in layers)
+    whole.load_state_dict(whole.state_dict())
+
+
 def test_the_tools_round(tokenizer, tmp_path, monkeypatch, capsys):
     model = write_model(tmp_path, tokenizer) / "hf"
     (tmp_path / "text").write_text(PROMPT * 3)
