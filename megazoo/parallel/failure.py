@@ -31,6 +31,7 @@ OUT_OF_REACH = 5.0  # seconds after which the job's store is given up
 UNUSED_TAG = 911  # of messages that nobody sends
 
 _thread = threading.local()  # its `inside` is set within a call
+_running: dict[str, tuple[str, int]] = {}  # of each context: the call, and its thread
 _made: dict[str, int] = {}  # how often this process has begun each call that all ranks make
 _latest = {"call": (0, "none")}  # see calls_made; one value, so that threads read it whole
 
@@ -70,7 +71,7 @@ def together(function: Callable) -> Callable:
     @wraps(function)
     def call(model, *args, **kwargs):
         _note(function.__name__)
-        with failing_together(model.ctx):
+        with failing_together(model.ctx), _one_thread(model.ctx, function.__name__):
             return function(model, *args, **kwargs)
 
     return call
@@ -81,10 +82,33 @@ def together_in_replica(function: Callable) -> Callable:
 
     @wraps(function)
     def call(model, *args, **kwargs):
-        with failing_together(model.ctx, in_replica=True):
+        with (
+            failing_together(model.ctx, in_replica=True),
+            _one_thread(model.ctx, function.__name__),
+        ):
             return function(model, *args, **kwargs)
 
     return call
+
+
+@contextmanager
+def _one_thread(ctx: ParallelContext, name: str):
+    """Refuse a call while another thread of this process is within one of the same context: the
+    collectives of the two would meet each other's on the other ranks."""
+    me, (running, owner) = threading.get_ident(), _running.get(ctx.name, (name, None))
+    if ctx.mesh is None or ctx.world_size == 1 or owner == me:
+        yield
+        return
+    if owner is not None:
+        raise UserError(
+            f"{name} was called while {running} runs in another thread: the threads of a rank "
+            "must call the models of a context one after the other"
+        )
+    _running[ctx.name] = name, me
+    try:
+        yield
+    finally:
+        del _running[ctx.name]
 
 
 def calls_made() -> tuple[int, str]:

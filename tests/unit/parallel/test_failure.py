@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from unittest import mock
 
@@ -266,3 +267,37 @@ class Own(GPT2):
     ]
     assert lines == ["pretrain_gpt.py: error: rank 1 failed: what this rank has met"]
     assert done.returncode == 1
+
+
+def call_from_two_threads(layout) -> tuple[str, bool]:
+    """What a call says while another thread is within one, and whether that one ends as ever."""
+    model, ids = megazoo.from_config(tiny_config(), context(**layout), seed=3), make_batch(0)[0]
+    expected, inside, going_on = (
+        model.eval_batch(ids, labels=ids),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def wait(*_):
+        inside.set()
+        assert going_on.wait(60)
+
+    module = next(iter(model.layers.values()))
+    handle = module.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(model.eval_batch, ids, labels=ids)
+        assert inside.wait(60)
+        with pytest.raises(UserError) as refusal:
+            model.train_batch(ids, labels=ids)
+        going_on.set()
+        first = other.result(60)
+    handle.remove()
+    again = model.eval_batch(ids, labels=ids)
+    return str(refusal.value), bool(expected == first == again)
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(dp=2)], ids=layout_name)
+def test_two_threads_that_call_one_model_are_told(ranks, layout):
+    for told, as_ever in ranks(call_from_two_threads, 2, layout):
+        assert told.startswith("train_batch was called while eval_batch runs in another thread")
+        assert as_ever
