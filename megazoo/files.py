@@ -1,6 +1,7 @@
 """Small files that are read or written whole, the types of what they say, and work on many files at
 once."""
 
+import codecs
 import errno
 import json
 import os
@@ -65,6 +66,11 @@ def read_bytes(path: Path) -> bytes:
         return regular_file(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+
+
+def without_mark(text: bytes) -> bytes:
+    """Return a text in UTF-8 without the byte-order mark that some editors write before it."""
+    return text.removeprefix(codecs.BOM_UTF8)
 
 
 def write_text(flag: str, path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from megazoo.cli.parsing import required
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.engine.batch import check_range
 from megazoo.errors import UserError, check_number
-from megazoo.files import regular_file
+from megazoo.files import regular_file, without_mark
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.source import ModelSource
@@ -142,7 +142,7 @@ def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
 def read_text(file: Path) -> bytes:
     """Return what is in a text; UserError if it can't be read."""
     try:
-        return regular_file(file).read_bytes()
+        return without_mark(regular_file(file).read_bytes())
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}") from error
 

@@ -35,7 +35,7 @@ from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation.classifying import Tally, classify, predictions, tally
 from megazoo.evaluation.scoring import evaluate_texts, score_choices
-from megazoo.files import regular_file, write_text
+from megazoo.files import regular_file, without_mark, write_text
 from megazoo.layers.classification import loss_sum
 from megazoo.terminal import byte_bar, print_rank_0
 
@@ -320,7 +320,7 @@ def _json_lines(file: Path, alone: bool) -> Iterator[tuple[int, dict]]:
 
 def _read(file: Path, alone: bool) -> bytes:
     try:
-        return regular_file(file, or_pipe=alone).read_bytes()
+        return without_mark(regular_file(file, or_pipe=alone).read_bytes())
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}") from error
 

@@ -22,7 +22,7 @@ from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.launch import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
-from megazoo.files import regular_file
+from megazoo.files import regular_file, without_mark
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.terminal import print_rank_0
 
@@ -199,7 +199,7 @@ def read_lines(file, alone: bool = False) -> list[str]:
     """Read the lines of a file that are not empty. alone: no other rank does; the file may be a
     pipe."""
     try:
-        text = regular_file(file, or_pipe=alone).read_text()
+        text = without_mark(regular_file(file, or_pipe=alone).read_bytes()).decode()
         lines = [line for line in text.splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -68,7 +68,7 @@ def lines_of(name: str) -> Iterator[str]:
     if name == "stdlib":
         return (line for text in standard_library() for line in text.decode().split("\n"))
     try:
-        return iter(regular_file(name, or_pipe=True).read_text(encoding="utf-8").split("\n"))
+        return iter(regular_file(name, or_pipe=True).read_text(encoding="utf-8-sig").split("\n"))
     except OSError as error:
         raise UserError(f"--input {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megazoo.errors import UserError
-from megazoo.files import regular_file
+from megazoo.files import regular_file, without_mark
 
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
 COMPRESSED = (".gz", ".zst")
@@ -58,7 +58,7 @@ def _chunks_of(path: Path, number: int, offset: int, line: int, size: int) -> It
                 file.read(min(size, offset - start))
         if not is_loose_json(path):
             if data := file.read():
-                yield Chunk(number, 1, 1, len(data), data, raw.tell())
+                yield Chunk(number, 1, 1, len(data), without_mark(data), raw.tell())
             return
         line, before = line + (not offset), raw.tell() if offset else 0
         while data := file.read(size):

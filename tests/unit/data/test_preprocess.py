@@ -21,7 +21,7 @@ from megazoo.errors import UserError
 from megazoo.tokenizer import ByteTokenizer
 from tests.support.inference import run_main
 from tests.support.sampling import marked_slow
-from tools import preprocess_data
+from tools import compare_hf, evaluate, generate, preprocess_data
 
 ROOT = Path(__file__).parents[3]
 
@@ -281,3 +281,14 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
     code, _, told = run(monkeypatch, capsys)
     assert (code, told.count("\n")) == (2, 1)
     assert "give --input and --output-prefix" in told
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """Some editors write one before UTF-8, in a text and in the first line of JSONL."""
+    marked, line = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    marked.write_text("a text\n", encoding="utf-8-sig")
+    line.write_text('{"text": "a line"}\n', encoding="utf-8-sig")
+    preprocess(Recipe((str(marked), str(line)), "byte"), tmp_path / "out", 0)
+    assert read_back(tmp_path / "out_text_document") == ["a text\n", "a line"]
+    assert evaluate.read_texts(marked, "text") == [compare_hf.read_text(marked)] == [b"a text\n"]
+    assert generate.read_lines(marked) == ["a text"]
