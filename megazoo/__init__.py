@@ -8,6 +8,9 @@ __getattr__ = lazily(
     __name__,
     {
         "ParallelContext": "megazoo.parallel",
+        "checkpoint": "megazoo.checkpoint",
+        "data": "megazoo.data",
+        "evaluation": "megazoo.evaluation",
         "from_config": "megazoo.models",
         "from_parallelized": "megazoo.models",
         "from_pretrained": "megazoo.models",
@@ -20,12 +23,16 @@ __getattr__ = lazily(
         "on_step": "megazoo.cli.callbacks",
         "optim": "megazoo.optim",
         "register": "megazoo.models",
+        "testing": "megazoo.testing",
     },
 )
 
 __all__ = [
     "ParallelContext",
     "UserError",
+    "checkpoint",
+    "data",
+    "evaluation",
     "from_config",
     "from_parallelized",
     "from_pretrained",
@@ -37,5 +44,6 @@ __all__ = [
     "on_step",
     "optim",
     "register",
+    "testing",
 ]
 __version__ = "0.1.0"

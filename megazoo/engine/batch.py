@@ -112,6 +112,7 @@ class Batch:
         """Return the tensors that are there, ids as int64."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         del given["sequence_length"]
+        is_mask(given["attention_mask"])
         return {
             name: tensor if name in ("labels", "attention_mask") else ids_of(name, tensor)
             for name, tensor in given.items()
@@ -163,6 +164,18 @@ def ids_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.long()
 
 
+def is_mask(tensor) -> bool:
+    """Return whether there is an attention mask, or None; UserError for numbers that are not whole,
+    as of a mask that is added to scores, where 0 stands for a token."""
+    given = is_tensor("attention_mask", tensor)
+    if given and (tensor.is_floating_point() or tensor.is_complex()):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            f"attention_mask must be whole numbers, 1 for tokens and 0 for padding, not {kind}"
+        )
+    return given
+
+
 def check_range(
     what: str, tensor: torch.Tensor | None, end: int, where: str, besides: int | None = None
 ) -> None:
@@ -192,7 +205,9 @@ def _agree_on_shape(
         shape = tuple(told[:2])
         shared = {"position_ids": bool(told[2]), "segments": bool(told[3])}
     for name, tensor in tokens.items():
-        if tuple(tensor.shape) != shape or len(shape) != 2:
+        if len(shape) != 2:
+            raise UserError(f"{name} has the shape {list(tensor.shape)}, not [batch, sequence]")
+        if tuple(tensor.shape) != shape:
             raise UserError(
                 f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}"
             )

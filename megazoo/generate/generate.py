@@ -9,7 +9,7 @@ from itertools import count as count_up
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megazoo.engine.batch import ids_of, is_tensor
+from megazoo.engine.batch import ids_of, is_mask
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.generate.decoding import Choice, not_finite
@@ -48,7 +48,7 @@ def _generate(
     if model.num_labels:
         raise UserError("a classifier does not generate")
     input_ids = ids_of("input_ids", input_ids)
-    is_tensor("attention_mask", attention_mask)
+    is_mask(attention_mask)
     if input_ids.dim() != 2 or not input_ids.numel():
         raise UserError(
             f"input_ids are of shape {list(input_ids.shape)}, not [batch, at least one token]"

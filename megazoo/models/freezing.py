@@ -5,6 +5,7 @@ import fnmatch
 import re
 
 from megazoo.errors import UserError
+from megazoo.layers.linear import refuse_rounded
 from megazoo.models.adapters import attach, is_adapter
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_gather_objects
@@ -78,6 +79,7 @@ class Freezing:
         if self.ctx.mesh is not None:
             told = all_gather_objects(told[0], self.ctx)
         if all(len(names) == count for names, count, _ in told):
+            refuse_rounded(self, "trained")
             raise UserError("every parameter is frozen: there is nothing to train")
         frozen = set().union(*(names for names, _, _ in told))
         for entry in entries:

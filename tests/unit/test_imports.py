@@ -4,6 +4,8 @@ Read from the text of the files, so that an import within a function counts, too
 """
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -145,3 +147,9 @@ def test_a_planted_import_or_circle_is_noticed(imports, tmp_path):
     found = with_planted("layers/fused.py", "from megazoo.layers.mlp import MLP")
     assert wrong_ways(found) == []
     assert {"megazoo.layers.fused", "megazoo.layers.mlp"} <= set(circle(found))
+
+
+def test_packages_that_pages_name_are_there_after_import():
+    script = "import megazoo; megazoo.checkpoint.save, megazoo.data.documents_of; "
+    script += "megazoo.evaluation.HarnessModel, megazoo.testing.check_parallel"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)

@@ -44,12 +44,16 @@ BATCHES = {
     "input_ids must be a tensor, not ndarray": dict(input_ids=IDS.numpy()),
     "input_ids must be whole numbers, int64, not float32": dict(input_ids=IDS.float()),
     "input_ids must be whole numbers, int64, not bool": dict(input_ids=IDS > 3),
-    "input_ids has the shape [32], not the batch's [32]": dict(input_ids=IDS.flatten()),
+    "input_ids has the shape [32], not [batch, sequence]": dict(input_ids=IDS.flatten()),
     "labels must be a tensor, not list": dict(labels=IDS.tolist()),
     "labels must be whole numbers, int64, not float32": dict(labels=IDS.float()),
     "targets must be a tensor, not tuple": dict(labels=None, targets=(1, 2)),
     "targets must be whole numbers, int64, not float16": dict(labels=None, targets=IDS.half()),
     "attention_mask must be a tensor, not list": dict(attention_mask=[[1]]),
+    # one that is added to scores has 0 for tokens
+    "attention_mask must be whole numbers, 1 for tokens and 0 for padding, not float32": dict(
+        attention_mask=torch.zeros(IDS.shape)
+    ),
     "position_ids must be whole numbers, int64, not complex64": dict(
         position_ids=IDS.to(torch.complex64)
     ),
@@ -74,6 +78,8 @@ def test_forward_and_generate_refuse_what_is_no_tensor(model):
             call(IDS.float())
     with pytest.raises(UserError, match="attention_mask must be a tensor, not list"):
         model.generate(IDS, [[1]])
+    with pytest.raises(UserError, match="attention_mask must be whole numbers"):
+        model.generate(IDS, torch.zeros(IDS.shape))
 
 
 def test_ids_of_any_whole_type_are_taken(model):

@@ -125,8 +125,10 @@ def test_what_can_not_be_done_is_refused(tmp_path):
     megazoo.from_config(MODELS["llama"]).save_parallelized(tmp_path / "b")
     with pytest.raises(UserError, match="rounded to 8 bits are not loaded"):
         model.from_parallelized(tmp_path / "b")
-    with pytest.raises(UserError, match="nothing"):
-        megazoo.optim.AdamW(model)
+    ids = torch.arange(8).view(1, 8)
+    for train in (lambda: megazoo.optim.AdamW(model), lambda: model.train_batch(ids, labels=ids)):
+        with pytest.raises(UserError, match="rounded to 8 bits are not trained"):
+            train()
     assert model.to(torch.bfloat16).layers["0"].mlp.down.weight.dtype == torch.int8
 
 
