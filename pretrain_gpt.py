@@ -36,7 +36,7 @@ from megazoo.cli.elastic import is_restart
 from megazoo.cli.parsing import parse_options, run_file
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.rules import check_run, model_config, parse_stage_layers
-from megazoo.cli.run import Run, note_on_data, resumed_state
+from megazoo.cli.run import Run, notes_on_changes, resumed_state
 from megazoo.cli.run_record import checksums, inputs_of
 from megazoo.cli.summary import summary
 from megazoo.cli.tokenizer import find_tokenizer
@@ -144,7 +144,7 @@ def start_ranks(run: Run) -> ParallelContext:
     if run.options.training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp, parallel.cp)
-    if note := note_on_data(run):  # before a file that a checkpoint names is read
+    for note in notes_on_changes(run):  # before a file that a checkpoint names is read
         print_rank_0(note)
     if run.weights.base_note:
         print_rank_0(run.weights.base_note)
@@ -333,7 +333,7 @@ def evaluate(run: Run, model: Model, batches: Batches) -> tuple[float, dict[str,
     """Return the mean loss, in nats a token, over the labelled tokens of --eval-steps batches; of a
     classifier over their rows, with what else is told of it."""
     rows = run.options.training.global_batch_size
-    starts = range(0, run.options.logging.eval_steps * rows, rows)
+    starts = range(0, run.options.evaluation.eval_steps * rows, rows)
     microbatches = run.microbatches(model.ctx)
     total, count, tally = 0.0, 0.0, Tally()
     for batch in batches.ahead(starts, run.options.data.data_workers):

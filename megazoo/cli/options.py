@@ -301,16 +301,22 @@ class CheckpointOptions(VerifyOption):
 
 
 @dataclass
-class LoggingOptions:
-    """What is printed and recorded."""
+class EvaluationOptions:
+    """When the loss of other data is measured."""
 
-    log_interval: int = 10
-    """Steps between lines on the terminal."""
     eval_interval: int = 100
     """Steps between evaluations; 0: only at the end."""
     eval_steps: int = 20
     """Batches of an evaluation, which begin the data anew at its end: rows of a classifier may
     count more than once; 0: never evaluate."""
+
+
+@dataclass
+class LoggingOptions:
+    """What is printed and recorded."""
+
+    log_interval: int = 10
+    """Steps between lines on the terminal."""
     metrics: File = None
     """File to which one JSON object a step is appended."""
     record: File = None
@@ -380,6 +386,9 @@ class Options:
     data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
     checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(
         default_factory=CheckpointOptions
+    )
+    evaluation: tyro.conf.OmitArgPrefixes[EvaluationOptions] = field(
+        default_factory=EvaluationOptions
     )
     logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
     config: File = None

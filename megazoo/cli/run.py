@@ -11,6 +11,7 @@ from megazoo.cli.elastic import is_restart
 from megazoo.cli.flags import typed_settings
 from megazoo.cli.options import (
     DataOptions,
+    EvaluationOptions,
     OptimizerOptions,
     Options,
     TrainingOptions,
@@ -28,7 +29,9 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.tokenizer import Tokenizer
 
 # The groups of settings that a checkpoint keeps.
-KEPT = (TrainingOptions, OptimizerOptions, DataOptions)
+KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
+# Settings of the samples and their order: a resumed run says which of them have changed.
+SAMPLING = "data split seed separate_documents chat_template packing".split()
 
 
 @dataclass
@@ -135,14 +138,15 @@ class Run:
 
     def validates_at(self, step: int) -> bool:
         """Whether the validation loss is measured after a step."""
-        log = self.options.logging
-        due = self.is_last(step) or (log.eval_interval and step % log.eval_interval == 0)
-        return bool(due and log.eval_steps and self.sources.shares[1])
+        evaluation = self.options.evaluation
+        interval = evaluation.eval_interval
+        due = self.is_last(step) or (interval and step % interval == 0)
+        return bool(due and evaluation.eval_steps and self.sources.shares[1])
 
     def tests_at(self, step: int) -> bool:
         """Whether the test loss is measured after a step."""
         return bool(
-            self.is_last(step) and self.options.logging.eval_steps and self.sources.shares[2]
+            self.is_last(step) and self.options.evaluation.eval_steps and self.sources.shares[2]
         )
 
     def saves_at(self, step: int) -> bool:
@@ -168,15 +172,25 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
     return {**checkpoint.trainer, "settings": typed_settings(Options, settings, str(file))}
 
 
-def note_on_data(run: Run) -> str | None:
-    """Return what to say of the data of a run that is resumed: that the checkpoint names it, or
-    that it is other data than the checkpoint's."""
-    before, now = run.state["settings"].get("data"), run.options.data.data
-    if before is None or before == now == DataOptions.data:
-        return None
-    if before == now:
-        return f"data: {' '.join(now)}, as the checkpoint says"
-    return f"data: {' '.join(now)}; the checkpoint's run had {' '.join(before)}"
+def notes_on_changes(run: Run) -> list[str]:
+    """Return what to say of a run that is resumed: that the checkpoint names its data, and which
+    settings of the samples and of what is drawn are others than the checkpoint's."""
+    before, options, notes = run.state["settings"], run.options, []
+    data = options.data.data
+    if before.get("data") == data != DataOptions.data:
+        notes.append(f"data: {' '.join(data)}, as the checkpoint says")
+    for name in SAMPLING:
+        group = options.training if name == "seed" else options.data
+        now = getattr(group, name)
+        if before.get(name, now) != now:
+            what, then = name.replace("_", "-"), said(before[name])
+            notes.append(f"{what}: {said(now)}; the checkpoint's run had {then}")
+    return notes
+
+
+def said(value) -> str:
+    """Return the value of a setting as it is written after its flag."""
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def _check_kept(settings: dict, file: Path) -> None:
@@ -201,6 +215,7 @@ def _check_kept(settings: dict, file: Path) -> None:
 def settings_to_resume(options: Options) -> dict:
     """Return what a checkpoint keeps, so that a run goes on as it was: all settings but the layout,
     and what is printed or saved."""
-    groups = (options.training, options.optimizer, options.data)  # those of KEPT
+    # those of KEPT
+    groups = (options.training, options.optimizer, options.data, options.evaluation)
     settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
     return {name: value for name, value in settings.items() if value is not None}

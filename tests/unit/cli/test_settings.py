@@ -13,7 +13,7 @@ import pretrain_gpt
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options, ShardingOptions
 from megazoo.cli.parsing import each_once
-from megazoo.cli.run import note_on_data
+from megazoo.cli.run import notes_on_changes, settings_to_resume
 from megazoo.errors import UserError
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
@@ -292,6 +292,27 @@ def test_a_text_in_a_toml_file_may_stand_for_a_number_but_not_in_a_checkpoint(tm
         pretrain_gpt.parse_options([], "", resumed={"steps": "7"})
 
 
+def test_a_resumed_run_evaluates_as_before():
+    settings = settings_to_resume(pretrain_gpt.parse_options("--eval-interval 7".split(), ""))
+    options = pretrain_gpt.parse_options(["--eval-steps", "3"], "", resumed=settings)
+    assert (options.evaluation.eval_interval, options.evaluation.eval_steps) == (7, 3)
+
+
+def test_what_has_changed_of_the_samples_is_told():
+    begun = settings_to_resume(pretrain_gpt.parse_options([], ""))
+    for given, notes in {
+        "": [],
+        "--split 90,10 --lr 1": ["split: 90,10; the checkpoint's run had 95,5"],
+        "--seed 5 --separate-documents": [
+            "seed: 5; the checkpoint's run had 1234",
+            "separate-documents: True; the checkpoint's run had False",
+        ],
+    }.items():
+        options = pretrain_gpt.parse_options(given.split(), "", resumed=begun)
+        run = SimpleNamespace(options=options, state={"settings": begun})
+        assert notes_on_changes(run) == notes, given
+
+
 def test_data_that_a_checkpoint_names_is_told():
     for before, given, note in [
         ("stdlib", [], None),
@@ -302,7 +323,8 @@ def test_data_that_a_checkpoint_names_is_told():
     ]:
         options = pretrain_gpt.parse_options(given, "", resumed={"data": (before,)})
         state = {"settings": {"data": (before,)}}
-        assert note_on_data(SimpleNamespace(options=options, state=state)) == note
+        found = notes_on_changes(SimpleNamespace(options=options, state=state))
+        assert found == ([note] if note else []), given
 
 
 def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
