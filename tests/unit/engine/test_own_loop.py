@@ -13,6 +13,7 @@ from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.clip import clip_grad_norm
+from megazoo.testing.ranks import RankError
 from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
@@ -357,3 +358,39 @@ def test_a_loss_without_a_gradient_is_refused():
     model, (ids, _) = small(), make_batch(0)
     with pytest.raises(UserError, match="loss_fn returns a number without a gradient"):
         model.train_batch(ids, labels=ids, loss_fn=lambda logits, labels: logits.detach().mean())
+
+
+def gradients_of_one_replica(layout) -> dict:
+    """Only the first replica has rows, and runs backward; all call sync_gradients."""
+    ctx = context(**layout)
+    model, ids = small(ctx), make_batch(0)[0]
+    megazoo.optim.AdamW(model)
+    if ctx.dp_rank == 0:
+        (model(ids, labels=ids).loss * ctx.dp_size).backward()
+    model.sync_gradients()
+    return pieces_of_gradients(model)
+
+
+def test_a_replica_without_a_backward_takes_part(ranks):
+    """The mean over the replicas counts its gradient as zero."""
+    expected = gradients_of_one_replica({})
+    distance, name = worst_gradient(ranks(gradients_of_one_replica, 2, dict(dp=2)), expected)
+    assert distance < 1e-5, name
+
+
+def norm_after_freezing(layout, sync) -> float:
+    ctx = context(**layout)
+    model, ids = small(ctx), replica_rows(make_batch(0)[0], ctx)
+    model.parameters_changed()  # makes the buckets, which see the backward
+    model(ids, labels=ids).loss.backward()
+    model.freeze(r"layers\.0")
+    if sync:
+        model.sync_gradients()
+    return clip_grad_norm(model, 1.0).item()
+
+
+def test_freezing_does_not_forget_that_gradients_are_not_summed(ranks):
+    expected = norm_after_freezing({}, sync=True)
+    assert ranks(norm_after_freezing, 2, dict(dp=2), sync=True) == [pytest.approx(expected)] * 2
+    with pytest.raises(RankError, match=FORGOTTEN):
+        ranks(norm_after_freezing, 2, dict(dp=2), sync=False)

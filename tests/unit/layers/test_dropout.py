@@ -102,6 +102,17 @@ def test_layers_alone_draw_from_torchs_generator(ranks):
     assert not torch.equal(attended, again)
 
 
+def masks_of_a_rank(sp):
+    layer = site(Dropout(0.5, ctx=context(tp=2, sp=sp)), "a")
+    return layer(torch.ones(100), seed=1) == 0
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_tp_ranks_differ_where_each_has_tokens_of_its_own(ranks, sp):
+    first, second = ranks(masks_of_a_rank, 2, sp)
+    assert torch.equal(first, second) == (not sp)
+
+
 def test_a_seed_without_a_site_is_refused():
     with pytest.raises(UserError, match="needs a site"):
         Dropout(0.5)(torch.ones(3), seed=1)

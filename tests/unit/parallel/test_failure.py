@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megazoo
 from megazoo.cli.elastic import StopSignal
@@ -301,3 +302,14 @@ def test_two_threads_that_call_one_model_are_told(ranks, layout):
     for told, as_ever in ranks(call_from_two_threads, 2, layout):
         assert told.startswith("train_batch was called while eval_batch runs in another thread")
         assert as_ever
+
+
+def test_what_the_first_rank_says_stays(monkeypatch):
+    """Of three ranks two fail, one after the other; the third reads why."""
+    monkeypatch.setattr(failure, "PATIENCE", 0.05)
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    call = object.__new__(failure._Call)
+    call.ranks, call.count, call.cause = 3, "failed", "cause"
+    assert not call._all_fail(store, "rank 1 failed: first")
+    assert not call._all_fail(store, "rank 2 failed: afterwards")
+    assert call._first_cause(store) == "rank 1 failed: first"
