@@ -101,7 +101,8 @@ class Batch:
                 held = tensors.get("boundaries")
                 (shared["boundaries"],) = _tell([0 if held is None else len(held)], ctx)
             tensors = _from_first_stage(tensors, padded_shape, shared, ctx)
-        if labels is not None and "targets" in tensors and "segments" in tensors:
+        shifted = labels is not None and task.labels_are_of_tokens
+        if shifted and {"targets", "segments"} <= tensors.keys():
             tensors["targets"] = _within_documents(tensors["targets"], tensors["segments"])
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
