@@ -166,14 +166,17 @@ def ids_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_mask(tensor) -> bool:
-    """Return whether there is an attention mask, or None; UserError for numbers that are not whole,
-    as of a mask that is added to scores, where 0 stands for a token."""
+    """Return whether there is an attention mask, or None; UserError for one that is added to
+    scores, in which 0 stands for a token. On CUDA to look at its values would wait for the
+    device."""
     given = is_tensor("attention_mask", tensor)
-    if given and (tensor.is_floating_point() or tensor.is_complex()):
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(
-            f"attention_mask must be whole numbers, 1 for tokens and 0 for padding, not {kind}"
-        )
+    if given and tensor.is_floating_point() and not tensor.is_cuda:
+        tokens = tensor == 1
+        if not (tokens | (tensor == 0)).all() or (tensor.numel() and not tokens.any()):
+            raise UserError(
+                "attention_mask must be 1 for tokens and 0 for padding, not a mask that is added "
+                "to scores"
+            )
     return given
 
 

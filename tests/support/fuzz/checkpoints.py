@@ -17,7 +17,7 @@ from megazoo.checkpoint import load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.cli.options import Options
 from megazoo.cli.parsing import parse_options
-from megazoo.cli.run import settings_to_resume
+from megazoo.cli.run import KEPT, settings_to_resume
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.pretrained import load_weights
 from megazoo.models.resharding import write_shards
@@ -151,7 +151,7 @@ class Trainer:
         self.trainer = json.loads((self.base / "trainer.json").read_text())
         kept = settings_to_resume(parse_options([], ""))
         # All that is in these groups may be kept: what is None is left out where it is saved.
-        self.kept = {f.name for group in ("training", "optimizer", "data") for f in of(group)}
+        self.kept = {f.name for group in KEPT for f in fields(group)}
         assert kept.keys() <= self.kept
 
     def __call__(self, chance: random.Random, directory: Path) -> None:

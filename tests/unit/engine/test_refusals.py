@@ -50,9 +50,11 @@ BATCHES = {
     "targets must be a tensor, not tuple": dict(labels=None, targets=(1, 2)),
     "targets must be whole numbers, int64, not float16": dict(labels=None, targets=IDS.half()),
     "attention_mask must be a tensor, not list": dict(attention_mask=[[1]]),
-    # one that is added to scores has 0 for tokens
-    "attention_mask must be whole numbers, 1 for tokens and 0 for padding, not float32": dict(
+    "attention_mask must be 1 for tokens and 0 for padding, not a mask that is added": dict(
         attention_mask=torch.zeros(IDS.shape)
+    ),
+    "attention_mask must be 1 for tokens": dict(
+        attention_mask=torch.zeros(IDS.shape).masked_fill(IDS > 3, -torch.inf)
     ),
     "position_ids must be whole numbers, int64, not complex64": dict(
         position_ids=IDS.to(torch.complex64)
@@ -78,7 +80,7 @@ def test_forward_and_generate_refuse_what_is_no_tensor(model):
             call(IDS.float())
     with pytest.raises(UserError, match="attention_mask must be a tensor, not list"):
         model.generate(IDS, [[1]])
-    with pytest.raises(UserError, match="attention_mask must be whole numbers"):
+    with pytest.raises(UserError, match="attention_mask must be 1 for tokens"):
         model.generate(IDS, torch.zeros(IDS.shape))
 
 
