@@ -290,13 +290,16 @@ def test_evaluation_drops_nothing():
 
 
 def test_adapters_of_a_model_that_is_evaluated_drop_nothing():
-    model, ids = megazoo.from_config(MODELS["llama"]).eval(), make_batch(0)[0]
-    megazoo.lora.add(model, rank=3, alpha=6, dropout=0.5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.fill_(0.1)
-        assert torch.equal(model(ids).logits, model(ids).logits)
+    logits, ids = [], make_batch(0)[0]
+    for rate in (0.0, 0.5):
+        model = megazoo.from_config(MODELS["llama"], seed=3).eval()
+        megazoo.lora.add(model, rank=3, alpha=6, dropout=rate)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    parameter.fill_(0.1)
+            logits.append(model(ids).logits)
+    assert torch.equal(*logits)
 
 
 def test_adapters_are_frozen_by_name():

@@ -145,8 +145,9 @@ def test_windows_of_no_layer_are_none(family):
     values = {**COMMON, "model_type": family, "num_key_value_heads": 2}
     values |= {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 28}
     assert set(transformers.AutoConfig.for_model(**values).layer_types) == {FULL}
-    config = config_from_hugging_face(dict(values))
-    assert (config.window, config.full_layers) == (0, 0)
+    for more in ({}, {"layer_types": [FULL] * values["num_hidden_layers"]}):
+        config = config_from_hugging_face(values | more)
+        assert (config.window, config.full_layers) == (0, 0)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
