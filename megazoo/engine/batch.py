@@ -22,9 +22,8 @@ class Batch:
     input_ids: needed on the first stage.
     labels: aligned with input_ids, to be shifted within each document; or targets: shifted already,
     taken as given. Needed on the last stage. -100 carries no loss; a label on padding counts: put
-    -100 there. A classifier's labels
-    are int64 [batch], or floats [batch(, labels)] for its other problems; those of a loss of one's
-    own have any shape that begins with the batch.
+    -100 there. A classifier's labels are int64 [batch], or floats [batch(, labels)] for its other
+    problems; those of a loss of one's own have any shape that begins with the batch.
     attention_mask: 1 for tokens, 0 for padding on either side.
     position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions are distances, have no
     use for them.

@@ -95,20 +95,22 @@ def together_in_replica(function: Callable) -> Callable:
 def _one_thread(ctx: ParallelContext, name: str):
     """Refuse a call while another thread of this process is within one of the same context: the
     collectives of the two would meet each other's on the other ranks."""
-    me, (running, owner) = threading.get_ident(), _running.get(ctx.name, (name, None))
-    if ctx.mesh is None or ctx.world_size == 1 or owner == me:
+    if ctx.mesh is None or ctx.world_size == 1:
         yield
         return
-    if owner is not None:
+    mine = name, threading.get_ident()
+    held = _running.setdefault(ctx.name, mine)  # one step, so that only one thread has it
+    running, owner = held
+    if owner != mine[1]:
         raise UserError(
             f"{name} was called while {running} runs in another thread: the threads of a rank "
             "must call the models of a context one after the other"
         )
-    _running[ctx.name] = name, me
     try:
         yield
     finally:
-        del _running[ctx.name]
+        if held is mine:  # else this call is within another one
+            del _running[ctx.name]
 
 
 def calls_made() -> tuple[int, str]:
