@@ -172,7 +172,9 @@ def load_from(model: nn.Module, source: AdapterSource) -> None:
             for entry in entries:
                 source.read_into(entry.name, entry.parameter, entry.spec, ctx)
                 entry.parameter.requires_grad_(True)
+        source.close()
     if isinstance(model, Model):
+        model.read_from = (*model.read_from, source)
         model.parameters_changed()
 
 

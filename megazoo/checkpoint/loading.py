@@ -33,8 +33,7 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
             _check_states(checkpoint, optimizer)
             checked_state(checkpoint.trainer, OptimizerState, checkpoint.path / TRAINER)
         tensors = [
-            (_best_weights(checkpoint, entry.name, entry.parameter.dtype), entry.spec)
-            for entry in model.saved_entries()
+            (_name_of_weights(checkpoint, entry), entry.spec) for entry in model.saved_entries()
         ]
         states = list(_states_to_read(checkpoint, optimizer)) if optimizer else []
         tensors += [(name, entry.spec) for name, entry, _ in states]
@@ -44,7 +43,9 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
             for name, entry, tensor in states:
                 checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, ctx)
             trainer = checkpoint.trainer
+            model.read_from = ()
             if optimizer:
+                optimizer.masters.note(optimizer.entries)
                 optimizer.steps.fill_(trainer["optimizer_steps"])
             if optimizer and optimizer.loss_scale and "loss_scale" in trainer:
                 optimizer.loss_scale.load(trainer["loss_scale"])
@@ -86,11 +87,11 @@ def _check_adapters(checkpoint: Checkpoint, model) -> None:
     check_base(checkpoint, model)
 
 
-def _best_weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> str:
-    """Return the name under which a parameter's values are read: its fp32 master weights', if fp32
-    is wanted and they are there."""
-    master = f"{name}.{MASTER}"
-    return master if dtype == torch.float32 and master in checkpoint.tensors else name
+def _name_of_weights(checkpoint: Checkpoint, entry: Entry) -> str:
+    """Return the name of the tensor that a parameter is read from: the master weights', if fp32 is
+    wanted and they are there."""
+    is_fp32 = entry.parameter.dtype == torch.float32
+    return checkpoint.most_precise(entry.name) if is_fp32 else entry.name
 
 
 def _states_to_read(
@@ -100,10 +101,8 @@ def _states_to_read(
     parameters."""
     for entry in optimizer.entries:
         for state, tensor in optimizer.state[entry.name].items():
-            if state == MASTER:
-                name = _best_weights(checkpoint, entry.name, tensor.dtype)
-            else:
-                name = f"{entry.name}.{state}"
+            is_master = state == MASTER
+            name = checkpoint.most_precise(entry.name) if is_master else f"{entry.name}.{state}"
             yield name, entry, tensor
 
 

@@ -25,7 +25,7 @@ from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
 from megazoo.files import brief, json_object
-from megazoo.optim.base import STATES
+from megazoo.optim.base import MASTER, STATES
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 
@@ -115,6 +115,10 @@ class Checkpoint(TensorSource):
 
     def states_of(self, name: str) -> list[str]:
         return [state for state in STATES if f"{name}.{state}" in self.tensors]
+
+    def most_precise(self, name: str) -> str:
+        master = f"{name}.{MASTER}"
+        return master if master in self.tensors else name
 
     def dtype_of(self, name: str) -> torch.dtype:
         return next(dtype for dtype, text in DTYPES.items() if text == self._stored(name)["dtype"])

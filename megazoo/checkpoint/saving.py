@@ -202,6 +202,7 @@ def _contents_of_step(
     states_of = optimizer.whole_states if optimizer else None
     trainer = dict(trainer or {})
     if optimizer:
+        optimizer.masters.refresh(optimizer)
         trainer["optimizer_steps"] = int(optimizer.steps.item())
     if optimizer and optimizer.loss_scale:
         trainer["loss_scale"] = optimizer.loss_scale.state()

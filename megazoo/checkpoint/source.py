@@ -51,6 +51,15 @@ class TensorSource:
         """Return the names of the optimizer's states of a parameter."""
         return []
 
+    def most_precise(self, name: str) -> str:
+        """Return the name of the tensor that holds a parameter's values in the most precision."""
+        return name
+
+    def close(self) -> None:
+        """Close the files, and free what they were read through; the next read opens them again."""
+        self.files.close()
+        self._upload = Upload()
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
         raise NotImplementedError

@@ -36,6 +36,10 @@ class TensorFiles:
             self._names[file] = set(self._open[file].keys())
         return self._names[file]
 
+    def close(self) -> None:
+        """Close the files; the next question opens them again."""
+        self._open.clear()
+
     def shape(self, file: str, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
         return tuple(self._slice(file, name).get_shape())

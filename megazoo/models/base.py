@@ -2,13 +2,14 @@
 
 The forward of a stage stands, whole, in the model's own file; what runs it is in engine/step.py."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from megazoo.checkpoint.source import TensorSource
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.step import TrainingStep
 from megazoo.errors import UserError, advise, check_number
@@ -55,6 +56,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     HUGGING_FACE_LEGACY = "$^"
     lora: LoRASettings | None = None  # of its adapters, if megazoo.lora has added some
     weights_path: str | None = None  # of the directory that its weights were read from
+    read_from: Sequence[TensorSource] = ()  # the sources of the weights, until the first step
 
     def __init_subclass__(cls, **options):
         """Complete the family's Config, if it does not inherit from ModelConfig."""

@@ -45,6 +45,11 @@ class MergedSource(ModelSource):
     def pad_token_id(self) -> int | None:
         return self.base.pad_token_id
 
+    def close(self) -> None:
+        super().close()
+        self.base.close()
+        self.adapters.close()
+
     def dtype_of(self, name: str) -> torch.dtype:
         return (self.adapters if name in self.adapters.specs else self.base).dtype_of(name)
 

@@ -171,6 +171,8 @@ def load_weights(source: ModelSource, model) -> None:
             model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
             model.generation = source.generation
             model.weights_path = str(source.path.absolute())
+        source.close()
+        model.read_from = (source,)
 
 
 def _entries_to_read(source: ModelSource, model) -> list[Entry]:

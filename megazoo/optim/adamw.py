@@ -17,6 +17,7 @@ from megazoo.optim.clip import (
     global_norm,
 )
 from megazoo.optim.loss_scale import LossScale
+from megazoo.optim.masters import MasterWeights
 from megazoo.optim.offload import Row, Staging
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over, gather_ranges
@@ -49,7 +50,9 @@ class AdamW(ModelOptimizer):
     The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]` of
     this rank's part of it, flattened; for one of lower precision, or that is offloaded, also
     `master`, the fp32 weights that are updated and then rounded into it: most steps are smaller
-    than its precision. A frozen parameter has none.
+    than its precision. Masters start from the values of the files that the model was read from.
+    What is loaded or copied into a parameter later goes into its master, too, except through
+    `parameter.data`, which torch does not count. A frozen parameter has no state.
 
     To torch's learning-rate schedulers it is an optimizer with two `param_groups`, with decay and
     without; what a group says of lr, betas, eps and weight_decay holds.
@@ -93,6 +96,8 @@ class AdamW(ModelOptimizer):
         offloaded = self.device != self.ctx.device
         self.staging = Staging(self.ctx.device, model.dtype) if offloaded else None
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.masters = MasterWeights()
+        self.masters.refresh(self)
 
     @together
     @torch.no_grad()
@@ -109,6 +114,7 @@ class AdamW(ModelOptimizer):
         for group in self.param_groups:
             check_number("lr", float(group["lr"]), 0)
         self._check_gradients()
+        self.masters.refresh(self)
         norm = global_norm(self.entries, self.buckets)
         if self.loss_scale:
             self.skipped = self._overflowed(norm)
@@ -125,6 +131,8 @@ class AdamW(ModelOptimizer):
                 self._update(entries, group, scale)
         if self.sharded:
             self.buckets.gather()
+        self.masters.note(self.entries)
+        self.model.read_from = ()
         return norm
 
     def range_of(self, entry: Entry, replica: int) -> tuple[int, int]:

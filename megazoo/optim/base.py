@@ -20,8 +20,9 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     A subclass sets: entries, the parameters that it trains; buckets, of their gradients;
     param_groups, each with "names" beside its "params"; state, of each parameter by its name;
-    steps, how many were taken; loss_scale, if the model is of float16. torch's own constructor is
-    not called: it would import torch._dynamo (70 MB).
+    steps, how many were taken; loss_scale, if the model is of float16; masters, which keeps the
+    fp32 weights in the state equal to parameters of lower precision. torch's own constructor is not
+    called: it would import torch._dynamo (70 MB).
     """
 
     entries: list[Entry]
@@ -58,6 +59,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         "steps": ...}; tensors are not copied, as in torch. `megazoo.checkpoint.save` writes what
         loads in any layout.
         """
+        self.masters.refresh(self)
         groups = [{**group, "params": group["names"]} for group in self.param_groups]
         state = {"state": self.state, "param_groups": groups, "steps": int(self.steps.item())}
         return {**state, "loss_scale": self.loss_scale.state()} if self.loss_scale else state
@@ -80,6 +82,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         for name, tensors in state.items():
             for key, tensor in tensors.items():
                 self.state[name][key].copy_(tensor)
+        self.model.read_from = ()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             settings = {key: saved[key] for key in saved if key not in ("params", "names")}
             group.update(settings)
