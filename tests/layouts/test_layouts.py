@@ -53,23 +53,31 @@ HOW = {
 }
 
 
+ALL_KINDS = (*KINDS, "documents, padding", "positions")
+
+
+def in_turns(values, draw: random.Random, count: int) -> list:
+    """So many of the values, each as often as the others, in an order that is drawn."""
+    values, turns = list(values), []
+    while len(turns) < count:
+        turns += draw.sample(values, len(values))
+    return turns[:count]
+
+
 def drawn_cases() -> list[tuple[str, str, str, str]]:
     """A case for each layout and each model that goes into it; the first of every layout is one of
-    those that `make test` runs, with all models, kinds of batches and ways to train in turn."""
-    draw, turns, cases = random.Random(3), [], []
-    for values in (MODELS, KINDS, HOW):
-        turn = []
-        while len(turn) < len(LAYOUTS):
-            turn += draw.sample(list(values), len(values))
-        turns.append(turn)
-    for layout, model, kind, how in zip(LAYOUTS, *turns, strict=False):
+    those that `make test` runs, with all models, kinds of batches and ways to train in turn. The
+    others of a layout have all kinds and all ways in turn."""
+    draw, cases = random.Random(3), []
+    turns = [in_turns(values, draw, len(LAYOUTS)) for values in (MODELS, KINDS, HOW)]
+    for layout, model, kind, how in zip(LAYOUTS, *turns, strict=True):
         fits = [name for name in MODELS if possible(layout, name)]
         first = model if model in fits else draw.choice(fits)
         cases.append((layout, first, kind, how))
-        for other in fits:
-            if other != first:
-                kinds_and_how = draw.choice(list(KINDS)), draw.choice(list(HOW))
-                cases.append((layout, other, *kinds_and_how))
+        others = [name for name in fits if name != first]
+        own = random.Random(layout)
+        kinds, ways = (in_turns(values, own, len(others)) for values in (ALL_KINDS, HOW))
+        cases += zip([layout] * len(others), others, kinds, ways, strict=True)
     return cases
 
 
@@ -113,6 +121,7 @@ SPECIAL = {  # what only some layouts and models have, or what was wrong once
     "uneven heads, cp 3": ("cp3+ulysses", "gpt2, 5 heads", "documents", {}),
     "uneven heads, tp": ("tp2cp2+sp+ulysses", "mpt, 5 heads", "odd", {}),
     "uneven heads, keys": ("tp2cp2+sp", "gpt2, 5 heads", "plain", {}),
+    "accumulation": ("cp4", "llama", EVERYTHING, {"count": 4}),
     "positions": ("cp2", "llama", "positions, padding", {}),
     # the longest document has 9 tokens: the scaling is for those, not for 13
     "restarting positions": ("cp2pp2", "llama, dynamic", "documents, restarting", {}),
@@ -124,6 +133,7 @@ SPECIAL = {  # what only some layouts and models have, or what was wrong once
 MET_ABOVE = {
     "zero, documents", "offload, tp", "selective", "full, ulysses", "embedding frozen",
     "untied over stages", "zero bubble", "norms over tp, ulysses", "copies of KV heads, sp",
+    "accumulation",
 }  # fmt: skip
 
 

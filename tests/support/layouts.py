@@ -187,9 +187,10 @@ def one_process_of(model: str, kind: str, steps: int, train: str | None, deep: b
     return trained(config, batches_of(kind, steps), {}, count=count, model={"train": train})
 
 
-def one_process_beside(layout: Layout, model: str, kind: str, steps: int = 2, train=None):
+def one_process_beside(layout: Layout, model: str, kind: str, steps=2, train=None, count=None):
     """What `named_run` of a layout is compared with: the same micro-batches in one process."""
-    return one_process_of(model, kind, steps, train, layout.pp > 1, micro_batches(layout))
+    count = count or micro_batches(layout)
+    return one_process_of(model, kind, steps, train, layout.pp > 1, count)
 
 
 def check_training(ranks, layout: str, model: str, kind: str, how: dict, steps: int = 2) -> None:
@@ -197,7 +198,8 @@ def check_training(ranks, layout: str, model: str, kind: str, how: dict, steps: 
     place = Layout.named(layout)
     results = ranks(named_run, place.ranks, model, place, kind, steps, **how)
     assert all(history == results[0][0] for history, _ in results), "ranks disagree"
-    expected = one_process_beside(place, model, kind, steps, how.get("train"))
+    of_both = {name: how[name] for name in ("train", "count") if name in how}
+    expected = one_process_beside(place, model, kind, steps, **of_both)
     worst, what = worst_difference(results, expected)
     assert worst < 1e-5, what
 
