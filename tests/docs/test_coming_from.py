@@ -136,7 +136,9 @@ def kind_of(span: str, before: str) -> str:
 
 
 def cases(kind: str) -> list[tuple[str, str]]:
-    return [(span, before) for span, before in claims() if kind_of(span, before) == kind]
+    found = [(span, before) for span, before in claims() if kind_of(span, before) == kind]
+    assert found, f"no {kind} on the page"
+    return found
 
 
 def words_of(span: str) -> list[str]:

@@ -128,7 +128,7 @@ def test_whatever_fails_on_one_rank_is_told_by_all(ranks, tmp_path):
 
 def stopped_while_saving(directory):
     """Rank 1 is stopped while it writes a step in the background, and goes on when rank 0 has given
-    it up; returns the error."""
+    it up; returns the seconds that took, and the error."""
     ctx = megazoo.ParallelContext.from_torch(2, device="cpu", timeout=timedelta(seconds=2))
     model = megazoo.from_config(tiny_config(), ctx, seed=3)
     processes = all_gather_objects(os.getpid(), ctx)
@@ -140,11 +140,12 @@ def stopped_while_saving(directory):
 
     if ctx.rank == 1:
         saving.write_rank = stop
+    begin = time.monotonic()
     try:
         with Saver(directory, model, megazoo.optim.AdamW(model), background=True) as saver:
             saver.save(1, {})
     except UserError as error:
-        return str(error)
+        return time.monotonic() - begin, str(error)
     finally:
         saving.write_rank = original
         os.kill(processes[1], signal.SIGCONT)
@@ -152,7 +153,8 @@ def stopped_while_saving(directory):
 
 
 def test_a_rank_that_is_stopped_while_saving_is_given_up_after_the_timeout(tmp_path):
-    told, _ = in_fresh_processes(stopped_while_saving, tmp_path, processes=2)
+    (seconds, told), _ = in_fresh_processes(stopped_while_saving, tmp_path, processes=2)
+    assert seconds > 1.5, "given up before the timeout of 2 s"
     assert "step 1 was not saved: " in told
     assert names(tmp_path) == []
 

@@ -4,6 +4,7 @@ import gc
 import weakref
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -196,7 +197,8 @@ def test_the_rest_is_adamws():
 
 
 @pytest.mark.parametrize(
-    ("layout", "zero"), [("tp2dp2", 0), pytest.param("tp2dp2+sp", 1, marks=pytest.mark.slow)]
+    ("layout", "zero"),
+    marked_slow(list(product(["tp2dp2", "tp2dp2+sp"], [0, 1])), lambda number, _: number > 0),
 )
 def test_no_rank_orthogonalises_what_another_does(ranks, layout, zero):
     config = CONFIGS["llama"]

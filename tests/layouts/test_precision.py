@@ -159,6 +159,10 @@ def overflow_on_one_rank(config, rank, name, zero, layout):
         ("cp2", 1, "layers.0.mlp.up.weight", 0),
         ("cp2pp2", 3, "norm.weight", 1),
         ("cp2dp2", 2, "layers.0.mlp.up.weight", 1),
+        ("dp2", 1, "layers.0.mlp.up.weight", 0),
+        pytest.param("cp2dp2", 2, "layers.0.mlp.up.weight", 0, marks=pytest.mark.slow),
+        pytest.param("cp2", 1, "layers.0.mlp.up.weight", 1, marks=pytest.mark.slow),
+        pytest.param("cp2pp2", 3, "norm.weight", 0, marks=pytest.mark.slow),
     ],
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, layout, rank, name, zero):

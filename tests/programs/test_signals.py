@@ -138,6 +138,17 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(start, tmp_path, launc
 
 
 @slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_of_torchrun_saves_and_ends_all(start, tmp_path, name):
+    program = start(*TORCHRUN, "--nproc-per-node=2", *JOB, "--tp", 2, "--save", tmp_path)
+    program.wait_for("step      3/")
+    os.kill(program.rank(1), getattr(signal, name))
+    assert program.end() == 0, program.text
+    assert f"stopped by {name}: trained steps 1 to" in "".join(program.out)
+    assert saved_step(tmp_path) >= 3
+
+
+@slow
 def test_ranks_that_are_not_training_die_with_their_launcher(start):
     """What the kernel sends ends them: nobody looks at the parent yet."""
     program = start(*JOB, "--tp", 2)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -143,11 +144,15 @@ def losses_of(function, logits, targets, tp):
 
 
 def compare_token_losses(all_logits, targets, tp):
-    fused_cross_entropy.CHUNK_ELEMENTS["cpu"] = 100  # so that there are several chunks
     found = []
     for logits in all_logits:
         plain = losses_of(token_losses.__wrapped__, logits, targets, tp)
-        assert_equal(losses_of(fused_cross_entropy.token_losses, logits, targets, tp), plain)
+        whole = losses_of(fused_cross_entropy.token_losses, logits, targets, tp)
+        with mock.patch.dict(fused_cross_entropy.CHUNK_ELEMENTS, cpu=100):  # several chunks
+            chunks = losses_of(fused_cross_entropy.token_losses, logits, targets, tp)
+        assert_equal(chunks, plain)
+        for ours, expected in zip(chunks, whole, strict=True):
+            assert torch.equal(ours[0], expected[0]), "a row depends on its chunk"
         found.append(plain[0][0])
     return found
 
