@@ -36,8 +36,8 @@ def save_again_and_again(directory, barrier, first: float, rounds: int):
     os._exit(0)
 
 
-def test_each_step_is_of_one_of_two_runs_that_save_at_once(tmp_path):
-    rounds = 10
+@pytest.mark.parametrize("rounds", [10, pytest.param(25, marks=pytest.mark.slow)])
+def test_each_step_is_of_one_of_two_runs_that_save_at_once(tmp_path, rounds):
     barrier = FORK.Barrier(3)
     children = [
         FORK.Process(target=save_again_and_again, args=(tmp_path, barrier, first, rounds))

@@ -4,6 +4,7 @@ data-parallel run, and a run goes on from them in another layout, with the optim
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -89,14 +90,23 @@ def loss_of_loaded(directory, layout: dict):
     return model.eval_batch(**batch).item()
 
 
-@pytest.mark.parametrize("layout", ["tp2cp2+ulysses", pytest.param("cp2", marks=pytest.mark.slow)])
-def test_a_model_saved_under_cp_loads_in_any_layout(ranks, tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "every"),
+    marked_slow(
+        [("tp2cp2+ulysses", False), ("tp2cp2+ulysses", True), ("cp2", True)],
+        lambda _, case: case[1],
+    ),
+)
+def test_a_model_saved_under_cp_loads_in_any_layout(ranks, tmp_path, layout, every):
     shards, merged = tmp_path / "shards", tmp_path / "merged"
     losses = in_layout(ranks, saved_parallelized, layout, shards, merged)
     assert {path.name for path in shards.glob("*.safetensors")} == {
         f"model_tp_{rank}_pp_0.safetensors" for rank in range(Layout.named(layout).tp)
     }
     assert (merged / "model.safetensors").exists()
-    for directory, after in ((shards, "cp2dp2"), (shards, "tp1"), (merged, "cp2pp2")):
+    some = [(shards, "cp2dp2"), (shards, "tp1"), (merged, "cp2pp2")]
+    for directory, after in (
+        product((shards, merged), ("tp1", "cp2dp2", "cp2pp2")) if every else some
+    ):
         for loss in in_layout(ranks, loss_of_loaded, after, directory):
             assert loss == pytest.approx(losses[0], rel=1e-5)

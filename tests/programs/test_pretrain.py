@@ -64,6 +64,25 @@ def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command(monkeypa
         assert (code, error) == (2, f"pretrain_gpt.py: error: {told}\n")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "right", "sizes", "words"),
+    [
+        (6, 8, "tp 2 x pp 4 = 8", "--tp 2 --pp 4"),
+        (3, 4, "tp 1 x pp 1 x cp 2 = 2", "--tp 1 --cp 2"),
+    ],
+)
+def test_of_a_world_that_does_not_fit_one_rank_tells(world, right, sizes, words):
+    done = start([*TORCHRUN, "--nproc-per-node", str(world)], *words.split())
+    assert done.returncode != 0
+    use = f"use torchrun --nproc-per-node {right} pretrain_gpt.py {words}"
+    assert [line for line in done.stderr.splitlines() if "pretrain_gpt.py: error:" in line] == [
+        f"pretrain_gpt.py: error: a world of {world} ranks does not fit {sizes}: {use}"
+    ]
+    # no traceback of ours; torchrun's own report is its own
+    assert "in run_program" not in done.stderr
+
+
 def test_stop_and_resume_in_another_layout(ranks, straight, tmp_path):
     """Two steps at tp 2 x pp 2, two more in one process: the same losses as four at once, without a
     jump.

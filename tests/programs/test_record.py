@@ -23,7 +23,7 @@ from megazoo.cli import callbacks, run_record
 from megazoo.cli.run_record import InputFile, Recorded, Resumed, Step
 from megazoo.errors import UserError
 from tests.support.inference import run_main
-from tests.support.pretraining import ROOT, SMALL, losses, start
+from tests.support.pretraining import ROOT, SMALL, TORCHRUN, losses, start
 from tests.support.processes import Program
 from tests.support.programs import python
 from tools import check_run, preprocess_data
@@ -339,9 +339,27 @@ def test_a_restart_before_the_first_checkpoint_begins_anew(fails, tmp_path, monk
     assert "mine.py (import) had" in checked(record, "--import", tmp_path / "mine.py")[1]
 
 
+@pytest.mark.slow
+def test_a_restart_by_torchrun_before_the_first_checkpoint_begins_anew(fails, tmp_path, checked):
+    (tmp_path / "mine.py").write_text(
+        "import os, megazoo\n\n@megazoo.on_step\ndef fail(step, values, model):\n"
+        "    if step == 2 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os._exit(9)\n"
+    )
+    launcher = [*TORCHRUN, "--nproc-per-node", "1", "--max-restarts", "1"]
+    done = start(launcher, *SMALL, *fails)
+    assert done.returncode == 0, done.stderr
+    record = tmp_path / "record"
+    assert steps_in(record) == [1, 2, 3]
+    code, _, error = checked(record)
+    assert code == 2
+    assert "the run imported" in error
+
+
 def test_dropout_has_its_own_layout(data, tmp_path, checked):
     record = tmp_path / "record"
     train("--data", data, "--steps", 2, "--dropout", 0.1, "--record", record)
+    assert "2 steps are the same to the bit" in checked(record)[1]
     assert "2 steps are the same" in checked(record, "--layouts", "pp2")[1]
     code, _, error = checked(record, "--layouts", "dp2")
     assert code == 2
@@ -499,7 +517,7 @@ def test_a_loss_that_is_no_number_is_left_out():
 
 
 def test_files_are_named_in_order_and_many_are_fast():
-    files = [InputFile("data", f"{n}\n", 1, "0" * 64) for n in range(20_000)]
+    files = [InputFile("data", f"{n}\n", 1, "0" * 64) for n in range(100_000)]
     assert run_record.changed_files([], files[:3]) == [f"{n}? (data) is new" for n in range(3)]
     assert run_record.changed_files(files, files) == []
 

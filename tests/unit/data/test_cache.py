@@ -71,15 +71,20 @@ import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from megazoo.cli.launch import after_rank_zero
-store = after_rank_zero(lambda: (time.sleep(0.5), open(sys.argv[1], "w").close()))
-assert os.path.exists(sys.argv[1])
-dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+made, work, timeout = sys.argv[1], *map(float, sys.argv[2:])
+store = after_rank_zero(lambda: (time.sleep(work), open(made, "w").close()))
+assert os.path.exists(made)
+dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
 dist.barrier()
 """
 
 
 @pytest.mark.parametrize("agent", ["0", "1"], ids=["rank 0's store", "torchrun's store"])
-def test_ranks_wait_for_the_tokens_before_they_meet(tmp_path, agent):
+@pytest.mark.parametrize(
+    ("work", "timeout"), [("0.5", "100"), pytest.param("3", "2", marks=pytest.mark.slow)]
+)
+def test_ranks_wait_for_the_tokens_before_they_meet(tmp_path, agent, work, timeout):
+    """Where that takes longer than they wait for each other, too."""
     command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     (tmp_path / "waiting.py").write_text(WAITING)
     environment = {
@@ -88,7 +93,7 @@ def test_ranks_wait_for_the_tokens_before_they_meet(tmp_path, agent):
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(1 - int(agent)),
     }
     done = subprocess.run(
-        [*command, tmp_path / "waiting.py", tmp_path / "made"],
+        [*command, tmp_path / "waiting.py", tmp_path / "made", work, timeout],
         env=environment,
         capture_output=True,
         timeout=280,
