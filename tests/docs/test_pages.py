@@ -100,7 +100,7 @@ def shell(tmp_path, monkeypatch):
     assert not left, "a process was left behind"
 
 
-def processes_of(directory: Path, patience: float = 5.0) -> list[int]:
+def processes_of(directory: Path, patience: float = 60.0) -> list[int]:
     """The processes that a page in this directory has started and that don't end by themselves."""
     end = time.monotonic() + patience
     while (found := marked(str(directory))) and time.monotonic() < end:

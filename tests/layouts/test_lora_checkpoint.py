@@ -285,7 +285,11 @@ def test_adapters_that_are_frozen_are_held_too(tmp_path):
     assert len(SavedAdapters(save(tmp_path, 1, model)).specs) == 8
 
 
-@pytest.mark.parametrize("layout", [(4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [(4, 2), *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((2, 1), (1, 2)))],
+    ids=str,
+)
 def test_resharding_keeps_every_bit(saved, tmp_path, layout):
     source = SavedAdapters(saved)
     write_shards(source, tmp_path / "cut", *layout)

@@ -102,6 +102,7 @@ UNEVEN = {
         ("gpt2", (3, 1), (4, 2)),
         ("llama", (4, 2), (3, 1)),
         ("llama", (8, 1), (1, 2)),
+        pytest.param("gpt2", (8, 1), (1, 2), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -170,7 +170,8 @@ def test_texts_of_all_lengths_are_rolled_over(both):
     assert_both(both, "loglikelihood_rolling", *((text,) for text in ["", *texts]))
 
 
-def test_each_request_ends_by_its_own_rules(both):
+@pytest.mark.parametrize("every", [8, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_request_ends_by_its_own_rules(both, every):
     free = {"until": [], "max_gen_toks": 16}
     contexts = [words(6, 3), words(7, 50), "def", words(8, 9)]
     texts = assert_both(both, "generate_until", *((text, free) for text in contexts))
@@ -183,14 +184,15 @@ def test_each_request_ends_by_its_own_rules(both):
         for text in contexts
     ]
     requests += [(text, {"until": piece, "max_gen_toks": 16})
-                 for text in contexts for piece in pieces[::8]]  # fmt: skip
+                 for text in contexts for piece in pieces[::every]]  # fmt: skip
     found = assert_both(both, "generate_until", *requests)
     assert len(set(found)) > 8
     assert "" in found or any(len(text) < 3 for text in found)
 
 
-def test_generation_settings_mean_the_same(directories):
-    both = of_both(directories["gpt2"])
+@pytest.mark.parametrize("family", marked_slow(list(FAMILIES), lambda _, name: name != "gpt2"))
+def test_generation_settings_mean_the_same(directories, family):
+    both = of_both(directories[family])
     for settings in (
         {"do_sample": False, "temperature": 0.7},
         {"temperature": 0.0},
