@@ -33,9 +33,14 @@ from megazoo.cli.adapters import add_adapters, flag_to_go_on, note_on_trained, o
 from megazoo.cli.classifier import measures_of, settle_labels
 from megazoo.cli.deaths import naming_dead_ranks
 from megazoo.cli.elastic import is_restart
-from megazoo.cli.parsing import parse_options, run_file
+from megazoo.cli.parsing import gives, parse_options, run_file
 from megazoo.cli.recorder import Recorder
-from megazoo.cli.rules import check_run, model_config, parse_stage_layers
+from megazoo.cli.rules import (
+    check_run,
+    model_config,
+    parse_stage_layers,
+    refuse_default_rate,
+)
 from megazoo.cli.run import Run, notes_on_changes, resumed_state
 from megazoo.cli.run_record import checksums, inputs_of
 from megazoo.cli.summary import summary
@@ -119,6 +124,8 @@ def prepare(arguments: list[str]) -> Run:
     parallel = options.parallel
     dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, weights)
+    if not gives(arguments, "lr"):
+        refuse_default_rate(weights)
     run = Run(
         arguments,
         options,

@@ -212,7 +212,7 @@ class OptimizerOptions:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: the matrices of linear layers by Muon, with --muon-lr; all else by AdamW, with --lr."""
     lr: float = 5e-3
-    """Largest learning rate."""
+    """Largest learning rate. A model to fine-tune needs it given."""
     muon_lr: float = 2e-2
     """Largest learning rate of Muon; it rises and falls as --lr does."""
     muon_momentum: float = 0.95

@@ -61,6 +61,13 @@ def parse_options(
     return options
 
 
+def gives(arguments: list[str], name: str) -> bool:
+    """Return whether a command line, or the TOML file that its --config names, gives a setting."""
+    file = _value_of("--config", arguments)
+    flags = {flag_of(argument) for argument in arguments if argument.startswith("--")}
+    return flag_of(name) in flags or bool(file and name in _toml_settings(file))
+
+
 def each_once(arguments: list[str]) -> list[str]:
     """Drop from a command line the flags that a later one overrides: --steps=3 --load a --steps 6
     becomes --load a --steps 6.

@@ -9,7 +9,7 @@ from pathlib import Path
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
 from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
-from megazoo.cli.options import ModelOptions, Options, TrainingOptions
+from megazoo.cli.options import ModelOptions, OptimizerOptions, Options, TrainingOptions
 from megazoo.errors import UserError
 from megazoo.files import brief, reason_of
 from megazoo.models.pretrained import with_labels
@@ -36,6 +36,9 @@ AT_MOST = {
     "seq_length": 2**27,
     "data_workers": 1000,
     "ns_steps": 100,
+    "lr": 10**6,
+    "muon_lr": 10**6,
+    "min_lr": 10**6,
     "seed": 2**63 - 1,
     "vocab_size": 2**63 - 1,  # the model's sizes have limits of their own: see `check_sizes`
     "max_positions": 2**63 - 1,
@@ -157,6 +160,19 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
                     f"--save {save} holds the weights that this run begins with: choose another "
                     "directory"
                 )
+
+
+def refuse_default_rate(weights: Weights) -> None:
+    """Raise UserError where a run that gives no lr starts from a model that no run has trained: the
+    default rate, for small models that start from random weights, would spoil it."""
+    base = weights.base
+    if weights.adapters or base is None or base.trainer.get("settings"):
+        return
+    raise UserError(
+        f"{base.path} is a model to fine-tune: give --lr; its default, {OptimizerOptions.lr}, is "
+        "for small models that start from random weights (usual are 1e-5 to 1e-4, and for adapters "
+        "1e-4 to 1e-3)"
+    )
 
 
 def _check_layout(options: Options, model, config) -> None:

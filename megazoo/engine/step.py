@@ -12,6 +12,7 @@ from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import count_labels, run_pipeline
 from megazoo.engine.stepwise import run_stepwise, with_backward
 from megazoo.errors import UserError
+from megazoo.parallel.agreement import Terms
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
@@ -29,6 +30,14 @@ class TrainingStep:
 
     _calls = 0  # that trained: the draw of dropout masks is numbered by them
     loss_scale = None  # of float16: a LossScale, which its optimizer makes
+
+    def terms(self) -> Terms:
+        """Return what ranks that call this model together have alike."""
+        settings = {"family": self.family, "seed": self.seed, "training mode": self.training}
+        terms = Terms(rows={"the number of training calls": self._calls})  # dropout is drawn by it
+        terms.take({f"the model's {name}": value for name, value in settings.items()})
+        terms.take({f"the model's {name}": value for name, value in vars(self.config).items()})
+        return terms
 
     @together_in_replica
     def forward(
@@ -144,9 +153,12 @@ class TrainingStep:
         rank: they add up to it. inputs: as there. One micro-batch is under way at a time;
         train_batch keeps all stages busy.
         """
-        with failing_together(self.ctx):
+        given = {"input_ids": input_ids, "labels": labels, **inputs}
+        with failing_together(self.ctx) as call:
+            if call:
+                call.agree("microbatches", self, {**given, "num_microbatches": num_microbatches})
             buckets = self.buckets_to_train()
-            batch = Batch(input_ids, labels, **inputs)
+            batch = Batch(**given)
             micro_batches = self.micro_batches(batch, num_microbatches)
             self._require_labels(micro_batches)
         buckets.start(num_microbatches)

@@ -103,11 +103,12 @@ def evaluate_rows(
 @torch.no_grad()
 @together
 def classify(model, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return a classifier's logits of rows, fp64 [rows, num_labels], the same on every rank.
+    """Return a classifier's logits of rows, fp64 [rows, num_labels].
 
     input_ids: int64 [rows, sequence], padded on the right with the config's pad_token_id. Call it
-    with the same rows on every rank: replicas share them. Raises UserError for a language model, as
-    `Model.forward` does, and if the logits are no numbers.
+    with the same rows on every rank of a replica. Replicas with the same rows share them, and each
+    gets the logits of all; with rows of its own, each gets theirs. Raises UserError for a language
+    model, as `Model.forward` does, and if the logits are no numbers.
     """
     if not model.num_labels:
         raise UserError("a language model does not classify: it has no num_labels")

@@ -15,7 +15,9 @@ from megazoo.engine.pipeline import run_pipeline
 from megazoo.errors import UserError
 from megazoo.generate.decoding import not_finite
 from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.parallel.agreement import sharing_axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.context import Axis
 from megazoo.parallel.failure import together
 from megazoo.parallel.shares import share_of
 
@@ -23,7 +25,7 @@ from megazoo.parallel.shares import share_of
 class Scores(NamedTuple):
     """Of each row: log_likelihood, float64, the sum of its targets' log-probabilities, in nats;
     tokens, int64, how many they are; greedy, bool, whether each is what greedy choice would have
-    taken. All [batch], the same on every rank."""
+    taken. All [batch]."""
 
     log_likelihood: torch.Tensor
     tokens: torch.Tensor
@@ -37,8 +39,9 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
 
     input_ids, targets: int64 [batch, sequence], padded on the right; targets[b, s] is the token
     that position s is to predict, or -100 where there is none. Call it with the same inputs on
-    every rank: replicas share the rows, and each stage works on one part of them while another
-    travels. Raises UserError as `Model.forward` does, and if the logits are no numbers.
+    every rank of a replica. Replicas with the same rows share them, and each gets the scores of
+    all; with rows of its own, each gets theirs. Raises UserError as `Model.forward` does, and if
+    the logits are no numbers.
     """
     if model.num_labels:
         raise UserError("a classifier does not score tokens")
@@ -61,22 +64,26 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
 def of_every_row(
     model, batch: Batch, columns: int, of_rows: Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 ) -> torch.Tensor:
-    """Return numbers of each row, fp64 [rows, columns], the same on every rank.
+    """Return numbers of each row, fp64 [rows, columns], the same on every rank that has the rows.
 
-    batch: the rows, the same on every rank; replicas share them, context-parallel ranks as
-    replicas. of_rows(outputs, batch): the numbers of a micro-batch's rows, fp64 [rows, columns], on
-    the last stage. UserError if they are not finite.
+    batch: the rows, the same on every rank of a replica; replicas with the same rows share them,
+    context-parallel ranks as replicas. of_rows(outputs, batch): the numbers of a micro-batch's
+    rows, fp64 [rows, columns], on the last stage. UserError if they are not finite.
     """
+    model.ctx.require_ranks()
+    sharing = sharing_axis(model.ctx, batch.input_ids, batch.targets)
     with model.standing_at(model.ctx.folded):
-        return _of_every_row(model, batch, columns, of_rows)
+        return _of_every_row(model, batch, columns, of_rows, sharing)
 
 
-def _of_every_row(model, batch: Batch, columns: int, of_rows: Callable) -> torch.Tensor:
+def _of_every_row(
+    model, batch: Batch, columns: int, of_rows: Callable, sharing: Axis
+) -> torch.Tensor:
     ctx, rows = model.ctx, len(batch.input_ids)
-    if ctx.dp_size > 1:  # refuse, on every rank, what any would
+    if sharing.size > 1:  # refuse, on every rank, what any would
         with model.without_dropout():
             model.micro_batches(batch, 1)
-    mine = share_of(range(rows), ctx.dp_size, ctx.dp_rank)
+    mine = share_of(range(rows), sharing.size, sharing.rank)
     values = torch.zeros(rows, columns, dtype=torch.float64, device=ctx.device)
     if mine:
         part = slice(mine.start, mine.stop)
@@ -90,7 +97,7 @@ def _of_every_row(model, batch: Batch, columns: int, of_rows: Callable) -> torch
         if result is not None:
             values[part] = result
     broadcast_from_stage(values, ctx.pp_size - 1, ctx)
-    all_reduce(values, ctx.dp_group)  # each replica has its rows, and zeros
+    all_reduce(values, sharing.group)  # each rank has its rows, and zeros
     if not bool(values.isfinite().all()):
         raise not_finite(model.dtype)
     return values

@@ -16,7 +16,9 @@ from megazoo.generate.decoding import Choice, not_finite
 from megazoo.generate.group import Group
 from megazoo.generate.settings import GenerationSettings
 from megazoo.generate.traffic import Traffic, Turn
+from megazoo.parallel.agreement import sharing_axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.context import Axis
 from megazoo.parallel.shares import share_of
 from megazoo.parallel.stages import Stage
 
@@ -31,8 +33,10 @@ def generate(
     streamer=None,
 ) -> torch.Tensor:
     """Generate as `Model.generate` says. model: a `megazoo.models.base.Model`."""
+    model.ctx.require_ranks()
+    sharing = sharing_axis(model.ctx, input_ids, attention_mask)
     with model.standing_at(model.ctx.folded):
-        return _generate(model, input_ids, attention_mask, settings, use_cache, streamer)
+        return _generate(model, input_ids, attention_mask, settings, use_cache, streamer, sharing)
 
 
 def _generate(
@@ -42,9 +46,9 @@ def _generate(
     settings: GenerationSettings,
     use_cache: bool,
     streamer,
+    sharing: Axis,
 ) -> torch.Tensor:
     ctx = model.ctx
-    ctx.require_ranks()
     if model.num_labels:
         raise UserError("a classifier does not generate")
     input_ids = ids_of("input_ids", input_ids)
@@ -58,7 +62,7 @@ def _generate(
     _check(model, input_ids, attention_mask, settings)
     if streamer is not None and len(input_ids) * settings.rows_of_prompt > 1:
         raise UserError("a streamer takes one row, without beams or num_return_sequences")
-    mine = share_of(range(len(input_ids)), ctx.dp_size, ctx.dp_rank)  # this replica's rows
+    mine = share_of(range(len(input_ids)), sharing.size, sharing.rank)
     length = input_ids.shape[1] + settings.max_new_tokens
     use_cache = use_cache and model.can_cache(model.config, length)
     input_ids = input_ids.to(ctx.device)
@@ -68,7 +72,7 @@ def _generate(
             if group.chooser and (streamer is not None or ctx.pp_size > 1):
                 group.chooser.looks = True  # others are told after each token
         _run(model, groups, streamer)
-    new = _new_tokens(model, groups, input_ids, settings)
+    new = _new_tokens(model, groups, input_ids, settings, sharing)
     if streamer is not None:
         if not groups:  # another replica had the row
             for token in new.T:
@@ -155,10 +159,14 @@ def _output(model, x: torch.Tensor, batch: MicroBatch, stage: Stage, chooses: bo
 
 
 def _new_tokens(
-    model, groups: list[Group], input_ids: torch.Tensor, settings: GenerationSettings
+    model,
+    groups: list[Group],
+    input_ids: torch.Tensor,
+    settings: GenerationSettings,
+    sharing: Axis,
 ) -> torch.Tensor:
-    """Return what was generated, of all replicas, on every rank: int64 [batch, new]. UserError, on
-    every rank, if the logits of a row were no numbers."""
+    """Return what was generated of all rows, on every rank: int64 [batch, new]. UserError, on every
+    rank, if the logits of a row were no numbers."""
     ctx, each = model.ctx, settings.num_return_sequences
     # of each row how many tokens there are, -1 where the logits were no numbers, and the tokens
     new = input_ids.new_zeros(len(input_ids) * each, 1 + settings.max_new_tokens)
@@ -172,7 +180,7 @@ def _new_tokens(
         rows[:, 1:] = settings.padding
         rows[:, 1 : 1 + result.shape[1]] = result
     broadcast_from_stage(new, ctx.pp_size - 1, ctx)
-    all_reduce(new, ctx.dp_group)  # each replica has its rows, and zeros
+    all_reduce(new, sharing.group)  # each rank has its rows, and zeros
     if bool((new[:, 0] < 0).any()):
         raise not_finite(model.dtype)
     return new[:, 1 : 1 + int(new[:, 0].max())]

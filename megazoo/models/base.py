@@ -323,17 +323,17 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         streamer=None,
         **settings,
     ) -> torch.Tensor:
-        """Go on from prompts; returns int64 [batch, prompt + new tokens], the same on every rank.
+        """Continue prompts; returns int64 [batch, prompt + new tokens] of the given prompts.
 
-        input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Call it with
-        the same inputs on every rank: replicas share the rows, and stages work on groups of them in
-        turn. settings: those of `megazoo.generate.settings.GenerationSettings`, such as
-        max_new_tokens or max_length, do_sample, num_beams, num_return_sequences,
-        no_repeat_ngram_size, stop, seed; eos_token_id and pad_token_id are the checkpoint's by
-        default. With num_return_sequences n there are n rows for each prompt. Rows that ended are
-        padded. use_cache False runs all tokens again for each new one. streamer: for one row; its
-        put(token ids) is called with each new token, its end() at the end. UserError for a prompt
-        or a setting that can't be.
+        input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Every rank
+        calls it, with the same inputs on the ranks of a replica. Replicas with the same inputs
+        share the rows, and each gets all of them; with inputs of its own, each gets its own.
+        settings: those of `megazoo.generate.settings.GenerationSettings`, such as max_new_tokens or
+        max_length, do_sample, num_beams, num_return_sequences, no_repeat_ngram_size, stop, seed;
+        eos_token_id and pad_token_id are the checkpoint's by default. With num_return_sequences n
+        there are n rows for each prompt. Rows that ended are padded. use_cache False runs all
+        tokens again for each new one. streamer: for one row; its put(token ids) is called with each
+        new token, its end() at the end. UserError for a prompt or a setting that can't be.
         """
         settings = GenerationSettings.of(settings, self.generation)
         return generate(

@@ -17,8 +17,9 @@ from megazoo.optim.clip import (
     global_norm,
 )
 from megazoo.optim.loss_scale import LossScale
-from megazoo.optim.masters import MasterWeights
+from megazoo.optim.masters import MasterWeights, versions_of
 from megazoo.optim.offload import Row, Staging
+from megazoo.parallel.agreement import Terms, fingerprint
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over, gather_ranges
 from megazoo.parallel.failure import failing_together, together
@@ -98,6 +99,7 @@ class AdamW(ModelOptimizer):
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self.masters = MasterWeights()
         self.masters.refresh(self)
+        self._compared: dict[str, int] = {}  # the versions of parameters after the last step
 
     @together
     @torch.no_grad()
@@ -133,7 +135,22 @@ class AdamW(ModelOptimizer):
             self.buckets.gather()
         self.masters.note(self.entries)
         self.model.read_from = ()
+        self._compared = versions_of(self.entries)
         return norm
+
+    def terms(self) -> Terms:
+        """Return what ranks that take this step together have alike: its settings, and on replicas
+        the parameters that something else than a step has written."""
+        everywhere = {"clip_grad": self.clip_grad, "the optimizer": type(self).__name__}
+        for number, group in enumerate(self.param_groups):
+            settings = {key: group[key] for key in group if key not in ("params", "names")}
+            everywhere |= {f"{key} of group {number}": settings[key] for key in settings}
+        written = {
+            f"what was written into {entry.name}": fingerprint(entry.parameter, bits=True)
+            for entry in self.entries
+            if self._compared.get(entry.name) != entry.parameter._version
+        }
+        return Terms(everywhere, replicas=written if self.replicas.size > 1 else {})
 
     def range_of(self, entry: Entry, replica: int) -> tuple[int, int]:
         """Return which elements of a parameter, flattened, a replica has the state of: (first, last

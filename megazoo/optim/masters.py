@@ -30,7 +30,7 @@ class MasterWeights:
 
     def note(self, entries: list[Entry]) -> None:
         """Note that the masters of these parameters are up to date."""
-        self._versions = {entry.name: entry.parameter._version for entry in entries}
+        self._versions = versions_of(entries)
 
     @torch.no_grad()
     def refresh(self, optimizer) -> None:
@@ -50,6 +50,11 @@ class MasterWeights:
         except UserError as error:
             advise(f"fp32 weights start from those of {optimizer.model.dtype}: {error}")
         self.note(optimizer.entries)
+
+
+def versions_of(entries: list[Entry]) -> dict[str, int]:
+    """Return how often each parameter was written, by its name."""
+    return {entry.name: entry.parameter._version for entry in entries}
 
 
 def _take_from(source, optimizer, entries: list[Entry]) -> None:

@@ -11,9 +11,10 @@ launcher, which ends all ranks when one has died, or after the timeout, by NCCL'
 training program then has named the absent rank before (megazoo/cli/heartbeat.py).
 """
 
+import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megazoo.errors import UserError
+from megazoo.parallel.agreement import Terms, agree
 from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.cpu import shared_memory
 from megazoo.torch_internals import default_store
@@ -43,6 +45,8 @@ def failing_together(ctx: ParallelContext, in_replica: bool = False):
 
     The one that fails raises its own exception, the others a UserError with its text, exit code 1.
     in_replica: only the ranks of a replica enter together, and replicas go on without one another.
+    Yields the call, by which its ranks may compare what they have (`agree`); None within another
+    call, and where there is one rank.
     """
     ranks = ctx.world_size // ctx.dp_size if in_replica else ctx.world_size
     if (
@@ -51,12 +55,12 @@ def failing_together(ctx: ParallelContext, in_replica: bool = False):
         or getattr(_thread, "inside", False)
         or not dist.is_initialized()
     ):
-        yield
+        yield None
         return
     call = _Call(ctx, ranks, in_replica)
     _thread.inside = True
     try:
-        yield
+        yield call
     except Exception as error:
         call.fail(error)
         raise
@@ -66,26 +70,27 @@ def failing_together(ctx: ParallelContext, in_replica: bool = False):
 
 def together(function: Callable) -> Callable:
     """Decorate a function that all ranks call together, its first argument being what has their
-    `ctx`, as a model has: see `failing_together`."""
-
-    @wraps(function)
-    def call(model, *args, **kwargs):
-        _note(function.__name__)
-        with failing_together(model.ctx), _one_thread(model.ctx, function.__name__):
-            return function(model, *args, **kwargs)
-
-    return call
+    `ctx`, as a model has: see `failing_together`. First the ranks compare the call, its arguments
+    and the `terms()` of that first argument: see agreement.py."""
+    return _together(function, in_replica=False)
 
 
 def together_in_replica(function: Callable) -> Callable:
     """Decorate, as `together`, a function that the ranks of a replica call together."""
+    return _together(function, in_replica=True)
+
+
+def _together(function: Callable, in_replica: bool) -> Callable:
+    name, signature = function.__name__, inspect.signature(function)
 
     @wraps(function)
     def call(model, *args, **kwargs):
-        with (
-            failing_together(model.ctx, in_replica=True),
-            _one_thread(model.ctx, function.__name__),
-        ):
+        if not in_replica:
+            _note(name)
+        with failing_together(model.ctx, in_replica) as together, _one_thread(model.ctx, name):
+            if together:
+                arguments = signature.bind(model, *args, **kwargs).arguments
+                together.agree(name, model, {**arguments, **arguments.pop("settings", {})})
             return function(model, *args, **kwargs)
 
     return call
@@ -132,24 +137,54 @@ def is_of_communication(error: Exception) -> bool:
     return told or isinstance(error, dist.DistError)
 
 
+def _is_timeout(error: Exception) -> bool:
+    """Say whether the error is that of a wait for another rank that has taken too long."""
+    return is_of_communication(error) and "timed out" in str(error).lower()
+
+
 class _Call:
     """One call that `ranks` ranks make together."""
 
     def __init__(self, ctx: ParallelContext, ranks: int, in_replica: bool):
         self.ctx, self.ranks = ctx, ranks
-        self.groups = [ctx.axis(name).group for name in AXES if not (in_replica and name == "dp")]
+        self.axes = tuple(name for name in AXES[::-1] if not (in_replica and name == "dp"))
+        self.groups = [ctx.axis(name).group for name in self.axes]
         self.groups += [] if in_replica else [dist.group.WORLD, ctx.gradient_axis.group]
         # Keys of the store, which may be older than this context, and have seen others with as many
         # calls.
         scope = f"megazoo/{ctx.name}" + (f"/replica {ctx.dp_rank}" if in_replica else "")
         ctx.calls[scope] = ctx.calls.get(scope, 0) + 1
-        self.count = f"{scope}/failed in call {ctx.calls[scope]}"
+        self.number = ctx.calls[scope]
+        self.count = f"{scope}/failed in call {self.number}"
+        self.late = f"{scope}/waits in call {self.number}"
         self.cause = f"megazoo/{ctx.name}/cause"
+
+    def agree(self, name: str, model, arguments: Mapping) -> None:
+        """Raise UserError unless the ranks make the same call, with arguments and a model that fit
+        together; and if some do not come, naming them.
+
+        arguments: of the call, by their names. model: what has `terms()`, if it has.
+        """
+        terms = model.terms() if hasattr(model, "terms") else Terms()
+        terms.take(arguments)
+        try:
+            agree(self.ctx, name, terms, self.number, self.axes)
+        except RuntimeError as error:
+            if not _is_timeout(error):
+                raise
+            absent = _within_reach(self._absent)
+            who = ", ".join(map(str, absent)) if absent else "some"
+            raise UserError(
+                f"rank {who} did not call {name}, for which the other ranks waited "
+                f"{self.ctx.timeout.total_seconds():g} s: all ranks make the same calls, in the "
+                "same order",
+                exit_code=1,
+            ) from error
 
     def fail(self, error: Exception) -> None:
         """Tell the others, or raise what another one tells."""
         if is_of_communication(error):
-            if "timed out" in str(error).lower():
+            if _is_timeout(error):
                 # Nobody has said anything: all ranks time out, and the program tells who is absent.
                 return
             self._close_connections()
@@ -173,6 +208,18 @@ class _Call:
                 return False
             time.sleep(0.02)
         return True
+
+    def _absent(self, store: dist.Store) -> list[int]:
+        """Say that this rank waits in the call; return those that don't."""
+        store.set(f"{self.late}/{self.ctx.rank}", "")
+        time.sleep(PATIENCE / 2)
+        return [
+            rank
+            for rank in range(self.ctx.world_size)
+            if self.ranks == self.ctx.world_size
+            or self.ctx.place_of(rank)["dp"] == self.ctx.dp_rank
+            if not store.check([f"{self.late}/{rank}"])
+        ]
 
     def _first_cause(self, store: dist.Store) -> str | None:
         """Wait a moment for what the first rank that failed says; None if it died in silence."""

@@ -193,7 +193,7 @@ def wrong_on_rank_1(kind, directory):
     ctx = context(pp=2)
     model, wrong = megazoo.from_config(tiny_config(layers=2), ctx), ctx.rank == 1
     calls = {
-        "batch": lambda: model.train_batch(IDS, IDS, num_microbatches=0 if wrong else 2),
+        "batch": lambda: model.train_batch(IDS, None if wrong else IDS),
         "optimizer": lambda: megazoo.optim.AdamW(model, lr=math.nan if wrong else 1e-3),
         "weights": lambda: model.from_parallelized(3 if wrong else directory),
     }
@@ -206,7 +206,7 @@ def wrong_on_rank_1(kind, directory):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("batch", "num_microbatches 0 must be 1 or more"),
+        ("batch", "the last stage needs labels or targets"),
         ("optimizer", "lr nan must be 0 or more"),
         (
             "weights",
