@@ -36,9 +36,9 @@ AT_MOST = {
     "seq_length": 2**27,
     "data_workers": 1000,
     "ns_steps": 100,
-    "lr": 10**6,
-    "muon_lr": 10**6,
-    "min_lr": 10**6,
+    "lr": 1e100,
+    "muon_lr": 1e100,
+    "min_lr": 1e100,
     "seed": 2**63 - 1,
     "vocab_size": 2**63 - 1,  # the model's sizes have limits of their own: see `check_sizes`
     "max_positions": 2**63 - 1,
@@ -306,4 +306,5 @@ def check_value(setting: str, value, origin: str = "") -> None:
         raise UserError(f"{name} {value} must be below 1")
     most = AT_MOST.get(setting, MOST if isinstance(value, int) else math.inf)
     if value > most:
-        raise UserError(f"{name} {brief(value)} must be at most {most:,}")
+        limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
+        raise UserError(f"{name} {brief(value)} must be at most {limit}")

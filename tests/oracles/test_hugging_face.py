@@ -253,10 +253,15 @@ def test_pretraining_starts_from_hugging_faces_weights(tmp_path):
     )
     common = (
         "--seq-length 32 --global-batch-size 4 --micro-batch-size 2 --eval-steps 0 --device cpu "
-        "--dropout 0"
+        "--dropout 0 --lr 1e-3"
     ).split()
     metrics = tmp_path / "metrics"
     run = [*common, "--steps", "1", "--metrics", str(metrics), "--save", str(tmp_path / "run")]
+    without_rate = [word for word in run if word not in ("--lr", "1e-3")]
+    with pytest.raises(
+        UserError, match=r"hf is a model to fine-tune: give --lr; its default, 0\.005"
+    ):
+        pretrain_gpt.main([*without_rate, "--load", str(tmp_path / "hf")])
     pretrain_gpt.main([*run, "--load", str(tmp_path / "hf")])
     convert_hf.main([str(tmp_path / "hf"), str(tmp_path / "shards"), "--tp", "2"])
     pretrain_gpt.main([*run, "--load", str(tmp_path / "shards"), "--load-weights-only"])

@@ -114,7 +114,7 @@ def test_ranks_read_their_parts(ranks, tmp_path):
 def test_training_goes_on_from_it(tmp_path):
     write("llama", "stacked", tmp_path / "megatron")
     sizes = "--seq-length 16 --global-batch-size 2 --micro-batch-size 2 --eval-steps 0 --steps 1"
-    words = [*sizes.split(), "--mock-data", "--device", "cpu", "--dtype", "float32"]
+    words = [*sizes.split(), "--lr", "1e-4", "--mock-data", "--device", "cpu", "--dtype", "float32"]
     pretrain_gpt.main(
         [*words, "--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "run")]
     )

@@ -99,6 +99,7 @@ def test_the_base_may_be_a_hugging_face_directory(tmp_path, monkeypatch):
     model.save_parallelized(theirs, merge_checkpoints=True)
     words = "--mock-data --eval-steps 0 --global-batch-size 2 --micro-batch-size 2 --device cpu"
     words = [*words.split(), "--seq-length", "32", "--dtype", "bfloat16", "--save", str(saved)]
+    words += ["--lr", "1e-3"]
     pretrain_gpt.main([*words, "--load", str(theirs), "--lora-rank", "4", "--steps", "1"])
     assert SavedAdapters(saved).base_path == theirs
     pretrain_gpt.main([*words, "--load", str(saved), "--steps", "2"])

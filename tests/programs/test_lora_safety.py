@@ -82,7 +82,7 @@ def test_neither_adapters_of_peft_nor_a_run_that_goes_on_replace_a_base(runs):
         with pytest.raises(UserError, match="holds the weights that this run begins with"):
             pretrain_gpt.prepare(arguments)
     for base in ("hf", "shards"):
-        arguments = ["--model", "gpt2", *TRAIN.split(), "1", "--lora-rank", "2"]
+        arguments = ["--model", "gpt2", *TRAIN.split(), "1", "--lora-rank", "2", "--lr", "1e-3"]
         pretrain_gpt.prepare([*arguments, "--load", str(runs / base), "--save", str(runs)])
 
 

@@ -147,7 +147,7 @@ def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
     weights, saved, metrics = tmp_path / "weights", tmp_path / "run", tmp_path / "metrics"
     config = pretrain_gpt.model_config(pretrain_gpt.parse_options(SMALL, "").model)
     megazoo.from_config(config).save_parallelized(weights)
-    kept = [*SMALL, "--save", str(saved), "--metrics", str(metrics)]
+    kept = [*SMALL, "--lr", "1e-3", "--save", str(saved), "--metrics", str(metrics)]
     words = [*kept, "--load", str(weights), "--load-weights-only", "--steps=2"]
     for steps in (4, 8):
         pretrain_gpt.main(words)

@@ -185,6 +185,7 @@ BAD_INPUT = {
     "--steps 1e23": "Error parsing --steps: invalid literal for int() with base 10: '1e23'",
     f"--steps {10**30}": f"--steps is {10**30}: it must be below 2**63",
     f"--steps {10**13}": "steps 10000000000000 must be at most 1,000,000,000,000",
+    "--lr 1e308": "lr 1e+308 must be at most 1e+100",
     "--timeout 1e308": "timeout 1e+308 must be at most 31,536,000",
     f"--vocab-size {10**18}": f"vocab_size {10**18} must be at most {2**40}",
     f"--layers {10**9}": "layers 1000000000 must be at most 10000",

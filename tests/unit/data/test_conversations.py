@@ -256,7 +256,7 @@ def test_fine_tuning_gives_transformers_loss_and_one_processs_in_every_layout(
 def test_tokenizer_files_travel_with_a_fine_tuned_model(llama, tmp_path):
     data, run = write_lines(tmp_path / "a.jsonl", *examples(12)), str(tmp_path / "run")
     common = [*PROGRAM, "--data", str(data), "--global-batch-size", "2", "--save", run]
-    first = "--seq-length 32 --epochs 1 --eval-steps 1 --split 80,20".split()
+    first = "--seq-length 32 --epochs 1 --eval-steps 1 --split 80,20 --lr 1e-3".split()
     pretrain_gpt.main([*common, *first, "--load", str(llama)])
     saved = Checkpoint(run)
     assert saved.trainer["settings"]["epochs"] == 1
