@@ -79,21 +79,29 @@ class Options(InferenceOptions):
 
 
 class Printer:
-    """Prints a row's text as its tokens come, up to one of those that end it."""
+    """Prints a prompt, and then the text of its answer as the tokens come, up to one of those that
+    end it. Nothing is printed before the first token, so that a refused prompt prints nothing."""
 
-    def __init__(self, tokenizer, prompt: list[int], ends: set[int]):
+    def __init__(self, tokenizer, prompt: str, ids: list[int], ends: set[int]):
         self.stream, self.ends, self.over = tokenizer.stream(), ends, False
-        for token in prompt:
+        self.prompt = prompt
+        for token in ids:
             self.stream.put(token)
 
     def put(self, tokens: torch.Tensor) -> None:
+        self._print_prompt()
         token = int(tokens[0])
         self.over = self.over or token in self.ends
         if not self.over:
             print_rank_0(self.stream.put(token), end="")
 
     def end(self) -> None:
+        self._print_prompt()
         print_rank_0(self.stream.end())
+
+    def _print_prompt(self) -> None:
+        print_rank_0(self.prompt, end="")
+        self.prompt = ""
 
 
 class Session:
@@ -107,10 +115,13 @@ class Session:
     def answer(self, prompts: list[str]) -> None:
         """Print each prompt with what comes after it, as many times as there are answers."""
         ids, mask = self.tokenizer.encode_batch(prompts, padding_side="left")
+        if not ids.numel():
+            raise UserError(
+                "the prompt is empty, and this tokenizer begins no text: give some text"
+            )
         streamer, answers = None, self.settings["num_return_sequences"]
         if len(prompts) == answers == self.settings["num_beams"] == 1:
-            streamer = Printer(self.tokenizer, ids[0].tolist(), set(self.ends))
-            print_rank_0(prompts[0], end="")
+            streamer = Printer(self.tokenizer, prompts[0], ids[0].tolist(), set(self.ends))
         began = time.perf_counter()
         out = self.model.generate(ids, mask, streamer=streamer, **self.settings)[:, ids.shape[1] :]
         self.seconds += time.perf_counter() - began

@@ -57,12 +57,13 @@ def is_of_run(step: Path, run) -> bool:
 
 
 def check_place(path: Path) -> None:
-    """Raise UserError if a directory can't be written there: for a symbolic link, and for a
-    file."""
+    """Raise UserError if a directory can't be written there: for a symbolic link, for a file, and
+    below a file."""
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link: name what it points to")
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is not a directory")
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is not a directory")
 
 
 def check_replaceable(directory: Path, overwrite: bool = False, source: Path | None = None) -> None:

@@ -11,7 +11,7 @@ from megazoo.engine.batch import Batch
 from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import count_labels, run_pipeline
 from megazoo.engine.stepwise import run_stepwise, with_backward
-from megazoo.errors import UserError
+from megazoo.errors import UserError, advise
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over
@@ -29,6 +29,7 @@ class TrainingStep:
     entries, task and gradient buckets."""
 
     _calls = 0  # that trained: the draw of dropout masks is numbered by them
+    _advised = False  # of training in evaluation mode
     loss_scale = None  # of float16: a LossScale, which its optimizer makes
 
     def terms(self) -> Terms:
@@ -251,6 +252,17 @@ class TrainingStep:
             seed=self.seed,
             step=self._calls if step is None else step,
         )
+
+    def _advise_of_mode(self) -> None:
+        """Say once that a model is trained whose dropout is off."""
+        if self.training or self._advised:
+            return
+        self._advised = True
+        if any(getattr(module, "probability", 0) for module in self.modules()):
+            advise(
+                "the model is trained in evaluation mode, without its dropout: model.train() turns "
+                "it on"
+            )
 
     def _require_labels(self, batches: list[MicroBatch]) -> None:
         if self.stages[-1].last and batches[0].targets is None and batches[0].labels is None:

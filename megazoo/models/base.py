@@ -166,6 +166,13 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
                 module.site = name
         return model
 
+    def _apply(self, fn, recurse: bool = True) -> "Model":
+        """Convert the model, as half() and to() do. Gradients stay fp32."""
+        super()._apply(fn, recurse)
+        for parameter in self.parameters():
+            accumulate_in_fp32(parameter)
+        return self
+
     @property
     def has_first(self) -> bool:
         """Whether this rank has the first stage, which takes token ids."""

@@ -141,6 +141,7 @@ class Freezing:
 
     def buckets_to_train(self) -> GradientBuckets:
         """Fit the gradient buckets, once all ranks agree on what is frozen."""
+        self._advise_of_mode()
         if self._frozen_ties is None:
             self.agree_on_frozen()
         if self._tied_and_frozen() != self._frozen_ties:

@@ -71,7 +71,7 @@ def from_pretrained(
     verify: bool = True,
 ) -> torch.nn.Module:
     """Build this rank's part of a model that is on disk; each rank reads only what it owns,
-    straight into its parameters.
+    straight into its parameters. The model is in evaluation mode: `model.train()` turns dropout on.
 
     path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by
     default. dtype: as it is stored, by default. seed: of the dropout. num_labels: make a classifier
@@ -87,7 +87,7 @@ def from_pretrained(
         dtype = dtype or source.dtype_of(next(iter(source.specs)))
         model = source.model.empty(config, ctx, dtype=dtype, seed=seed)
         load_weights(source, model)
-    return model
+    return model.eval()
 
 
 def with_labels(source: ModelSource, num_labels: int | None, pad_token_id: int | None = None):

@@ -94,6 +94,7 @@ class AdamW(ModelOptimizer):
         vectors = [entry for entry in self.entries if entry.parameter.dim() <= 1]
         self.param_groups = [self._group(matrices, weight_decay), self._group(vectors, 0.0)]
         self.state = {entry.name: self._new_state(entry, offload) for entry in self.entries}
+        self._dtypes = {entry.name: entry.parameter.dtype for entry in self.entries}
         offloaded = self.device != self.ctx.device
         self.staging = Staging(self.ctx.device, model.dtype) if offloaded else None
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -116,6 +117,7 @@ class AdamW(ModelOptimizer):
         for group in self.param_groups:
             check_number("lr", float(group["lr"]), 0)
         self._check_gradients()
+        self._check_dtypes()
         self.masters.refresh(self)
         norm = global_norm(self.entries, self.buckets)
         if self.loss_scale:
@@ -204,6 +206,19 @@ class AdamW(ModelOptimizer):
                 "that one"
             )
         self.buckets.check()
+
+    def _check_dtypes(self) -> None:
+        """Raise UserError if the model was converted since this optimizer was made."""
+        for entry in self.entries:
+            if entry.parameter.dtype != self._dtypes[entry.name]:
+                then, now = (
+                    str(dtype).removeprefix("torch.")
+                    for dtype in (self._dtypes[entry.name], entry.parameter.dtype)
+                )
+                raise UserError(
+                    f"{entry.name} was {then} when {type(self).__name__} was made, and is {now}: "
+                    "convert a model before its optimizer is made, or make a new one"
+                )
 
     def _mine(self, tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
         """Return the elements of a tensor of the parameter's shape that this replica updates."""

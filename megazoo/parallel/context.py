@@ -319,6 +319,15 @@ class ParallelContext:
     def __exit__(self, *_) -> None:
         _ambient.set(_ambient.get()[:-1])
 
+    def __reduce_ex__(self, protocol):
+        if self.mesh is not None:
+            raise UserError(
+                "a model and its context can't be pickled on several ranks: save the model by "
+                "model.save_parallelized(DIRECTORY), a run by megazoo.checkpoint.save, or the "
+                "tensors of model.state_dict()"
+            )
+        return super().__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo) -> "ParallelContext":
         return self  # process groups are places, not data: a copied model stays where it is
 

@@ -249,7 +249,7 @@ def _build(subject: Subject, ctx: ParallelContext):
     """Build the model, with random biases, norms and adapters, and without dropout."""
     config = subject.config
     if subject.load:
-        model = from_pretrained(subject.load, ctx, dtype=torch.float32)
+        model = from_pretrained(subject.load, ctx, dtype=torch.float32).train()
     else:
         model = from_config(config, ctx, seed=3)
     for module in model.modules():

@@ -297,6 +297,19 @@ def test_an_unfinished_output_goes_when_it_is_written_again(tmp_path, precious):
     assert names(tmp_path) == ["out", "precious"]
 
 
+def test_an_output_below_a_file_is_refused(tmp_path, precious):
+    """Whoever writes it: a tool, or a model."""
+    file = tmp_path / "file"
+    file.touch()
+    model = megazoo.from_config("gpt2-tiny")
+    for write in (
+        lambda: write_hugging_face(open_source(precious), file / "below"),
+        lambda: model.save_parallelized(file / "below" / "model"),
+    ):
+        with pytest.raises(UserError, match=rf"^{file} is not a directory"):
+            write()
+
+
 def test_two_tools_do_not_write_one_output(tmp_path, precious):
     out = tmp_path / "out"
     with (

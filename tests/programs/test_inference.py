@@ -98,6 +98,7 @@ def test_sampling_and_stopping(directories, monkeypatch, capsys):
 TOO_LONG = "x = 1 " * 40
 WRONG = [
     (["--prompt", TOO_LONG], r"a prompt of \d+ tokens and 128 new ones exceed the model's"),
+    (["--prompt", ""], "the prompt is empty, and this tokenizer begins no text: give some text"),
     ("--prompt a --prompts b".split(), "--prompt and --prompts exclude each other"),
     ("--prompts /nowhere".split(), "/nowhere can't be read: No such file"),
     ("--prompt a --tp 3".split(), "tp 3 doesn't divide"),
@@ -109,8 +110,8 @@ WRONG = [
 
 def test_mistakes_are_told_in_one_line(directories, monkeypatch, capsys):
     for arguments, message in WRONG:
-        code, _, error = run_main(generate, monkeypatch, capsys, directories / "hf", *arguments)
-        assert (code, error.count("\n")) == (2, 1), error
+        code, out, error = run_main(generate, monkeypatch, capsys, directories / "hf", *arguments)
+        assert (code, out, error.count("\n")) == (2, "", 1), error
         assert re.search(message, error), error
 
 

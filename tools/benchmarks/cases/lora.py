@@ -25,7 +25,7 @@ def ours(directory: str) -> Callable[[], object]:
     import megazoo
 
     torch.set_num_threads(CORES)
-    model, ids = megazoo.from_pretrained(directory), batch()
+    model, ids = megazoo.from_pretrained(directory).train(), batch()
     megazoo.lora.add(model, rank=RANK, alpha=RANK, targets="all-linear")
     optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
 

@@ -43,7 +43,7 @@ def ours(directory: str, sequence: int, count: int = 1, cp: int = 1) -> Callable
 
     ctx = megazoo.ParallelContext.from_torch(context_parallel_size=cp, device="cpu")
     torch.set_num_threads(max(1, CORES // cp))
-    model, ids = megazoo.from_pretrained(directory, ctx), batch(1, sequence)
+    model, ids = megazoo.from_pretrained(directory, ctx).train(), batch(1, sequence)
     optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
     number, place = documents(sequence, count)
     packed = {"document_ids": number, "position_ids": place} if count > 1 else {}

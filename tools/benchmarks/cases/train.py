@@ -105,7 +105,7 @@ def ours(
 
     ctx = megazoo.ParallelContext.from_torch(*layout, device="cpu")
     torch.set_num_threads(max(1, CORES // ctx.world_size))
-    model = megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype])
+    model = megazoo.from_pretrained(directory, ctx, dtype=DTYPES[dtype]).train()
     optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
     mine = batch(rows).chunk(ctx.dp_size)[ctx.dp_rank]
 
@@ -140,7 +140,7 @@ def ours_by_muon(directory: str, rows: int, ns_dtype: str) -> Callable[[], objec
     import megazoo
 
     torch.set_num_threads(CORES)
-    model, ids = megazoo.from_pretrained(directory), batch(rows)
+    model, ids = megazoo.from_pretrained(directory).train(), batch(rows)
     optimizer = megazoo.optim.Muon(model, lr=1e-3, adamw={"lr": 1e-4}, ns_dtype=ns_dtype)
 
     def step():
@@ -157,7 +157,7 @@ def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
     from megazoo.models.counts import flops_per_token
 
     tokens, step = ROWS * SEQUENCE, ours(directory, "fp32")
-    model = megazoo.from_pretrained(directory)
+    model = megazoo.from_pretrained(directory).train()
     weights = [p.detach() for p in model.layers["0"].parameters() if p.dim() == 2]
     inputs = [torch.randn(tokens, weight.shape[1]) for weight in weights]
 

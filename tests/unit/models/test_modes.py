@@ -1,0 +1,69 @@
+"""What a model is after half(), pickling and from_pretrained: converted, refused in one line, or in
+evaluation mode."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import megazoo
+from megazoo.errors import Advice, UserError
+from tests.support.layouts import in_layout
+from tests.support.sampling import marked_slow
+from tests.support.training import context, make_batch, replica_rows, tiny_config
+
+CONFIG = tiny_config(layers=2)
+
+
+def converted(kind, layout):
+    """The loss and dtypes of a converted model, and what its optimizer says once it is converted
+    again."""
+    ctx = context(**layout)
+    model = getattr(megazoo.from_config(CONFIG, ctx, seed=3), kind)()
+    ids = replica_rows(make_batch(0)[0], ctx)
+    optimizer = megazoo.optim.AdamW(model)
+    loss = model.train_batch(ids, labels=ids)
+    optimizer.step()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    model.float()
+    model.train_batch(ids, labels=ids)
+    with pytest.raises(UserError) as refused:
+        optimizer.step()
+    try:
+        pickled = type(pickle.loads(pickle.dumps(model))).__name__
+    except UserError as error:
+        pickled = str(error)
+    return loss.item(), str(refused.value), pickled
+
+
+@pytest.mark.parametrize("kind", ["half", "bfloat16", "double"])
+@pytest.mark.parametrize(
+    "layout", marked_slow(["tp1", "dp2", "tp2", "pp2"], lambda number, _: number > 1)
+)
+def test_a_model_is_converted_before_its_optimizer_is_made(ranks, layout, kind):
+    ids = make_batch(0)[0]
+    whole = megazoo.from_config(CONFIG, seed=3).eval_batch(ids, labels=ids)
+    dtype = {"half": "float16", "double": "float64"}.get(kind, kind)
+    for loss, refused, pickled in in_layout(ranks, converted, layout, kind):
+        assert abs(loss - whole) < (1e-6 if kind == "double" else 2e-3)
+        assert f"was {dtype} when AdamW was made, and is float32: convert a model before" in refused
+        expected = "GPT2" if layout == "tp1" else "a model and its context can't be pickled on"
+        assert pickled.startswith(expected)
+
+
+def test_a_model_that_is_read_is_in_evaluation_mode(tmp_path):
+    """Training it then says once that its dropout is off."""
+    megazoo.from_config(tiny_config(layers=1, dropout=0.5)).save_parallelized(tmp_path)
+    model, ids = megazoo.from_pretrained(tmp_path), make_batch(0)[0]
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    with pytest.warns(Advice, match=r"without its dropout: model.train\(\) turns it on"):
+        model.train_batch(ids, labels=ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train_batch(ids, labels=ids)
+        model.train()
+        first = model.train_batch(ids, labels=ids)
+    assert model.train_batch(ids, labels=ids) != first
+    assert megazoo.from_config(tiny_config(layers=1)).training
