@@ -14,7 +14,7 @@ from megazoo.engine.stepwise import run_stepwise, with_backward
 from megazoo.errors import UserError, advise
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
-from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.collectives import all_reduce, all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AT_ONCE, WeightQueue
 from megazoo.parallel.failure import failing_together, together, together_in_replica
@@ -30,6 +30,7 @@ class TrainingStep:
 
     _calls = 0  # that trained: the draw of dropout masks is numbered by them
     _advised = False  # of training in evaluation mode
+    _compared = False  # the first gradients of plain parameters, over tp
     loss_scale = None  # of float16: a LossScale, which its optimizer makes
 
     def terms(self) -> Terms:
@@ -198,7 +199,9 @@ class TrainingStep:
         )
         if pending:
             buckets.complete()
-            self._sum_tied(self.trained_entries())
+            entries = self.trained_entries()
+            self._sum_parts([entry for entry in entries if entry.spec.plain])
+            self._sum_tied(entries)
             buckets.average()
 
     @together
@@ -317,14 +320,36 @@ class TrainingStep:
         """
         entries = self.trained_entries()
         buckets.complete()
+        self._sum_parts(entries)
+        self._sum_tied(entries)
+        buckets.finish(loss_scale)
+
+    def _sum_parts(self, entries: list[Entry]) -> None:
+        """Sum the gradients of which each tp rank has a part."""
         partial = [
             (entry.parameter.grad, entry.spec)
             for entry in entries
             if entry.spec.has_partial_gradient(self.ctx)
         ]
         sum_over_copies(partial, self.ctx)
-        self._sum_tied(entries)
-        buckets.finish(loss_scale)
+        if not self._compared:
+            self._compared = True
+            self._compare_plain(entries)
+
+    def _compare_plain(self, entries: list[Entry]) -> None:
+        """Raise UserError for a plain parameter whose gradients differ between tp ranks: it is used
+        where each rank has features or heads of its own, which nothing else shows."""
+        ctx = self.ctx
+        for entry in entries if ctx.tp_size > 1 and not ctx.sequence_parallel else ():
+            if entry.spec.plain:
+                extremes = torch.stack([entry.parameter.grad, -entry.parameter.grad])
+                all_reduce(extremes, ctx.tp_group, dist.ReduceOp.MAX)
+                if (extremes.sum(0).abs().max() > 1e-3 * extremes.abs().max()).item():
+                    raise UserError(
+                        f"the gradients of {entry.name} differ between the tp ranks: it is used "
+                        "inside a tensor-parallel region, where each rank has other features; make "
+                        "it by a ShardedModule, whose ParameterSpec says partial=True"
+                    )
 
     def _sum_tied(self, entries: list[Entry]) -> None:
         for entry in entries:

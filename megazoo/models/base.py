@@ -23,14 +23,22 @@ from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
 from megazoo.models.heads import LastStage
 from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.plain import (
+    check_plain,
+    check_stages,
+    initialize_plain,
+    place_plain,
+    plain_parameters,
+)
 from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import together
-from megazoo.parallel.module import Entry, ShardedModule, initialize
+from megazoo.parallel.module import Entry, ShardedModule, initialize, without_memory
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
+from megazoo.parallel.shard import ParameterSpec
 from megazoo.parallel.stages import Stage, cut_into_stages, rank_of, stages_of
 from megazoo.parallel.staging import Upload
 
@@ -123,25 +131,57 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         parameter."""
         model, upload = cls.empty(config, ctx, dtype=dtype, seed=seed), Upload()
         for entry in model.entries():
-            initialize(entry.parameter, entry.spec, ctx, derive_seed(seed, entry.name), upload)
+            if not entry.spec.plain:
+                seed_of_entry = derive_seed(seed, entry.name)
+                initialize(entry.parameter, entry.spec, ctx, seed_of_entry, upload)
         return model
 
     @classmethod
     def empty(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
-        """This rank's stages on its device, to be filled. Warns, on rank 0, of stages without
-        layers."""
-        model = cls.on_meta(config, ctx, seed=seed)
+        """This rank's stages on its device, to be filled; plain modules have their initial values.
+        Warns, on rank 0, of stages without layers."""
+
+        def placed(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(ctx.device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+        model = cls._planned(config, ctx, seed)
         if ctx.rank == 0 and ctx.device.type != "meta":
             cls._warn_of_empty_stages(config, ctx)
+        check_stages(model, partial(cls._plain_names, config, ctx))
+        initialize_plain(model, partial(cls._planned, config, ctx, seed, draw=1), seed)
+        place_plain(model, placed)
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                parameter = nn.Parameter(
-                    torch.empty(parameter.shape, dtype=dtype, device=ctx.device)
-                )
-                accumulate_in_fp32(parameter)
-                setattr(module, name, parameter)
+                if parameter.is_meta:
+                    empty = torch.empty(parameter.shape, dtype=dtype, device=ctx.device)
+                    setattr(module, name, nn.Parameter(empty))
+        for parameter in model.parameters():
+            accumulate_in_fp32(parameter)
         model.parameters_changed()
         return model
+
+    @classmethod
+    def _planned(cls, config, ctx: ParallelContext, seed: int, draw: int = 0) -> "Model":
+        """Make this rank's stages, of which the parameters that are cut take no memory. draw: seeds
+        torch's generator, on which nothing that is made may depend."""
+        with ctx, without_memory(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(draw)
+            model = cls(config, ctx, seed)
+        check_layers(model.layers, ctx)
+        check_plain(model)
+        for name, module in model.named_modules():
+            if isinstance(getattr(module, "site", None), str):  # of a dropout, which draws by it
+                module.site = name
+        return model
+
+    @classmethod
+    def _plain_names(cls, config, ctx: ParallelContext, pp_rank: int) -> set[str]:
+        """Return the names of the plain parameters that a rank of the pipeline has."""
+        size = {"tp": ctx.tp_size, "pp": ctx.pp_size, "virtual": ctx.virtual_size}
+        there = ParallelContext.virtual(
+            **size, rank=pp_rank * ctx.tp_size, stage_layers=ctx.stage_layers
+        )
+        return {name for name, *_ in plain_parameters(cls._planned(config, there, 0))}
 
     @classmethod
     def _warn_of_empty_stages(cls, config, ctx: ParallelContext) -> None:
@@ -158,12 +198,8 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     @classmethod
     def on_meta(cls, config, ctx: ParallelContext, *, seed: int = 0) -> "Model":
         """Make this rank's stages without memory: what a virtual context can build."""
-        with ctx, torch.device("meta"):
-            model = cls(config, ctx, seed)
-        check_layers(model.layers, ctx)
-        for name, module in model.named_modules():
-            if isinstance(getattr(module, "site", None), str):  # of a dropout, which draws by it
-                module.site = name
+        model = cls._planned(config, ctx, seed)
+        place_plain(model, lambda tensor: tensor.to("meta"))
         return model
 
     def _apply(self, fn, recurse: bool = True) -> "Model":
@@ -227,13 +263,17 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
 
     def entries(self) -> Iterator[Entry]:
         """Yield this rank's parameters with their global names and cuts, in the order of the
-        forward."""
+        forward; last those of plain modules."""
         for prefix, module in self.named_modules():
             if isinstance(module, ShardedModule):
                 for name, spec in module.specs.items():
                     full = f"{prefix}.{name}"
                     pp_ranks = self.tied.get(full, (self.ctx.pp_rank,))
                     yield Entry(full, getattr(module, name), spec, pp_ranks)
+        for name, module, key in plain_parameters(self):
+            parameter = getattr(module, key)
+            spec = ParameterSpec(tuple(parameter.shape), plain=True)
+            yield Entry(name, parameter, spec, self.tied.get(name, (self.ctx.pp_rank,)))
 
     # Layers.
 

@@ -41,12 +41,13 @@ def flops_per_token(
     B): those of all matrix products, forward and backward, nothing twice, and attention's not
     halved for its mask; of an attention with a window, those within it.
 
-    Matrices are those that a ShardedModule names in `multiplied`, and the output head. Each takes 2
-    FLOPs a weight forward, 2 for its own gradient, if it is trained, and 2 for its input's, if
-    anything before it is trained. Attention is what a module says in `score_features`: the features
-    over which its queries and keys are multiplied, over all tp ranks. Of modules inside one that
-    says so none is asked: its QKVParallelLinear says the same. It takes 4 FLOPs a feature and token
-    of the sequence forward, and 8 backward, if anything before it is trained.
+    Matrices are those that a ShardedModule names in `multiplied`, those of nn.Linear, and the
+    output head. Each takes 2 FLOPs a weight forward, 2 for its own gradient, if it is trained, and
+    2 for its input's, if anything before it is trained. Attention is what a module says in
+    `score_features`: the features over which its queries and keys are multiplied, over all tp
+    ranks. Of modules inside one that says so none is asked: its QKVParallelLinear says the same. It
+    takes 4 FLOPs a feature and token of the sequence forward, and 8 backward, if anything before it
+    is trained.
     train_only, lora: what is trained, as in `whole_model`; all, by default.
     """
     model = whole_model(config, train_only, lora)
@@ -71,7 +72,8 @@ def _flops(module: nn.Module, passes: bool, seq_length: int) -> tuple[int, bool]
     """
     returns = passes or any(parameter.requires_grad for parameter in module.parameters())
     flops, inner = 0, passes
-    for name in module.multiplied if isinstance(module, ShardedModule) else ():
+    multiplied = module.multiplied if isinstance(module, ShardedModule) else ()
+    for name in ("weight",) if isinstance(module, nn.Linear) else multiplied:
         weight = getattr(module, name)
         flops += _of_product(weight, inner)
         inner = inner or weight.requires_grad

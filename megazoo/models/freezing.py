@@ -126,7 +126,9 @@ class Freezing:
                 for entry in entries
                 if len(entry.pp_ranks) > 1 or entry.spec.has_partial_gradient(self.ctx)
             }
-            buckets = GradientBuckets([entry.parameter for entry in entries], self.ctx, late=late)
+            unsummed = {e.parameter for e in entries if e.spec.plain and e.parameter in late}
+            parameters = [entry.parameter for entry in entries]
+            buckets = GradientBuckets(parameters, self.ctx, late=late, unsummed=unsummed)
             if self._buckets:
                 self._buckets.give_way_to(buckets)
             self._buckets = buckets

@@ -73,6 +73,7 @@ class GradientBuckets:
     The sum needs no division: the loss is already a part of the global batch's mean.
     late: parameters whose gradients are not whole after the last backward, because parts over tp or
     tied copies are still to be summed: their buckets leave in `finish`.
+    unsummed: those of which a user's own backward leaves parts over tp, too.
 
     The order of calls, in engine/step.py: `start`, the backwards, `complete`; the sums over tp and
     between tied stages; `finish`; and `stop`, whatever happens.
@@ -91,6 +92,7 @@ class GradientBuckets:
         ctx: ParallelContext,
         bucket_elements: int | None = None,
         late: Container[nn.Parameter] = (),
+        unsummed: Container[nn.Parameter] = (),
     ):
         self.ctx, self.axis, self.sharded = ctx, ctx.gradient_axis, False
         self.counting = False  # between start and finish
@@ -116,7 +118,8 @@ class GradientBuckets:
             self._lay_out(bucket)
         for parameter in self.place:
             accumulate_in_fp32(parameter)
-            if self.axis.size > 1 or (ctx.pp_size > 1 and parameter in late):
+            tied = ctx.pp_size > 1 and parameter in late
+            if self.axis.size > 1 or tied or parameter in unsummed:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(received))
         self.early = len(early)  # buckets that may leave before the end
         # backwards that each of them still waits for; empty when not counting

@@ -4,6 +4,8 @@ What follows: a parameter's values at the start, the sum of its gradient over th
 copies, and which of its elements count in sums over the whole model.
 """
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -22,6 +24,20 @@ from megazoo.parallel.staging import Upload
 from megazoo.torch_internals import copy_each
 
 TILE = 128  # rows and columns of the blocks in which initial values are drawn
+
+
+_without_memory: ContextVar[bool] = ContextVar("cut parameters without memory", default=False)
+
+
+@contextmanager
+def without_memory():
+    """Within this block ShardedModules make their parameters on the meta device; other tensors are
+    made as ever."""
+    token = _without_memory.set(True)
+    try:
+        yield
+    finally:
+        _without_memory.reset(token)
 
 
 class ShardedModule(nn.Module):
@@ -74,7 +90,9 @@ class ShardedModule(nn.Module):
         global name.
         """
         self.specs[name] = spec
-        parameter = nn.Parameter(torch.empty(spec.local_shape(self.ctx.tp_size, self.ctx.tp_rank)))
+        device = "meta" if _without_memory.get() else None
+        shape = spec.local_shape(self.ctx.tp_size, self.ctx.tp_rank)
+        parameter = nn.Parameter(torch.empty(shape, device=device))
         self.register_parameter(name, parameter)
         if spec.has_partial_gradient(self.ctx):
             self._partial.add(name)

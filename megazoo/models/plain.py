@@ -1,0 +1,119 @@
+"""Modules of torch's own, or of a user, inside a model: parameters that no layer of megazoo has
+made, buffers, and tensors that are attributes.
+
+Such a parameter is the same on all tp ranks. Its initial values depend on the seed and its global
+name alone: its module's own reset_parameters() draws them. What the constructors give otherwise
+(ones, a table) is kept, if it does not depend on torch's random generator.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from megazoo.errors import UserError
+from megazoo.parallel.module import ShardedModule
+from megazoo.parallel.random import derive_seed
+
+
+def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the global name of each plain parameter, its module, and its name there; one that
+    several modules share once."""
+    seen = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                yield f"{prefix}.{name}".lstrip("."), module, name
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise UserError for a plain module or parameter that can't be the same in every layout."""
+    for prefix, module in model.named_modules():
+        kind = f"{prefix} is nn.{type(module).__name__}"
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UserError(f"{kind}, whose masks depend on the layout: use megazoo.layers.Dropout")
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UserError(f"{kind}, whose statistics are of one rank's rows: use a LayerNorm")
+    for name, module, key in plain_parameters(model):
+        parameter = getattr(module, key)
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            raise UserError(f"{name} has no shape yet: lazy modules can't be built stage by stage")
+        if not parameter.dim():
+            raise UserError(f"{name} has no dimension: give it the shape [1]")
+
+
+def initialize_plain(model: nn.Module, again: Callable[[], nn.Module], seed: int) -> None:
+    """Give plain parameters and buffers their initial values. again: builds the model once more,
+    for a comparison. UserError, with the name, for values that are drawn while it is built."""
+    given = _given(model)
+    if given:
+        others = _given(again())
+        for name, tensor in given.items():
+            if not torch.equal(tensor, others[name]):
+                raise UserError(
+                    f"{name} is drawn while the model is built, so that it would depend on the "
+                    "layout: draw it in its module's reset_parameters()"
+                )
+    with torch.random.fork_rng(devices=[]):
+        for name, module in model.named_modules():
+            if not isinstance(module, ShardedModule) and (reset := _reset_of(module)):
+                torch.manual_seed(derive_seed(seed, name))
+                reset()
+
+
+def place_plain(model: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace plain parameters, buffers and attributes by place(tensor), a tensor of the same
+    values on another device."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        if not isinstance(module, ShardedModule):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in moved:
+                    values = place(parameter.detach())
+                    moved[parameter] = nn.Parameter(values, parameter.requires_grad)
+                setattr(module, name, moved[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = place(buffer)
+        for name, value in _attributes(module):
+            setattr(module, name, place(value))
+
+
+def check_stages(model: nn.Module, names_of: Callable[[int], set[str]]) -> None:
+    """Raise UserError if stages of several ranks have a plain parameter of one name, outside of the
+    layers, that is not tied. names_of: the names that a pipeline rank has."""
+    ctx = model.ctx
+    mine = {name for name, *_ in plain_parameters(model) if not name.startswith("layers.")}
+    if ctx.pp_size == 1 or not mine:
+        return
+    for rank in range(ctx.pp_size):
+        shared = sorted((mine & names_of(rank)) - model.tied.keys()) if rank != ctx.pp_rank else []
+        if shared:
+            raise UserError(
+                f"{shared[0]} is built on pp ranks {min(rank, ctx.pp_rank)} and "
+                f"{max(rank, ctx.pp_rank)}: build it where has_first or has_last says so, or tie it"
+            )
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    """Return what draws a module's own parameters anew."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that are plain attributes of a module."""
+    found = vars(module).items()
+    return [(name, value) for name, value in found if isinstance(value, torch.Tensor)]
+
+
+def _given(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors whose values only the constructors give, by their names."""
+    given = {}
+    for prefix, module in model.named_modules():
+        tensors = [*module.named_buffers(recurse=False), *_attributes(module)]
+        if not isinstance(module, ShardedModule) and not _reset_of(module):
+            tensors += module.named_parameters(recurse=False)
+        given |= {f"{prefix}.{name}".lstrip("."): tensor.detach() for name, tensor in tensors}
+    return {name: tensor for name, tensor in given.items() if not tensor.is_meta}

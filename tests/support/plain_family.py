@@ -1,0 +1,67 @@
+"""GPT-2 with torch's own modules in every layer and at its end: a gate, a norm, a scale, tables."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import megazoo
+from megazoo.models import gpt2
+from tests.support.training import NO_DROPOUT, TINY
+
+
+@dataclass(frozen=True)
+class PlainConfig(gpt2.GPT2Config):
+    """mistake: what a model does that can't be right in every layout."""
+
+    mistake: str = ""
+
+
+class Block(gpt2.Block):
+    def __init__(self, c, index):
+        super().__init__(c, index)
+        self.gate = nn.Linear(c.hidden_size, c.hidden_size)
+        self.gate_norm = nn.LayerNorm(c.hidden_size)
+        self.scale = nn.Parameter(torch.ones(c.hidden_size))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, c.hidden_size))
+        self.shift = torch.linspace(-0.1, 0.1, c.hidden_size)
+        if c.mistake == "dropout":
+            self.drop = nn.Dropout(0.1)
+        elif c.mistake == "batch norm":
+            self.statistics = nn.BatchNorm1d(c.hidden_size)
+        elif c.mistake == "drawn":
+            self.drawn = nn.Parameter(torch.randn(c.hidden_size))
+        elif c.mistake == "scalar":
+            self.scalar = nn.Parameter(torch.tensor(1.0))
+        elif c.mistake == "inside":
+            self.inside = nn.LayerNorm(c.hidden_size // 2)
+
+    def forward(self, x, *arguments):
+        x = super().forward(x, *arguments)
+        table = self.table * self.scale + self.shift.to(x.dtype)
+        x = x + self.gate_norm(torch.tanh(self.gate(x))) * table
+        if hasattr(self, "inside"):  # each tp rank has a half of the features
+            half = x.chunk(2, dim=-1)[self.attention.qkv.ctx.tp_rank]
+            x = x + 0.1 * self.inside(half).sum(dim=-1, keepdim=True)
+        return x
+
+
+@megazoo.register("plain")
+class Plain(gpt2.GPT2):
+    Config, Block = PlainConfig, Block
+    presets = {"plain-tiny": PlainConfig(**{**TINY, **NO_DROPOUT, "layers": 4})}
+
+    def __init__(self, config, ctx, seed=0):
+        super().__init__(config, ctx, seed)
+        if self.has_last:
+            self.final = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        if config.mistake == "on every stage":
+            self.everywhere = nn.LayerNorm(config.hidden_size)
+
+    def forward_stage(self, x, batch, stage):
+        x = super().forward_stage(x, batch, stage)
+        return x + self.final(x) if stage.last else x
+
+
+def plain_config(mistake: str = "") -> PlainConfig:
+    return replace(Plain.presets["plain-tiny"], mistake=mistake)
