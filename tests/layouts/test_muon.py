@@ -58,7 +58,9 @@ def built(config, ctx, lora_rank=0, train_only=None, recompute="none", dtype=tor
 def step_of(model, optimizer, step, schedule="1f1b"):
     """Train a step; the loss."""
     ids, targets = (replica_rows(tensor, model.ctx) for tensor in make_batch(step))
-    loss = model.train_batch(ids, targets=targets, num_microbatches=4, schedule=schedule, step=step)
+    count = min(4, len(ids))
+    batch = {"num_microbatches": count, "schedule": schedule, "step": step}
+    loss = model.train_batch(ids, targets=targets, **batch)
     optimizer.step()
     return loss.item()
 
