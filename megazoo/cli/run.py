@@ -28,7 +28,8 @@ from megazoo.optim.learning_rate import learning_rate
 from megazoo.parallel.context import ParallelContext
 from megazoo.tokenizer import Tokenizer
 
-# The groups of settings that a checkpoint keeps.
+# The groups of settings that a checkpoint keeps. Of the others, the model's and the adapters' are
+# in its manifest; the layout, the checkpoints and what is logged are of one start.
 KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
 # Settings of the samples and their order: a resumed run says which of them have changed.
 SAMPLING = "data split seed separate_documents chat_template packing".split()

@@ -1,5 +1,6 @@
 """Settings of the training program: flags, TOML files, sizes; and one line for each mistake."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pretrain_gpt
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options, ShardingOptions
 from megazoo.cli.parsing import each_once
-from megazoo.cli.run import notes_on_changes, settings_to_resume
+from megazoo.cli.run import KEPT, notes_on_changes, settings_to_resume
 from megazoo.errors import UserError
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
@@ -31,6 +32,17 @@ def test_of_a_flag_the_last_value_remains():
         "--compile --no-compile --sequence-parallel": "--no-compile --sequence-parallel",
     }.items():
         assert each_once(given.split()) == once.split()
+
+
+def test_of_each_group_of_settings_it_is_said_whether_a_run_keeps_it():
+    """docs/hybrid.md has the table; a new group belongs there, and here."""
+    of_one_start = {"parallel", "checkpoint", "logging"}
+    in_the_manifest = {"model", "lora"}
+    groups = {f.name for f in dataclasses.fields(Options) if f.name != "config"}
+    kept = groups - of_one_start - in_the_manifest
+    defaults = Options()
+    assert {type(getattr(defaults, name)) for name in kept} == set(KEPT)
+    assert kept == {"training", "optimizer", "data", "evaluation"}
 
 
 def test_toml_file_and_command_line(tmp_path):
