@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -139,6 +139,18 @@ def help_at_once(kind: type, description: str) -> None:
         run_program(lambda arguments: parse_flags(kind, arguments, description))
 
 
+@contextmanager
+def _alone_if_it_fails():
+    """Have a process that fails within end at once: it does not wait for other ranks to end."""
+    try:
+        yield
+    except BaseException:
+        if ending := sys.modules.get("megazoo.parallel.ending"):  # which would load torch
+            ending.leave()
+        raise
+
+
+@_alone_if_it_fails()
 def run_program(main: Callable[[list[str]], None]) -> None:
     """Run main(arguments) and exit: 0, or after one line on stderr for a mistake, with a
     UserError's exit code, else 1. Of a bug, the traceback is printed, too.

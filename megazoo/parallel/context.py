@@ -18,6 +18,7 @@ from megazoo import environment
 from megazoo.errors import UserError
 from megazoo.parallel.cpu import products
 from megazoo.parallel.device import choose_device, share_cores
+from megazoo.parallel.ending import close_at_exit
 from megazoo.parallel.groups import (
     CUDA_BACKENDS,
     VirtualGroup,
@@ -128,7 +129,8 @@ class ParallelContext:
         virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule.
         stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
         included; "uniform" by layers; or the number of layers of each.
-        In a plain process (no launcher) with all sizes 1, nothing is initialised.
+        In a plain process (no launcher) with all sizes 1, nothing is initialised. What is
+        initialised here ends with the process, for which its ranks wait for each other a moment.
         UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
         """
         check_timeout(timeout)
@@ -152,12 +154,15 @@ class ParallelContext:
             here = replace(here, sequence_parallel=device.type == "cuda")
         _take(device)
         allow_sockets(world)
-        if not dist.is_initialized():
+        if initialized := not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ:
                 return replace(here, device=device)
             with meeting():
                 _initialize(device, world, timeout)
-        return here._connected(device, timeout)
+        context = here._connected(device, timeout)
+        groups = [context.joint_group, *(axis.group for axis in context.axes)]
+        close_at_exit(context.name, initialized, [group for group in groups if group])
+        return context
 
     def _connected(self, device: torch.device, timeout: timedelta) -> "ParallelContext":
         """Return this context on a device, with the groups through which its ranks talk. Every rank

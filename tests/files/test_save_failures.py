@@ -4,7 +4,6 @@ rank."""
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from megazoo.models.resharding import write_shards
 from megazoo.parallel.collectives import all_gather_objects
 from tests.support.directories import PROGRAM, names, tiny_model
 from tests.support.pretraining import ROOT
+from tests.support.processes import free_port
 from tests.support.training import context, in_fresh_processes, tiny_config
 
 # Weights that are not finite
@@ -177,9 +177,7 @@ saving.write_rank = stop
 @pytest.mark.slow
 def test_the_program_gives_up_a_stopped_rank_after_its_timeout(tmp_path):
     (tmp_path / "stop.py").write_text(STOP)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, ROOT / "pretrain_gpt.py", *PROGRAM, "--tp", "2", "--timeout", "5"]

@@ -5,7 +5,6 @@ import io
 import os
 import re
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from megazoo.cli import callbacks
 from megazoo.cli.parsing import parse_options
 from megazoo.environment import adopt_launcher
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records
-from tests.support.processes import Program
+from tests.support.processes import Program, free_port
 from tests.support.programs import python
 from tests.support.soak import soak
 
@@ -224,12 +223,6 @@ def test_a_run_under_random_deaths_ends_as_a_quiet_one(tmp_path):
 
 
 # Launchers.
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def test_the_slurm_script_goes_on_after_a_rank_has_died(tmp_path):

@@ -1,0 +1,94 @@
+"""The end of a process that has made a context: its ranks meet, and close their connections.
+
+A process that ends while threads of gloo still serve its connections may be aborted (SIGABRT); the
+launcher then kills the other ranks, which may still be writing.
+"""
+
+import atexit
+import os
+import sys
+import time
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megazoo.torch_internals import default_store
+
+PATIENCE = 5.0  # seconds for which a rank that ends waits for the others
+LEAVING = 1.0  # seconds for which the rank that has the store waits for the others to read it
+
+
+class _Ending:
+    """What a process does at its end. One of it is registered, in the process that made it."""
+
+    def __init__(self, name: str, owns_world: bool):
+        self.name, self.owns_world, self.pid = name, owns_world, os.getpid()
+        # weak: a group that a user destroys ends then
+        self.world, self.groups = weakref.ref(dist.group.WORLD), weakref.WeakSet()
+
+    def __call__(self) -> None:
+        failed = getattr(sys, "last_value", None) is not None
+        if failed or not self.is_current():
+            return
+        met = False
+        with suppress(RuntimeError):  # a store that is gone: the others have left
+            met = self._meet()
+        if "nccl" in dist.get_backend() and not met:
+            return  # NCCL would wait for them
+        for group in [None] if self.owns_world else list(self.groups):
+            with suppress(RuntimeError, ValueError, AssertionError):  # of one that is gone
+                dist.destroy_process_group(group)
+
+    def is_current(self) -> bool:
+        """Return whether the process and its world are those that it was made in."""
+        world = self.world()
+        return os.getpid() == self.pid and world is not None and world is dist.group.WORLD
+
+    def _meet(self) -> bool:
+        """Wait a moment for all ranks to come here; returns whether they have."""
+        store, size = default_store(), dist.get_world_size()
+        store.set_timeout(timedelta(seconds=PATIENCE))
+        if not _count(store, f"megazoo/{self.name}/ends", size, PATIENCE):
+            return False
+        if dist.get_rank() == 0:  # which may have the store
+            _count(store, f"megazoo/{self.name}/left", size, LEAVING)
+        else:
+            store.add(f"megazoo/{self.name}/left", 1)
+        return True
+
+
+_latest: _Ending | None = None
+
+
+def close_at_exit(name: str, owns_world: bool, groups: list) -> None:
+    """Have this process close groups at its end, together with the other ranks.
+
+    name: of the context, the same on all ranks. owns_world: megazoo initialised torch.distributed;
+    if a user did, that is theirs to end.
+    """
+    global _latest
+    if _latest is None or not _latest.is_current():
+        if _latest:
+            atexit.unregister(_latest)
+        _latest = _Ending(name, owns_world)
+        atexit.register(_latest)
+    _latest.groups.update(groups)
+
+
+def leave() -> None:
+    """Have this process end without the others, as after a mistake that it has told."""
+    if _latest:
+        atexit.unregister(_latest)
+
+
+def _count(store: dist.Store, key: str, size: int, patience: float) -> bool:
+    """Add this rank to those that have come to a key; returns whether all come in time."""
+    until = time.monotonic() + patience
+    store.add(key, 1)
+    while store.add(key, 0) < size:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+    return True
