@@ -25,8 +25,8 @@ from tests.support.training import (
     in_fresh_processes,
 )
 
-ROWS, LENGTH = 8, 64
-SIZES = dict(vocab_size=2048, max_positions=LENGTH, hidden_size=128, layers=4, heads=4)
+ROWS, LENGTH = 8, 128
+SIZES = dict(vocab_size=2048, max_positions=LENGTH, hidden_size=128, layers=8, heads=4)
 CONFIGS = {
     "gpt2": GPT2Config(**SIZES, **NO_DROPOUT),
     "llama": LlamaConfig(**SIZES, ffn_size=384),
