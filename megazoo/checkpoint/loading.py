@@ -43,7 +43,8 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
             for name, entry, tensor in states:
                 checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, ctx)
             trainer = checkpoint.trainer
-            model.read_from = ()
+            read_before = model.read_from if checkpoint.about_adapters else ()
+            model.read_from = () if optimizer else (*read_before, checkpoint)
             if optimizer:
                 optimizer.masters.note(optimizer.entries)
                 optimizer.steps.fill_(trainer["optimizer_steps"])

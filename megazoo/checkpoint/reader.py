@@ -106,6 +106,11 @@ class Checkpoint(TensorSource):
         return generation_config(self.path / GENERATION, self._read_checked(GENERATION))
 
     @property
+    def specs(self) -> dict[str, ParameterSpec]:
+        """The shape and cut of every tensor, the optimizer's states among them, by its name."""
+        return {name: spec_from_manifest(stored) for name, stored in self.tensors.items()}
+
+    @property
     def has_states(self) -> bool:
         return any(self.states_of(name) for name in self.tensors)
 

@@ -38,6 +38,8 @@ def save(
     the optimizer's state. trainer: JSON for trainer.json; its key "run", if it has one, is an id of
     the run. keep_last: how many steps of this run remain in the directory, this one included; 0:
     all.
+    Save a run with the weights that it trains: others that were copied into the model, such as
+    averages, become the optimizer's fp32 weights, and training continues from them.
     Raises UserError on every rank if one fails, or another run is saving there; earlier checkpoints
     stay as they were.
     """

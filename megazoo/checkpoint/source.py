@@ -60,6 +60,11 @@ class TensorSource:
         self.files.close()
         self._upload = Upload()
 
+    def __getstate__(self) -> dict:
+        """Return what a copy has: no open files."""
+        self.close()
+        return vars(self)
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
         raise NotImplementedError

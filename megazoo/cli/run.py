@@ -25,6 +25,7 @@ from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.models.source import ModelSource
 from megazoo.optim.learning_rate import learning_rate
+from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
 from megazoo.tokenizer import Tokenizer
 
@@ -33,6 +34,8 @@ from megazoo.tokenizer import Tokenizer
 KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
 # Settings of the samples and their order: a resumed run says which of them have changed.
 SAMPLING = "data split seed separate_documents chat_template packing".split()
+# The groups of settings that all ranks have alike.
+COMPARED = "parallel training lora optimizer evaluation".split()
 
 
 @dataclass
@@ -74,6 +77,18 @@ class Run:
         rows = self.options.training.global_batch_size
         first = self.state["consumed_samples"]
         return range(first, first + (self.options.training.steps - self.first_step) * rows, rows)
+
+    def terms(self) -> Terms:
+        """Return what all ranks of a run have alike: the model, and the settings of what it
+        computes. Files may be elsewhere on another machine."""
+        groups, data = [getattr(self.options, name) for name in COMPARED], self.options.data
+        settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
+        settings |= {name: getattr(data, name) for name in SAMPLING if name not in ("data", "seed")}
+        config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        terms = Terms()
+        terms.take({f"--{name.replace('_', '-')}": value for name, value in settings.items()})
+        terms.take({f"the model's {name}": value for name, value in config.items()})
+        return terms
 
     def settle_epochs(self, samples: int) -> None:
         """Count the steps of --epochs, now that the samples of one are known."""

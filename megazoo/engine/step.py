@@ -3,6 +3,7 @@ last backward. A model inherits them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,8 @@ class TrainingStep:
         settings = {"family": self.family, "seed": self.seed, "training mode": self.training}
         terms = Terms(rows={"the number of training calls": self._calls})  # dropout is drawn by it
         terms.take({f"the model's {name}": value for name, value in settings.items()})
-        terms.take({f"the model's {name}": value for name, value in vars(self.config).items()})
+        values = {each.name: getattr(self.config, each.name) for each in fields(self.config)}
+        terms.take({f"the model's {name}": value for name, value in values.items()})
         return terms
 
     @together_in_replica
@@ -158,7 +160,7 @@ class TrainingStep:
         given = {"input_ids": input_ids, "labels": labels, **inputs}
         with failing_together(self.ctx) as call:
             if call:
-                call.agree("microbatches", self, {**given, "num_microbatches": num_microbatches})
+                call.agree("microbatches", self, {**given, "micro-batches": num_microbatches})
             buckets = self.buckets_to_train()
             batch = Batch(**given)
             micro_batches = self.micro_batches(batch, num_microbatches)
@@ -331,25 +333,46 @@ class TrainingStep:
             for entry in entries
             if entry.spec.has_partial_gradient(self.ctx)
         ]
+        if not self._compared and self.ctx.tp_size > 1:
+            self._compared = self._compare_plain(entries)
         sum_over_copies(partial, self.ctx)
-        if not self._compared:
-            self._compared = True
-            self._compare_plain(entries)
 
-    def _compare_plain(self, entries: list[Entry]) -> None:
-        """Raise UserError for a plain parameter whose gradients differ between tp ranks: it is used
-        where each rank has features or heads of its own, which nothing else shows."""
-        ctx = self.ctx
-        for entry in entries if ctx.tp_size > 1 and not ctx.sequence_parallel else ():
-            if entry.spec.plain:
-                extremes = torch.stack([entry.parameter.grad, -entry.parameter.grad])
-                all_reduce(extremes, ctx.tp_group, dist.ReduceOp.MAX)
-                if (extremes.sum(0).abs().max() > 1e-3 * extremes.abs().max()).item():
-                    raise UserError(
-                        f"the gradients of {entry.name} differ between the tp ranks: it is used "
-                        "inside a tensor-parallel region, where each rank has other features; make "
-                        "it by a ShardedModule, whose ParameterSpec says partial=True"
-                    )
+    def _compare_plain(self, entries: list[Entry]) -> bool:
+        """Raise UserError for plain parameters that are used where nothing makes their gradients
+        right; return whether the gradients show it.
+
+        They are to be equal on the tp ranks; under sequence parallelism parts of a sum, which can't
+        be equal unless those of other modules are, as of a row of equal tokens.
+        """
+        plain = [entry for entry in entries if entry.spec.plain]
+        if not plain:
+            return True
+        if not self.ctx.sequence_parallel:
+            for entry in filter(self._differs, plain):
+                raise UserError(
+                    f"the gradients of {entry.name} differ between the tp ranks: it is used "
+                    "inside a tensor-parallel region, where each rank has other features; make it "
+                    "by a ShardedModule, whose ParameterSpec says partial=True"
+                )
+            return True
+        others = (entry for entry in entries if entry.spec.shard is None and not entry.spec.plain)
+        if not any(map(self._differs, others)):
+            return False
+        for entry in plain:
+            if entry.parameter.grad.any() and not self._differs(entry):
+                raise UserError(
+                    f"the gradients of {entry.name} are the same on all tp ranks under sequence "
+                    "parallelism: it is used where each rank has the whole sequence, and they "
+                    "would be summed; use it where each has its part, or turn "
+                    "sequence_parallel off"
+                )
+        return True
+
+    def _differs(self, entry: Entry) -> bool:
+        """Return whether a parameter's gradients differ between the tp ranks."""
+        extremes = torch.stack([entry.parameter.grad, -entry.parameter.grad])
+        all_reduce(extremes, self.ctx.tp_group, dist.ReduceOp.MAX)
+        return (extremes.sum(0).abs().max() > 1e-3 * extremes.abs().max()).item()
 
     def _sum_tied(self, entries: list[Entry]) -> None:
         for entry in entries:

@@ -140,16 +140,12 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     def empty(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
         """This rank's stages on its device, to be filled; plain modules have their initial values.
         Warns, on rank 0, of stages without layers."""
-
-        def placed(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(ctx.device, dtype if tensor.is_floating_point() else tensor.dtype)
-
         model = cls._planned(config, ctx, seed)
         if ctx.rank == 0 and ctx.device.type != "meta":
             cls._warn_of_empty_stages(config, ctx)
         check_stages(model, partial(cls._plain_names, config, ctx))
         initialize_plain(model, partial(cls._planned, config, ctx, seed, draw=1), seed)
-        place_plain(model, placed)
+        place_plain(model, ctx.device, dtype)
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
@@ -181,7 +177,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         there = ParallelContext.virtual(
             **size, rank=pp_rank * ctx.tp_size, stage_layers=ctx.stage_layers
         )
-        return {name for name, *_ in plain_parameters(cls._planned(config, there, 0))}
+        return {name for name, *_ in plain_parameters(cls.on_meta(config, there))}
 
     @classmethod
     def _warn_of_empty_stages(cls, config, ctx: ParallelContext) -> None:
@@ -198,9 +194,13 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     @classmethod
     def on_meta(cls, config, ctx: ParallelContext, *, seed: int = 0) -> "Model":
         """Make this rank's stages without memory: what a virtual context can build."""
-        model = cls._planned(config, ctx, seed)
-        place_plain(model, lambda tensor: tensor.to("meta"))
-        return model
+        try:
+            with torch.device("meta"):
+                return cls._planned(config, ctx, seed)
+        except RuntimeError:  # of a module that looks at its values while it is made
+            model = cls._planned(config, ctx, seed)
+            place_plain(model, "meta")
+            return model
 
     def _apply(self, fn, recurse: bool = True) -> "Model":
         """Convert the model, as half() and to() do. Gradients stay fp32."""

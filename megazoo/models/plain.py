@@ -30,8 +30,15 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise UserError for a plain module or parameter that can't be the same in every layout."""
+    """Raise UserError for a plain module or parameter that can't be the same in every layout, and
+    for one that a ShardedModule has without saying how it is cut."""
     for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, ShardedModule) and (unknown := own.keys() - module.specs.keys()):
+            raise UserError(
+                f"{prefix}.{min(unknown)} has no ParameterSpec: a ShardedModule makes its "
+                "parameters by add_parameter(name, spec)"
+            )
         kind = f"{prefix} is nn.{type(module).__name__}"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise UserError(f"{kind}, whose masks depend on the layout: use megazoo.layers.Dropout")
@@ -52,33 +59,36 @@ def initialize_plain(model: nn.Module, again: Callable[[], nn.Module], seed: int
     if given:
         others = _given(again())
         for name, tensor in given.items():
-            if not torch.equal(tensor, others[name]):
+            if not torch.equal(_bits(tensor), _bits(others[name])):
                 raise UserError(
-                    f"{name} is drawn while the model is built, so that it would depend on the "
-                    "layout: draw it in its module's reset_parameters()"
+                    f"{name} is drawn while the model is built, or never filled, so that it would "
+                    "depend on the layout: fill it in its module's reset_parameters()"
                 )
     with torch.random.fork_rng(devices=[]):
-        for name, module in model.named_modules():
+        for name, module in reversed(list(model.named_modules())):  # parts before their whole
             if not isinstance(module, ShardedModule) and (reset := _reset_of(module)):
                 torch.manual_seed(derive_seed(seed, name))
                 reset()
 
 
-def place_plain(model: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace plain parameters, buffers and attributes by place(tensor), a tensor of the same
-    values on another device."""
+def place_plain(
+    model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
+) -> None:
+    """Move plain parameters, buffers and attributes to a device. dtype: of the parameters that are
+    of floating point; the others keep theirs, as a table of angles has to."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         if not isinstance(module, ShardedModule):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter not in moved:
-                    values = place(parameter.detach())
+                    of = dtype if parameter.is_floating_point() else None
+                    values = parameter.detach().to(device, of or parameter.dtype)
                     moved[parameter] = nn.Parameter(values, parameter.requires_grad)
                 setattr(module, name, moved[parameter])
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = place(buffer)
+            module._buffers[name] = buffer.to(device)
         for name, value in _attributes(module):
-            setattr(module, name, place(value))
+            setattr(module, name, value.to(device))
 
 
 def check_stages(model: nn.Module, names_of: Callable[[int], set[str]]) -> None:
@@ -104,8 +114,13 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 def _attributes(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors that are plain attributes of a module."""
-    found = vars(module).items()
-    return [(name, value) for name, value in found if isinstance(value, torch.Tensor)]
+    found = [(name, value) for name, value in vars(module).items() if torch.is_tensor(value)]
+    return [(name, value) for name, value in found if not isinstance(value, nn.Parameter)]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, which are equal where it is not a number, too."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _given(model: nn.Module) -> dict[str, torch.Tensor]:

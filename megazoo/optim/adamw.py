@@ -100,7 +100,8 @@ class AdamW(ModelOptimizer):
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self.masters = MasterWeights()
         self.masters.refresh(self)
-        self._compared: dict[str, int] = {}  # the versions of parameters after the last step
+        self._versions: dict[str, int] = {}  # of the parameters after the last step
+        self._written: set[str] = set()  # parameters that something else than a step has written
 
     @together
     @torch.no_grad()
@@ -118,6 +119,7 @@ class AdamW(ModelOptimizer):
             check_number("lr", float(group["lr"]), 0)
         self._check_gradients()
         self._check_dtypes()
+        self._note_written()
         self.masters.refresh(self)
         norm = global_norm(self.entries, self.buckets)
         if self.loss_scale:
@@ -137,22 +139,30 @@ class AdamW(ModelOptimizer):
             self.buckets.gather()
         self.masters.note(self.entries)
         self.model.read_from = ()
-        self._compared = versions_of(self.entries)
+        self._versions = versions_of(self.entries)
         return norm
 
     def terms(self) -> Terms:
         """Return what ranks that take this step together have alike: its settings, and on replicas
-        the parameters that something else than a step has written."""
+        the parameters that something else than a step has written since they were asked for."""
         everywhere = {"clip_grad": self.clip_grad, "the optimizer": type(self).__name__}
         for number, group in enumerate(self.param_groups):
             settings = {key: group[key] for key in group if key not in ("params", "names")}
             everywhere |= {f"{key} of group {number}": settings[key] for key in settings}
+        self._note_written()
+        names, self._written = self._written, set()
         written = {
             f"what was written into {entry.name}": fingerprint(entry.parameter, bits=True)
             for entry in self.entries
-            if self._compared.get(entry.name) != entry.parameter._version
+            if entry.name in names and self.replicas.size > 1
         }
-        return Terms(everywhere, replicas=written if self.replicas.size > 1 else {})
+        return Terms(everywhere, replicas=written)
+
+    def _note_written(self) -> None:
+        """Note the parameters that were written since the last step, or since this was called."""
+        versions = versions_of(self.entries)
+        self._written |= {name for name in versions if self._versions.get(name) != versions[name]}
+        self._versions = versions
 
     def range_of(self, entry: Entry, replica: int) -> tuple[int, int]:
         """Return which elements of a parameter, flattened, a replica has the state of: (first, last

@@ -44,11 +44,13 @@ class MasterWeights:
         for entry in written:
             for master, weights, _ in _pieces(optimizer, entry):
                 master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights))
-        try:
-            for source in optimizer.model.read_from if written else ():
+        for source in optimizer.model.read_from if written else ():
+            try:
                 _take_from(source, optimizer, written)
-        except UserError as error:
-            advise(f"fp32 weights start from those of {optimizer.model.dtype}: {error}")
+            except UserError as error:
+                advise(f"fp32 weights start from those of {optimizer.model.dtype}: {error}")
+            finally:
+                source.close()
         self.note(optimizer.entries)
 
 
@@ -67,7 +69,6 @@ def _take_from(source, optimizer, entries: list[Entry]) -> None:
             values = torch.empty_like(master)
             source.read_range(name, values, place, entry, optimizer.ctx)
             master.copy_(torch.where(values.to(weights.dtype) == weights, values, master))
-    source.close()
 
 
 def _pieces(

@@ -17,22 +17,28 @@ from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import Axis, ParallelContext
 
 # On CUDA the first calls are compared, and then every so many: the comparison goes over the network
-# while the device computes, but the host that launches its work waits for it.
-CUDA_FIRST, CUDA_EVERY = 16, 16
+# while the device computes, but the host that launches its work waits for it. A prime number, so
+# that of a loop with several calls each has its turn.
+CUDA_FIRST, CUDA_EVERY = 16, 17
 SHOWN = 3  # differences that a message names
-PLACES = ("directory", "load_directory")  # which ranks of several machines may call otherwise
+# Which ranks may give otherwise: names of directories on several machines, and what is returned.
+OWN = ("directory", "load_directory", "return_count")
+OF_REPLICA = ("num_microbatches",)  # which replicas may give otherwise
+PIECE_ELEMENTS = 1 << 22  # of a tensor on CUDA, of which a checksum is made at once
 
 
 @dataclass
 class Terms:
     """What ranks that make a call together have alike, each value by a name for messages.
 
-    everywhere: on all of them, such as settings. rows: on the ranks that work on the same rows,
-    those along tp and cp. replicas: on the ranks that have the same parameters, along cp and dp.
-    parts: each rank along cp was given its part of the rows, which are then not compared over cp.
+    everywhere: on all of them, such as settings. in_replica: on the ranks of one replica. rows: on
+    the ranks that work on the same rows, those along tp and cp. replicas: on the ranks that have
+    the same parameters, along cp and dp. parts: each rank along cp was given its part of the rows,
+    which are then not compared over cp.
     """
 
     everywhere: dict[str, Any] = field(default_factory=dict)
+    in_replica: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
     replicas: dict[str, Any] = field(default_factory=dict)
     parts: bool = False
@@ -40,6 +46,8 @@ class Terms:
     def along(self, axis: str) -> dict[str, Any]:
         """Return what the ranks along an axis have alike."""
         terms = dict(self.everywhere)
+        if axis != "dp":
+            terms |= self.in_replica
         if axis == "tp" or (axis == "cp" and not self.parts):
             terms |= self.rows
         if axis in ("cp", "dp"):
@@ -47,23 +55,27 @@ class Terms:
         return terms
 
     def take(self, arguments: Mapping[str, Any]) -> None:
-        """Add the arguments of a call: tensors, which are of rows, and settings. Those of other
-        types, such as functions, are not compared."""
+        """Add the arguments of a call: tensors, which are of rows, and settings. None, and what is
+        of other types, such as functions, is not compared."""
         for name, value in arguments.items():
-            if value is None or isinstance(value, torch.Tensor) or name == "sequence_length":
+            if isinstance(value, torch.Tensor):
                 self.rows[name] = fingerprint(value)
-            elif _is_plain(value) and name not in PLACES:
-                self.everywhere[name] = value
+            elif value is not None and _is_plain(value) and name not in OWN:
+                of_rows, of_replica = name == "sequence_length", name in OF_REPLICA
+                terms = self.rows if of_rows else self.in_replica if of_replica else self.everywhere
+                terms[name] = value
         self.parts = self.parts or arguments.get("sequence_length") is not None
 
 
-def agree(
-    ctx: ParallelContext, call: str, terms: Terms, number: int, axes: tuple[str, ...]
-) -> None:
+def is_compared(ctx: ParallelContext, number: int) -> bool:
+    """Return whether ranks compare a call: all calls, on CUDA some. number: of the calls that these
+    ranks have made together."""
+    return ctx.device.type != "cuda" or number <= CUDA_FIRST or number % CUDA_EVERY == 0
+
+
+def agree(ctx: ParallelContext, call: str, terms: Terms, axes: tuple[str, ...]) -> None:
     """Raise UserError, on every rank along an axis, unless the ranks along it make the same call on
-    the same terms. number: of the calls that these ranks have made together."""
-    if ctx.device.type == "cuda" and number > CUDA_FIRST and number % CUDA_EVERY:
-        return
+    the same terms."""
     for name in axes:
         axis = ctx.axis(name)
         mine = {"call": call, **terms.along(name)}
@@ -73,13 +85,18 @@ def agree(
 
 def sharing_axis(ctx: ParallelContext, *rows: torch.Tensor | None) -> Axis:
     """Return the ranks that share the work on rows: those of all replicas, if all were given the
-    same ones; else those along cp, and each replica works on its own. Every rank calls it."""
-    dp = ctx.axis("dp")
-    if dp.size == 1 or not dist.is_initialized():
+    same ones; else those along cp, and each replica works on its own. Every rank calls it; the
+    stages of a pipeline with the same rows: otherwise UserError."""
+    dp, pp = ctx.axis("dp"), ctx.axis("pp")
+    if dp.size * pp.size == 1 or not dist.is_initialized():
         return ctx.gradient_axis
-    if _are_equal([fingerprint(each, bits=True) for each in rows], dp):
-        return ctx.gradient_axis
-    return ctx.axis("cp")
+    mine = {f"rows {i}": fingerprint(each, bits=True) for i, each in enumerate(rows)}
+    if pp.size > 1 and not _are_equal(mine, pp):
+        raise UserError(
+            "the stages of a pipeline were given different rows: give all ranks of a replica the "
+            "same ones"
+        )
+    return ctx.gradient_axis if dp.size == 1 or _are_equal(mine, dp) else ctx.axis("cp")
 
 
 def fingerprint(value, bits: bool | None = None) -> Any:
@@ -106,21 +123,48 @@ def _is_plain(value) -> bool:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Return a number that changes with the bits of a tensor. On CUDA the device computes it."""
+    """Return a number that changes with the bits of a tensor and with their order. On CUDA the
+    device computes it."""
     flat = tensor.detach().reshape(-1)
     if tensor.device.type == "cpu":
         return crc32(flat.contiguous().view(torch.uint8).numpy())
+    return _weighted_sum(flat)
+
+
+def _weighted_sum(flat: torch.Tensor) -> int:
+    """Return the sum, modulo 2 ** 64, of a tensor's bits as integers, each multiplied by an odd
+    number of its own."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(flat.view(integers[flat.element_size()]).sum(dtype=torch.int64))
+    bits = flat.view(integers[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, len(bits), PIECE_ELEMENTS):
+        piece = bits[first : first + PIECE_ELEMENTS].long()
+        places = torch.arange(first, first + len(piece), device=flat.device)
+        total += (piece * (2 * places + 1)).sum()
+    return int(total)
 
 
-def _are_equal(mine, axis: Axis) -> bool:
+def _are_equal(mine: Mapping[str, Any], axis: Axis) -> bool:
     """Return whether all ranks along an axis have equal values, by their hashes."""
-    number = float(crc32(repr(mine).encode()))
+    number = float(crc32(_text(mine).encode()))
     extremes = torch.tensor([number, -number], dtype=torch.float64)
     all_reduce(extremes, axis.group, dist.ReduceOp.MAX)
     largest, least = extremes.tolist()
     return largest == -least
+
+
+def _text(value) -> str:
+    """Return a text that is the same for equal values: 1, 1.0 and True; a list and its tuple;
+    dictionaries in whatever order."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_text(k)}: {_text(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, str):
+        return repr(str(value))
+    if isinstance(value, float) and not value.is_integer():  # infinite, or not a number, too
+        return repr(float(value))
+    return repr(int(value)) if isinstance(value, int | float) else repr(value)
 
 
 def _difference(mine: dict[str, Any], axis: str, ctx: ParallelContext) -> str:
@@ -134,7 +178,8 @@ def _difference(mine: dict[str, Any], axis: str, ctx: ParallelContext) -> str:
     differences = []
     for name in names:
         values = [terms.get(name) for terms in every]
-        other = next((i for i, value in enumerate(values) if value != values[0]), None)
+        first = _text(values[0])
+        other = next((i for i, value in enumerate(values) if _text(value) != first), None)
         if other is not None:
             here, there = _shown(values[0], values[other])
             differences.append(f"{name} is {here} on {ranks[0]}, {there} on {ranks[other]}")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megazoo.errors import UserError
-from megazoo.parallel.agreement import Terms, agree
+from megazoo.parallel.agreement import Terms, agree, is_compared
 from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.cpu import shared_memory
 from megazoo.torch_internals import default_store
@@ -89,8 +89,10 @@ def _together(function: Callable, in_replica: bool) -> Callable:
             _note(name)
         with failing_together(model.ctx, in_replica) as together, _one_thread(model.ctx, name):
             if together:
-                arguments = signature.bind(model, *args, **kwargs).arguments
-                together.agree(name, model, {**arguments, **arguments.pop("settings", {})})
+                bound = signature.bind(model, *args, **kwargs)
+                bound.apply_defaults()
+                settings = bound.arguments.pop("settings", {})
+                together.agree(name, model, {**bound.arguments, **settings})
             return function(model, *args, **kwargs)
 
     return call
@@ -163,12 +165,15 @@ class _Call:
         """Raise UserError unless the ranks make the same call, with arguments and a model that fit
         together; and if some do not come, naming them.
 
-        arguments: of the call, by their names. model: what has `terms()`, if it has.
+        arguments: of the call, by their names. model: what has `terms()`, if it has; they are asked
+        for only if the call is compared.
         """
+        if not is_compared(self.ctx, self.number):
+            return
         terms = model.terms() if hasattr(model, "terms") else Terms()
         terms.take(arguments)
         try:
-            agree(self.ctx, name, terms, self.number, self.axes)
+            agree(self.ctx, name, terms, self.axes)
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise

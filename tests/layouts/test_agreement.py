@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import megazoo
 from megazoo.errors import UserError
 from megazoo.evaluation.classifying import classify
 from megazoo.evaluation.scoring import score
-from megazoo.parallel import failure
+from megazoo.parallel import agreement, failure
 from megazoo.testing import GROUP_TIMEOUT
 from tests.support.layouts import in_layout
 from tests.support.sampling import marked_slow
@@ -50,6 +51,12 @@ def other_call(model, ctx, is_odd):
 def other_count(model, ctx, is_odd):
     ids = batch(ctx)
     model.train_batch(ids, labels=ids, num_microbatches=4 if is_odd else 2)
+
+
+def other_count_in_a_loop(model, ctx, is_odd):
+    ids = batch(ctx)
+    for out in model.microbatches(ids, labels=ids, num_microbatches=4 if is_odd else 2):
+        out.loss.backward()
 
 
 def other_schedule(model, ctx, is_odd):
@@ -91,6 +98,11 @@ def other_targets(model, ctx, is_odd):
     score(model, ids, ids + is_odd)
 
 
+def some_mask(model, ctx, is_odd):
+    ids = batch(ctx)
+    model(ids, torch.ones_like(ids) if is_odd else None, labels=ids)
+
+
 def stepped(model, ctx, change=lambda model, opt: None):
     opt = megazoo.optim.AdamW(model, lr=1e-3)
     for _ in range(2):
@@ -114,6 +126,18 @@ def edited(model, ctx, is_odd):
     stepped(model, ctx, change)
 
 
+def edited_unseen(model, ctx, is_odd):
+    """An edit before a step that is not compared, as most are on CUDA."""
+    opt = megazoo.optim.AdamW(model, lr=1e-3)
+    for step in range(3):
+        with mock.patch.object(failure, "is_compared", return_value=step != 1):
+            model.train_batch(batch(ctx), labels=batch(ctx))
+            opt.step()
+        if step == 0:
+            with torch.no_grad():
+                next(iter(model.layers.values())).mlp.up.weight[0, 0] += is_odd * 1e-3
+
+
 def drawn_otherwise(model, ctx, is_odd):
     """The weights of two seeds under one."""
     model = megazoo.from_config(CONFIG, ctx, seed=4 if is_odd else 3)
@@ -127,7 +151,8 @@ CASES = [
     (shorter_rows, ("tp", "cp"), r"input_ids is of the shape \(8, 16\) on .* \(8, 12\) on"),
     (own_labels, ("tp", "cp"), "disagree in forward: labels is one tensor on"),
     (other_call, ("tp", "cp", "dp", "pp"), "call is 'train_batch' on .*, 'eval_batch' on"),
-    (other_count, ("tp", "cp", "dp", "pp"), "num_microbatches is 2 on .*, 4 on"),
+    (other_count, ("tp", "cp", "pp"), "num_microbatches is 2 on .*, 4 on"),
+    (other_count_in_a_loop, ("tp", "cp", "dp", "pp"), "micro-batches is 2 on .*, 4 on"),
     (other_schedule, ("tp", "cp", "dp", "pp"), "schedule is '1f1b' on .*, 'gpipe' on"),
     (other_seed, ("tp", "cp", "dp", "pp"), "the model's seed is 3 on .*, 4 on"),
     (other_model, ("tp", "cp", "dp", "pp"), "the model's heads is 4 on .*, 2 on"),
@@ -136,9 +161,11 @@ CASES = [
     (other_prompts, ("tp", "cp"), "disagree in generate: input_ids is one tensor"),
     (other_length, ("tp", "cp", "dp", "pp"), "max_new_tokens is 2 on .*, 3 on"),
     (other_targets, ("tp", "cp"), "disagree in score: targets is one tensor"),
+    (some_mask, ("tp", "cp"), "attention_mask is None on .*, a tensor on"),
     (other_rate, ("tp", "cp", "dp", "pp"), r"lr of group 0 is 0.001 on .*, 0.002 on"),
     (edited, ("cp", "dp"), r"what was written into layers.0.mlp.up.weight is one tensor"),
     (drawn_otherwise, ("cp", "dp"), "what was written into .* is one tensor"),
+    (edited_unseen, ("cp", "dp"), r"what was written into layers.0.mlp.up.weight is one tensor"),
 ]
 
 
@@ -233,3 +260,81 @@ def test_a_rank_that_calls_alone_ends_with_the_names_of_the_others(ranks, layout
         f"rank 1 did not call {name}, for which the other ranks waited 2 s: all ranks make the "
         "same calls, in the same order"
     )
+
+
+def made_alike(layout):
+    """Calls that only look different on the ranks."""
+    ctx = context(**layout)
+    model, ids, is_odd = megazoo.from_config(CONFIG, ctx, seed=3), batch(ctx), ctx.rank % 2
+    if is_odd:
+        model.train_batch(ids, labels=ids, num_microbatches=2, step=None, loss_fn=None)
+        model.eval_batch(ids, labels=ids, return_count=True)
+        model.generate(ids[:1, :3], temperature=0.5, max_new_tokens=2, top_k=0, streamer=Streamer())
+        return True
+    model.train_batch(ids, ids, schedule="1f1b", num_microbatches=2)
+    model.eval_batch(ids, ids)
+    model.generate(ids[:1, :3], None, max_new_tokens=2, temperature=np.float64(0.5), top_k=0)
+    return True
+
+
+class Streamer:
+    def put(self, tokens):
+        pass
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("layout", marked_slow(["tp2", "pp2"], lambda number, _: number))
+def test_what_is_given_otherwise_but_means_the_same_is_taken(ranks, layout):
+    assert all(in_layout(ranks, made_alike, layout))
+
+
+def other_work(layout):
+    """The loss of a batch that replicas divide into as many micro-batches as they like."""
+    ctx = context(**layout)
+    model, ids = megazoo.from_config(CONFIG, ctx, seed=3), batch(ctx)
+    loss = model.train_batch(ids, labels=ids, num_microbatches=(4, 2)[ctx.dp_rank])
+    norm = megazoo.optim.AdamW(model).step()
+    return (
+        loss.item(),
+        norm.item(),
+        model.eval_batch(ids, labels=ids, num_microbatches=1 + ctx.dp_rank).item(),
+    )
+
+
+def test_replicas_divide_their_rows_as_they_like(ranks):
+    ids = make_batch(0)[0]
+    model = megazoo.from_config(CONFIG, seed=3)
+    loss = model.train_batch(ids, labels=ids).item()
+    norm = megazoo.optim.AdamW(model).step().item()
+    expected = loss, norm, model.eval_batch(ids, labels=ids).item()
+    for found in in_layout(ranks, other_work, "dp2"):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def stages_with_rows_of_their_own(layout):
+    ctx = context(**layout)
+    model = megazoo.from_config(CONFIG, ctx, seed=3)
+    try:
+        model.generate(torch.full((1, 3), 5 + ctx.pp_rank), max_new_tokens=2)
+    except UserError as error:
+        return str(error)
+    return "nothing is refused"
+
+
+def test_stages_with_rows_of_their_own_are_refused(ranks):
+    for text in in_layout(ranks, stages_with_rows_of_their_own, "pp2"):
+        assert "the stages of a pipeline were given different rows" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_the_checksum_of_a_device_changes_with_bits_and_their_order(dtype):
+    values = (torch.arange(5000) % 2).to(dtype)
+    number = agreement._weighted_sum(values)
+    with mock.patch.object(agreement, "PIECE_ELEMENTS", 512):
+        assert agreement._weighted_sum(values) == number
+    changed = values.clone()
+    changed[4321] = 1 - changed[4321].int()
+    assert agreement._weighted_sum(changed) != number
+    assert agreement._weighted_sum(values.roll(1)) != number

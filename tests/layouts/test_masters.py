@@ -194,6 +194,19 @@ def test_masters_start_from_those_of_a_checkpoint(tmp_path):
         assert torch.equal(masters_of(again, theirs)[name][0], master), name
 
 
+def test_masters_start_from_those_of_a_checkpoint_without_the_optimizer(tmp_path):
+    config = tiny_config(layers=2)
+    model, opt = made(config, {})
+    step(model, opt)
+    save(tmp_path, 1, model, opt)
+    again = megazoo.from_config(config, dtype=torch.bfloat16)
+    load(Checkpoint(tmp_path), again)
+    again.read_from[0].files.names(next(iter(again.read_from[0].file_sizes())))
+    theirs = megazoo.optim.AdamW(copy.deepcopy(again))  # of open files, too
+    for name, (master, _) in masters_of(model, opt).items():
+        assert torch.equal(masters_of(theirs.model, theirs)[name][0], master), name
+
+
 def test_files_that_are_gone_leave_the_rounded_values(in_fp32, tmp_path):
     _, config = in_fp32["gpt2"]
     model = randomize(megazoo.from_config(config, seed=11), seed=11)

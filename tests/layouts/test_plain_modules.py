@@ -62,7 +62,7 @@ def test_plain_modules_have_the_dtype_of_the_model(make, tmp_path):
     config = make()
     model = megazoo.from_config(config, seed=3, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.layers["0"].table.dtype == torch.bfloat16
+    assert model.layers["0"].table.dtype == model.layers["0"].shift.dtype == torch.float32
     (first, _), *_ = trained(config, tmp_path / "half", torch.bfloat16, {})
     (exact, _), *_ = trained(config, tmp_path / "whole", torch.float32, {})
     assert abs(first - exact) < 0.01
@@ -77,14 +77,35 @@ def test_they_are_drawn_by_their_own_modules_from_the_seed(make):
     assert not torch.equal(*weights[1:])
     bound = weights[0].shape[1] ** -0.5  # nn.Linear's
     assert bound / 2 < weights[0].abs().max() <= bound
-    assert not torch.equal(weights[0], megazoo.from_config(make(), seed=3).layers["2"].gate.weight)
+    model = megazoo.from_config(make(), seed=3)
+    assert not torch.equal(weights[0], model.layers["2"].gate.weight)
+    assert (model.layers["2"].outer.inner.weight == 2.0).all()  # as its whole says at last
+    assert model.layers["2"].undefined.isnan().all()
+
+
+def test_a_model_on_meta_makes_nothing_else(make, monkeypatch):
+    """Not even for a moment; where a module looks at its values, they are made."""
+    family, made = FAMILIES["plain"], []
+    reset = torch.nn.Linear.reset_parameters
+
+    def watched(self):
+        made.append(self.weight.is_meta)
+        reset(self)
+
+    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", watched)
+    family.on_meta(make(), megazoo.ParallelContext())
+    assert made
+    assert all(made)
+    model = family.on_meta(make("looks"), megazoo.ParallelContext())
+    assert not all(made)
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
 def test_they_are_counted(make):
     model = megazoo.from_config(make())
     assert parameter_count(make()) == sum(p.numel() for p in model.parameters())
     h, layers = 32, 4
-    without = parameter_count(make()) - layers * (h * h + 4 * h) - h * h
+    without = parameter_count(make()) - layers * (h * h + 6 * h) - h * h
     flops = flops_per_token(make(), 16)
     vocabulary_and_matrices = 6 * (61 * h + 12 * layers * h * h + (layers + 1) * h * h)
     assert flops == vocabulary_and_matrices + 12 * layers * 16 * h
@@ -116,7 +137,7 @@ def gradients(config, own, layout):
 @pytest.mark.parametrize("layout", ["tp2+sp", "tp2"])
 def test_a_backward_of_ones_own_is_summed(ranks, make, layout):
     for distances in in_layout(ranks, gradients, layout, make(), True):
-        assert len(distances) == 21
+        assert len(distances) == 29
         assert max(distances) < 1e-5
 
 
@@ -124,6 +145,10 @@ MISTAKES = [
     ("dropout", r"layers\.0\.drop is nn\.Dropout, whose masks depend on the layout: use megazoo"),
     ("batch norm", r"layers\.0\.statistics is nn\.BatchNorm1d, whose statistics are of one rank's"),
     ("drawn", r"layers\.0\.drawn is drawn while the model is built.* reset_parameters\(\)"),
+    (
+        "no spec",
+        r"layers\.0\.attention\.qkv\.extra has no ParameterSpec: a ShardedModule makes its",
+    ),
     ("scalar", r"layers\.0\.scalar has no dimension: give it the shape \[1\]"),
 ]
 
@@ -149,6 +174,11 @@ def refused(config, layout):
     ("mistake", "layout", "message"),
     [
         ("inside", "tp2", "the gradients of layers.0.inside.weight differ between the tp ranks"),
+        (
+            "around",
+            "tp2+sp",
+            "the gradients of layers.0.around.weight are the same on all tp ranks",
+        ),
         ("on every stage", "pp2", "everywhere.bias is built on pp ranks 0 and 1: build it where"),
     ],
 )

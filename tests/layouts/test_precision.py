@@ -256,12 +256,15 @@ def test_training_follows_fp32(fp32_curve, tmp_path, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2000)
-def test_the_default_job_at_tp2_pp2_follows_fp32_over_200_steps(ranks, tmp_path):
-    job = "--tp 2 --pp 2 --steps 200 --lr-decay-steps 400"
-    expected, *others = (
-        ranks(curve, 4, kind, tmp_path / kind, job, timeout=900)[0]
-        for kind in ("float32", "bfloat16", "float16")
+@pytest.mark.timeout(1000)
+def test_the_default_job_at_tp2_pp2_follows_fp32(ranks, tmp_path):
+    """In bfloat16 over 200 steps, by means of ten: at its rate fp32 has spikes of single steps. In
+    float16 over 20: a step takes several seconds on a CPU that has no instructions for it."""
+    job = "--tp 2 --pp 2 --lr-decay-steps 400 --steps"
+    expected, bfloat16, float16 = (
+        ranks(curve, 4, kind, tmp_path / kind, f"{job} {steps}", timeout=900)[0]
+        for kind, steps in (("float32", 200), ("bfloat16", 200), ("float16", 20))
     )
-    for ours in others:
-        assert max(abs(b / a - 1) for a, b in zip(expected, ours, strict=True)) < 0.02
+    of_tens = [[sum(run[i : i + 10]) for i in range(0, 200, 10)] for run in (expected, bfloat16)]
+    assert max(abs(b / a - 1) for a, b in zip(*of_tens, strict=True)) < 0.01
+    assert max(abs(b / a - 1) for a, b in zip(expected[:20], float16, strict=True)) < 0.02

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -45,6 +46,22 @@ def test_every_way_to_start_trains_the_same(launcher, layout, straight, tmp_path
     started_here = not launcher or launcher[-1] == "1"
     assert bool(re.search("starting [248] ranks here", done.stdout)) == started_here
     assert close(losses(metrics), straight)
+
+
+def with_settings_of_its_own(job):
+    try:
+        pretrain_gpt.main([*job, "--weight-decay", str(0.1 * (1 + int(os.environ["RANK"])))])
+    except megazoo.UserError as error:
+        return str(error)
+    return "nothing is refused"
+
+
+def test_ranks_with_other_settings_are_named(ranks):
+    for text in ranks(with_settings_of_its_own, 2, [*SMALL, "--tp", "2", "--steps", "2"]):
+        assert text.startswith(
+            "ranks disagree in pretrain_gpt.py: --weight-decay is 0.1 on rank 0 (tp 0), 0.2 on "
+            "rank 1 (tp 1)"
+        )
 
 
 def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command(monkeypatch, capsys):

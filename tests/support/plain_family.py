@@ -7,6 +7,7 @@ from torch import nn
 
 import megazoo
 from megazoo.models import gpt2
+from megazoo.parallel.regions import enter_tensor_parallel, leave_tensor_parallel
 from tests.support.training import NO_DROPOUT, TINY
 
 
@@ -24,7 +25,9 @@ class Block(gpt2.Block):
         self.gate_norm = nn.LayerNorm(c.hidden_size)
         self.scale = nn.Parameter(torch.ones(c.hidden_size))
         self.register_buffer("table", torch.linspace(0.5, 1.5, c.hidden_size))
+        self.register_buffer("undefined", torch.full((3,), torch.nan))
         self.shift = torch.linspace(-0.1, 0.1, c.hidden_size)
+        self.outer = Outer(c.hidden_size)
         if c.mistake == "dropout":
             self.drop = nn.Dropout(0.1)
         elif c.mistake == "batch norm":
@@ -35,15 +38,39 @@ class Block(gpt2.Block):
             self.scalar = nn.Parameter(torch.tensor(1.0))
         elif c.mistake == "inside":
             self.inside = nn.LayerNorm(c.hidden_size // 2)
+        elif c.mistake == "looks":
+            self.bound = float(self.table.max())
+        elif c.mistake == "around":
+            self.around = nn.LayerNorm(c.hidden_size)
+        elif c.mistake == "no spec":
+            self.attention.qkv.extra = nn.Parameter(torch.zeros(c.hidden_size))
 
     def forward(self, x, *arguments):
         x = super().forward(x, *arguments)
-        table = self.table * self.scale + self.shift.to(x.dtype)
+        table = (self.table * self.scale + self.shift).to(x.dtype)
         x = x + self.gate_norm(torch.tanh(self.gate(x))) * table
         if hasattr(self, "inside"):  # each tp rank has a half of the features
             half = x.chunk(2, dim=-1)[self.attention.qkv.ctx.tp_rank]
             x = x + 0.1 * self.inside(half).sum(dim=-1, keepdim=True)
-        return x
+        if hasattr(self, "around"):
+            ctx = self.attention.qkv.ctx
+            x = x + leave_tensor_parallel(self.around(enter_tensor_parallel(x, ctx)), ctx)
+        return self.outer(x)
+
+
+class Outer(nn.Module):
+    """A module that initialises its part after the part itself has."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.inner = nn.LayerNorm(size)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.inner.weight, 2.0)
+
+    def forward(self, x):
+        return x + 0.01 * self.inner(x)
 
 
 @megazoo.register("plain")

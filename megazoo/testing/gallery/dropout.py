@@ -100,9 +100,9 @@ def recomputation_draws_anew():
 def sites_by_local_layer():
     """Dropout draws by the layer's number within the stage."""
 
-    def make(on_meta):
+    def make(empty):
         def numbered(cls, config, ctx, **options):
-            model = on_meta(cls, config, ctx, **options)
+            model = empty(cls, config, ctx, **options)
             first = min((int(index) for index in model.layers), default=0)
             for name, module in model.named_modules():
                 if isinstance(module, Dropout) and name.startswith("layers."):
@@ -119,7 +119,7 @@ def sites_by_local_layer():
         finally:
             self.site = site
 
-    with replaced(Model, "on_meta", lambda method: make(method.__func__)), _drawn(change):
+    with replaced(Model, "empty", lambda method: make(method.__func__)), _drawn(change):
         yield
 
 

@@ -172,8 +172,8 @@ def tied_gradient_after_sharing():
     """The replicas share out the gradient of a tied embedding before the stages have summed it."""
 
     def make(init):
-        def initialised(self, parameters, ctx, bucket_elements=None, late=()):
-            init(self, parameters, ctx, bucket_elements)
+        def initialised(self, parameters, ctx, bucket_elements=None, late=(), **options):
+            init(self, parameters, ctx, bucket_elements, **options)
 
         return initialised
 
