@@ -1,12 +1,13 @@
-"""Compare a model's logits and loss with transformers', in any layout, on the CPU of this machine;
-where they part, name the first module that differs, and by how much.
+"""Compare a model's logits, loss and gradients with transformers', in any layout, on the CPU of
+this machine; where they part, name the first module that differs, and by how much.
 
 $ python tools/compare_hf.py path/to/llama
 $ python tools/compare_hf.py path/to/llama --layouts tp2,tp2pp2+sp --prompt "def main("
 $ python tools/compare_hf.py runs/a --theirs merged --dtype bfloat16
 
 Both run the same ids: random ones, or those of a text. Prints for each layout the largest
-difference of a logit, over transformers' largest, and that of the loss. Exits 1 if a layout fails.
+difference of a logit, over transformers' largest, that of the loss, and that of a parameter's
+gradient, over its norm. Exits 1 if a layout fails.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Options(ImportOption):
     """A text whose first tokens are run, in rows of seq-length, instead of random ids."""
     tokenizer: Name = None
     """Of the text: byte, or a directory or file; by default what is beside the model."""
-    seq_length: optional(int, "INT", "the model's max-positions, 64 at most") = None
+    seq_length: optional(int, "INT", "the model's max-positions, 1024 at most") = None
     """Tokens of a row."""
     batch_size: int = 2
     """Rows."""
@@ -69,6 +70,8 @@ class Options(ImportOption):
     """Of the random ids."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights and activations, of both."""
+    gradients: bool = True
+    """Compare the gradients of the loss, too: as much memory again as the weights of both take."""
     tolerance: optional(float, "FLOAT", "1e-5; in bfloat16 0.05, in float16 0.005") = None
     """Difference over the largest value above which a layout fails."""
 
@@ -87,13 +90,15 @@ def main(arguments: list[str]) -> None:
     ids = input_ids(source, options)
     mask = padded(ids, options.padding)
     theirs = load_theirs(options.theirs or path, getattr(torch, options.dtype))
-    reference = run_reference(theirs, source.model, source.config, ids, mask)
+    reference = run_reference(
+        theirs, source.model, source.config, ids, mask, gradients=options.gradients
+    )
     del theirs
     print(
         f"{parameter_count(source.config):,} parameters, {options.dtype}, "
         f"{' x '.join(map(str, ids.shape))} tokens, against transformers' {reference.name}"
     )
-    print(f"{'layout':24}{'logits':>9}{'loss':>9}", flush=True)
+    print(f"{'layout':24}{'logits':>9}{'loss':>9}{'gradient':>10}", flush=True)
     agreements = compare_layouts(
         path,
         reference,
@@ -113,7 +118,7 @@ def main(arguments: list[str]) -> None:
 def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
     """Return the ids that both run, int64 [rows, tokens]; UserError for those that can't be."""
     longest = source.model.longest_sequence(source.config)
-    length = min(longest, 64) if options.seq_length is None else options.seq_length
+    length = min(longest, 1024) if options.seq_length is None else options.seq_length
     if not 2 <= length <= longest:
         raise UserError(f"seq-length {length} is not from 2 to the model's {longest}")
     check_number("batch-size", options.batch_size, 1)
@@ -186,7 +191,8 @@ def load_theirs(path: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 def line_of(layout: Layout, agreement: Agreement) -> str:
     """Return what was found of a layout as a line of the table; - is what was not compared."""
-    numbers = f"{agreement.logits:9.1e}{agreement.loss:9.1e}".replace("nan", "  -")
+    numbers = f"{agreement.logits:9.1e}{agreement.loss:9.1e}{agreement.gradient:10.1e}"
+    numbers = numbers.replace("nan", "  -")
     outcome = "pass" if agreement.passed else f"FAIL  {agreement.cause}"
     return f"{layout!s:24}{numbers}  {outcome}"
 

@@ -1,5 +1,5 @@
-"""Compare a model, in any layout, with a reference: logits, loss, and where they part, the first
-module whose input or output differs.
+"""Compare a model, in any layout, with a reference: logits, loss, gradients, and where they part,
+the first module whose input or output differs.
 
 Each rank compares what its modules are given and return with its part of what the reference's were,
 and its weights with its part of theirs; what all ranks found then makes one sentence.
@@ -36,12 +36,15 @@ class Agreement:
     """How far a model is from a reference.
 
     logits: the largest difference of a logit, over the reference's largest. loss: the relative
-    difference. cause: None if both are within the tolerance, else where the two part. compared: the
-    inputs and outputs of modules that were compared.
+    difference. gradient: the largest distance of a parameter's gradient, over the reference's norm,
+    or over a thousandth of that of all together if that is more; nan if none is compared. cause:
+    None if all are within the tolerance, else where the two part. compared: the inputs and outputs
+    of modules that were compared.
     """
 
     logits: float
     loss: float
+    gradient: float
     cause: str | None
     compared: set[tuple[str, str]] = field(repr=False)
 
@@ -59,6 +62,7 @@ def compare(
     *,
     names: dict | None = None,
     tolerance: float = 1e-5,
+    gradients: bool = False,
 ) -> Agreement:
     """Run a model and a reference on the same ids, and say how far they are from each other, and
     where they part.
@@ -69,15 +73,16 @@ def compare(
     compared, too. input_ids, attention_mask: int64 [batch, sequence], the same on every rank; 0 is
     padding, which is not compared. names: our modules to those of the reference, such as
     {"layers.{}.attention.qkv": ("blocks.{}.q", "blocks.{}.k", "blocks.{}.v")}; by default Hugging
-    Face's. tolerance: of a difference, over the largest value of what is compared. UserError if the
-    reference returns something else.
+    Face's. tolerance: of a difference, over the largest value of what is compared. gradients:
+    compare those of the loss with an nn.Module's, too; the model is left with them. UserError if
+    the reference returns something else.
     """
     check_number("tolerance", tolerance, 0)
     if model.config.num_labels:
         raise UserError("the model is a classifier: only language models are compared")
     if not isinstance(reference, Reference):
         reference = run_reference(
-            reference, type(model), model.config, input_ids, attention_mask, names
+            reference, type(model), model.config, input_ids, attention_mask, names, gradients
         )
     ranks = all_gather_objects(find_differences(model, reference, tolerance), model.ctx)
     return _agreement(ranks, reference, tolerance)
@@ -109,7 +114,7 @@ def compare_layouts(
                     yield pool.run(_on_a_rank, layout.ranks, layout, *about, timeout=TIMEOUT)[0]
                 except RankError as error:
                     cause = f"it ends with {str(error).splitlines()[-1]}"
-                    yield Agreement(math.nan, math.nan, cause, set())
+                    yield Agreement(math.nan, math.nan, math.nan, cause, set())
         finally:
             pool.close()
 
@@ -136,8 +141,13 @@ def _agreement(ranks: list[Findings], reference: Reference, tolerance: float) ->
     found = _Whole(ranks, reference)
     logits = relative(found.logits.distance, largest(reference.seen(reference.logits)))
     loss = relative(abs(found.loss - reference.loss), abs(reference.loss))
+    gradient = max(found.gradients.values(), default=math.nan)
     passed = logits <= tolerance and loss <= tolerance
-    return Agreement(logits, loss, None if passed else found.cause(), set(found.activations))
+    if passed and gradient > tolerance:
+        cause = found.cause_of_gradients(tolerance)
+    else:
+        cause = None if passed else found.cause()
+    return Agreement(logits, loss, gradient, cause, set(found.activations))
 
 
 class _Whole:
@@ -155,6 +165,23 @@ class _Whole:
             whole = _joined([rank.weights[name] for rank in ranks if name in rank.weights])
             if whole.rows:
                 self.weights[name] = whole
+        # in the order of the backward
+        self.gradients = {
+            name: max(rank.gradients.get(name, 0.0) for rank in ranks)
+            for name in reversed(reference.gradients)
+        }
+
+    def cause_of_gradients(self, tolerance: float) -> str:
+        """Say of which parameter the gradient differs first."""
+        wrong = [name for name, distance in self.gradients.items() if distance > tolerance]
+        first, more = wrong[0], len(wrong) - 1
+        module, _, kind = first.rpartition(".")
+        theirs = listed([f"{name}.{kind}" for name, _ in self.reference.twins[module].parts])
+        others = f", and of {more} more" if more else ""
+        return (
+            f"gradient of {first} ({theirs}): differs by {self.gradients[first]:.2g} of its norm"
+            f"{others}, though no logit does"
+        )
 
     def cause(self) -> str:
         """Say where the two part first, and which weights differ."""

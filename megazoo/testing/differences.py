@@ -2,6 +2,7 @@
 and return, and its weights, each beside the rank's part of the reference's."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ from unittest import mock
 
 import torch
 
+from megazoo.errors import Advice
 from megazoo.layers import CausalSelfAttention
 from megazoo.parallel.module import Entry
+from megazoo.testing.distances import gradients_of, parameter_distances
 from megazoo.testing.parts import part_of
 from megazoo.testing.reference import Reference, with_rows
 
@@ -40,19 +43,24 @@ class Difference:
 @dataclass
 class Findings:
     """What one rank found: its loss, how its logits differ (None without the last stage), and its
-    activations and weights, each under its key in the Reference."""
+    activations and weights, each under its key in the Reference. gradients: the distances of those
+    of its parts of the parameters, over the whole gradients' norms."""
 
     loss: float
     logits: Difference | None = None
     activations: dict[tuple[str, str], Difference] = field(default_factory=dict)
     weights: dict[str, Difference] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
 
 
-@torch.no_grad()
 def find_differences(model, reference: Reference, tolerance: float) -> Findings:
     """Run the model on the reference's batch, and compare what this rank has."""
     batch = {"attention_mask": reference.attention_mask, "labels": reference.labels}
-    with model.without_dropout(), _comparing(model, reference, tolerance) as activations:
+    with (
+        torch.no_grad(),
+        model.without_dropout(),
+        _comparing(model, reference, tolerance) as activations,
+    ):
         out = model(reference.input_ids, **batch, return_logits=True)
     found = Findings(float(out.loss), activations=activations)
     if out.logits is not None:
@@ -63,6 +71,11 @@ def find_differences(model, reference: Reference, tolerance: float) -> Findings:
         for entry in model.entries()
         if entry.name in reference.weights
     }
+    if reference.gradients:
+        with model.without_dropout(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", Advice)  # of training without dropout
+            model.train_batch(reference.input_ids, **batch)
+        found.gradients = parameter_distances(gradients_of(model), reference.gradients, model)
     return found
 
 
@@ -70,7 +83,7 @@ def _difference_of_weight(entry: Entry, whole: torch.Tensor, ctx) -> Difference:
     """Compare this rank's part of a weight with that of the whole one."""
     found = Difference()
     for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank):
-        ours = entry.parameter[piece.index()].double().cpu()
+        ours = entry.parameter.detach()[piece.index()].double().cpu()
         theirs = whole[tuple(slice(*bounds) for bounds in piece.box)].double()
         distance = (ours - theirs).abs().nan_to_num(math.inf).reshape(len(ours), -1)
         wrong = (distance > 0).any(dim=1).nonzero().flatten() + piece.box[0][0]

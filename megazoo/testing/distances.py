@@ -83,6 +83,16 @@ def parameter_distances(
     }
 
 
+def gradients_of(model) -> dict[str, torch.Tensor]:
+    """Return the gradients of the parameters that are trained, by global name; zeros for one that
+    has got none, so that it is compared, too."""
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
 def gradient_factors(
     gradients: dict, expected: dict, model, ranges: dict | None = None
 ) -> dict[str, float]:

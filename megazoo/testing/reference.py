@@ -66,7 +66,8 @@ class Reference:
     input_ids, attention_mask: the batch, int64 [rows, sequence]. logits: [rows, sequence,
     vocabulary]. twins: by our modules' global names. activations: ("input" or "output", global name
     of our module) -> what its twin was given or returned, in the order of the forward. weights: by
-    our global names. has_all_weights: whether each parameter of ours is among them.
+    our global names. has_all_weights: whether each parameter of ours is among them. gradients: of
+    the loss, fp32, by the names of the weights; none if they were not asked for.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Reference:
     activations: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     has_all_weights: bool = False
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def labels(self) -> torch.Tensor:
@@ -89,9 +91,13 @@ class Reference:
     @property
     def loss(self) -> float:
         """The mean of the cross-entropy over the labels, each predicted from the token before."""
-        logits = self.logits[:, :-1].flatten(0, 1).double()
-        labels = self.labels[:, 1:].flatten()
-        return float(F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX))
+        return float(self.loss_of(self.logits.double()))
+
+    def loss_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return that mean of some logits, [rows, sequence, vocabulary]."""
+        labels = self.labels[:, 1:].flatten().to(logits.device)
+        logits = logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
 
     def seen(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a tensor [rows, sequence, ...] with 0 where the batch is padding."""
@@ -101,7 +107,6 @@ class Reference:
         return whole.masked_fill(hidden.view(*hidden.shape, *[1] * (whole.dim() - 2)), 0.0)
 
 
-@torch.no_grad()
 def run_reference(
     reference: Callable,
     family: type,
@@ -109,10 +114,12 @@ def run_reference(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     names: dict | None = None,
+    gradients: bool = False,
 ) -> Reference:
     """Call a reference with a batch, and keep what it makes of it.
 
-    family, config: of our model. names, and the rest: see `megazoo.testing.compare`.
+    family, config: of our model. names, and the rest: see `megazoo.testing.compare`. gradients:
+    keep those of the loss, too, if the reference is a module.
     """
     more = {} if attention_mask is None else {"attention_mask": attention_mask}
     name = getattr(reference, "__name__", type(reference).__name__)
@@ -124,9 +131,11 @@ def run_reference(
         ours = family.on_meta(config, ParallelContext())
         table = family.HUGGING_FACE_NAMES if names is None else names
         made.twins = _twins(ours, reference, table)
-        made.weights = _weights(ours, reference, made.twins)
+        theirs = dict(reference.named_parameters(remove_duplicate=False))
+        made.weights = _by_our_names(theirs, ours, made.twins)
         made.has_all_weights = len(made.weights) == len(list(ours.entries()))
-    with _watching(reference, made.twins) as kept:
+    gradients = gradients and bool(made.weights)
+    with _watching(reference, made.twins) as kept, torch.set_grad_enabled(gradients):
         logits = reference(input_ids, **more)
     logits = getattr(logits, "logits", logits)
     shape = (*input_ids.shape, config.vocab_size)
@@ -137,6 +146,15 @@ def run_reference(
     if not made.seen(made.logits).isfinite().all():
         raise UserError("the reference returned logits that are not finite")
     made.activations = _activations(kept, made.twins, len(input_ids))
+    if gradients:
+        trained = {name: each for name, each in theirs.items() if each.requires_grad}
+        loss = made.loss_of(logits.float())
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        of_theirs = {
+            name: torch.zeros_like(each) if gradient is None else gradient
+            for (name, each), gradient in zip(trained.items(), found, strict=True)
+        }
+        made.gradients = _by_our_names(of_theirs, ours, made.twins)
     return made
 
 
@@ -165,9 +183,12 @@ def _twins(ours: nn.Module, reference: nn.Module, names: dict) -> dict[str, Twin
     return twins
 
 
-def _weights(ours: nn.Module, reference: nn.Module, twins: dict) -> dict[str, torch.Tensor]:
-    """Return the reference's parameters of each parameter of ours whose module has a twin."""
-    theirs, weights = dict(reference.named_parameters(remove_duplicate=False)), {}
+def _by_our_names(
+    theirs: dict[str, torch.Tensor], ours: nn.Module, twins: dict
+) -> dict[str, torch.Tensor]:
+    """Return the reference's parameters, or their gradients, of each parameter of ours whose module
+    has a twin. theirs: by their names."""
+    weights = {}
     for entry in ours.entries():
         module, _, kind = entry.name.rpartition(".")
         names = [f"{name}.{kind}" for name, _ in twins[module].parts] if module in twins else []

@@ -27,6 +27,7 @@ from megazoo.testing.distances import (
     activation_distances,
     gradient_clues,
     gradient_factors,
+    gradients_of,
     own_rows,
     parameter_distances,
     relative,
@@ -152,7 +153,7 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
         optimizer = make_optimizer(subject.optimizer, model, zero=0)
         for loss in _train(model, Layout(), steps, record, micro_batches=1):
             record.losses.append(loss)
-            gradients = _gradients(model)
+            gradients = gradients_of(model)
             record.gradients.append({name: grad.clone() for name, grad in gradients.items()})
             record.norms.append(optimizer.step().item())
             record.weights.append(_copies(model))
@@ -197,7 +198,7 @@ def train_on_a_rank(
         steps_of_one = zip(expected.gradients, expected.weights, strict=True)
         for loss, (theirs, stepped) in zip(training, steps_of_one, strict=True):
             found.losses.append(loss)
-            ours = _gradients(model)
+            ours = gradients_of(model)
             ranges = optimizer.ranges if layout.zero else None
             found.gradients.append(parameter_distances(ours, theirs, model, ranges))
             if len(found.losses) == 1:
@@ -284,16 +285,6 @@ def _train(
                 step=step,
             )
         yield loss.item()
-
-
-def _gradients(model) -> dict[str, torch.Tensor]:
-    """Return the gradients of the parameters that are trained, by global name; zeros for one that
-    has got none, so that it is compared, too."""
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
 
 
 def _copies(model) -> dict[str, torch.Tensor]:

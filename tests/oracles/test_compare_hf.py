@@ -50,7 +50,7 @@ def reference_of(directory: Path, mask=None):
     """What transformers makes of IDS."""
     source = open_source(directory)
     hf = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return run_reference(hf, source.model, source.config, IDS, mask)
+    return run_reference(hf, source.model, source.config, IDS, mask, gradients=True)
 
 
 def compared(directory: Path, reference, layout: str):
@@ -295,6 +295,36 @@ def with_wide_layer(hf):
     return hf
 
 
+def half_detached(model):
+    """A norm whose values are right, and of whose gradient half is lost."""
+    if norm := getattr(model.layers, "_modules", {}).get("1"):
+        forward = norm.mlp_norm.forward
+        norm.mlp_norm.forward = lambda x: forward((x + x.detach()) / 2)
+    return model
+
+
+def compared_when_half_detached(directory: Path, reference, layout: str):
+    model = megazoo.from_pretrained(directory, Layout.named(layout).context())
+    return compare(half_detached(model), reference, IDS)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp2+sp", "pp2"))]
+)
+def test_a_gradient_that_differs_is_named(ranks, tmp_path, layout):
+    """The forward shows nothing of it."""
+    path = saved("llama", tmp_path)
+    world = Layout.named(layout).ranks
+    for found in ranks(compared_when_half_detached, world, path, reference_of(path), layout):
+        assert found.logits < 1e-5
+        assert found.gradient > 0.01
+        assert re.match(
+            r"gradient of layers\.1\.\S+ \(model\.layers\.1\.\S+\): differs by "
+            r"\S+ of its norm, and of \d+ more, though no logit does",
+            found.cause,
+        )
+
+
 def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path, monkeypatch, capsys):
     ours = saved("gpt2", tmp_path / "ours")
     theirs = saved("gpt2", tmp_path / "theirs", swapped("transformer.ln_f", (0, 1)))
@@ -317,7 +347,9 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path, mo
         told = f" parameters, {rows} tokens, against transformers' GPT2LMHeadModel"
         assert first.endswith(told), first
         for line in lines:
-            assert re.fullmatch(r"tp\d +\d\.\de-\d\d  \d\.\de.\d\d  pass", line), line
+            assert re.fullmatch(r"tp\d +\d\.\de-\d\d( +\d\.\de.\d\d){2}  pass", line), line
+    compare_hf.main([str(ours), "--no-gradients"])
+    assert re.search(r"tp1 +\d\.\de-\d\d  \d\.\de.\d\d +-  pass", capsys.readouterr().out)
 
 
 MISTAKES = [
