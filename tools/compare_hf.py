@@ -73,7 +73,7 @@ class Options(ImportOption):
     gradients: bool = True
     """Compare the gradients of the loss, too: as much memory again as the weights of both take."""
     tolerance: optional(float, "FLOAT", "1e-5; in bfloat16 0.05, in float16 0.005") = None
-    """Difference over the largest value above which a layout fails."""
+    """Largest difference that passes, over the largest value; of gradients, over their norm."""
 
 
 def main(arguments: list[str]) -> None:

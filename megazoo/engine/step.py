@@ -338,11 +338,12 @@ class TrainingStep:
         sum_over_copies(partial, self.ctx)
 
     def _compare_plain(self, entries: list[Entry]) -> bool:
-        """Raise UserError for plain parameters that are used where nothing makes their gradients
-        right; return whether the gradients show it.
+        """Raise UserError for a plain parameter whose gradient would be wrong; return whether these
+        gradients can show it.
 
-        They are to be equal on the tp ranks; under sequence parallelism parts of a sum, which can't
-        be equal unless those of other modules are, as of a row of equal tokens.
+        The gradients must be equal on the tp ranks. Under sequence parallelism each rank has a part
+        of a sum, and equal parts mean that each rank has computed the whole. A batch for which the
+        gradients of other modules are equal, too, shows nothing: its tokens are all the same.
         """
         plain = [entry for entry in entries if entry.spec.plain]
         if not plain:

@@ -74,7 +74,8 @@ def compare(
     padding, which is not compared. names: our modules to those of the reference, such as
     {"layers.{}.attention.qkv": ("blocks.{}.q", "blocks.{}.k", "blocks.{}.v")}; by default Hugging
     Face's. tolerance: of a difference, over the largest value of what is compared. gradients:
-    compare those of the loss with an nn.Module's, too; the model is left with them. UserError if
+    compare the gradients of the loss with an nn.Module's, too, over their norms; they replace those
+    in the model's parameters. UserError if
     the reference returns something else.
     """
     check_number("tolerance", tolerance, 0)
