@@ -84,10 +84,9 @@ class Run:
         groups, data = [getattr(self.options, name) for name in COMPARED], self.options.data
         settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
         settings |= {name: getattr(data, name) for name in SAMPLING if name not in ("data", "seed")}
-        config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         terms = Terms()
         terms.take({f"--{name.replace('_', '-')}": value for name, value in settings.items()})
-        terms.take({f"the model's {name}": value for name, value in config.items()})
+        terms.take_config(self.config)
         return terms
 
     def settle_epochs(self, samples: int) -> None:

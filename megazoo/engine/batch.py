@@ -166,10 +166,10 @@ def ids_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def is_mask(tensor) -> bool:
     """Return whether there is an attention mask, or None; UserError for one that is added to
-    scores, in which 0 stands for a token. On CUDA to look at its values would wait for the
-    device."""
+    scores, in which 0 stands for a token. On CUDA the host waits for the values of one of floating
+    point, and for no other."""
     given = is_tensor("attention_mask", tensor)
-    if given and tensor.is_floating_point() and not tensor.is_cuda:
+    if given and tensor.is_floating_point():
         tokens = tensor == 1
         if not (tokens | (tensor == 0)).all() or (tensor.numel() and not tokens.any()):
             raise UserError(

@@ -3,7 +3,6 @@ last backward. A model inherits them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -39,8 +38,7 @@ class TrainingStep:
         settings = {"family": self.family, "seed": self.seed, "training mode": self.training}
         terms = Terms(rows={"the number of training calls": self._calls})  # dropout is drawn by it
         terms.take({f"the model's {name}": value for name, value in settings.items()})
-        values = {each.name: getattr(self.config, each.name) for each in fields(self.config)}
-        terms.take({f"the model's {name}": value for name, value in values.items()})
+        terms.take_config(self.config)
         return terms
 
     @together_in_replica

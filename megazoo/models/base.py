@@ -36,7 +36,7 @@ from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import together
 from megazoo.parallel.module import Entry, ShardedModule, initialize, without_memory
-from megazoo.parallel.random import derive_seed
+from megazoo.parallel.random import all_seeded, derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.parallel.stages import Stage, cut_into_stages, rank_of, stages_of
@@ -143,7 +143,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         model = cls._planned(config, ctx, seed)
         if ctx.rank == 0 and ctx.device.type != "meta":
             cls._warn_of_empty_stages(config, ctx)
-        check_stages(model, partial(cls._plain_names, config, ctx))
+        check_stages(model, partial(cls._elsewhere, config, ctx))
         initialize_plain(model, partial(cls._planned, config, ctx, seed, draw=1), seed)
         place_plain(model, ctx.device, dtype)
         for module in model.modules():
@@ -159,9 +159,8 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     @classmethod
     def _planned(cls, config, ctx: ParallelContext, seed: int, draw: int = 0) -> "Model":
         """Make this rank's stages, of which the parameters that are cut take no memory. draw: seeds
-        torch's generator, on which nothing that is made may depend."""
-        with ctx, without_memory(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(draw)
+        the default generators, on which nothing that is made may depend."""
+        with ctx, without_memory(), all_seeded(draw):
             model = cls(config, ctx, seed)
         check_layers(model.layers, ctx)
         check_plain(model)
@@ -171,13 +170,13 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         return model
 
     @classmethod
-    def _plain_names(cls, config, ctx: ParallelContext, pp_rank: int) -> set[str]:
-        """Return the names of the plain parameters that a rank of the pipeline has."""
-        size = {"tp": ctx.tp_size, "pp": ctx.pp_size, "virtual": ctx.virtual_size}
-        there = ParallelContext.virtual(
-            **size, rank=pp_rank * ctx.tp_size, stage_layers=ctx.stage_layers
-        )
-        return {name for name, *_ in plain_parameters(cls.on_meta(config, there))}
+    def _elsewhere(cls, config, ctx: ParallelContext, pp_rank: int | None) -> "Model":
+        """Make, without memory, the stages of a rank of the pipeline; of None, the whole model."""
+        size = {"tp": ctx.tp_size, "sequence_parallel": ctx.sequence_parallel}
+        if pp_rank is not None:
+            size |= {"pp": ctx.pp_size, "virtual": ctx.virtual_size}
+            size |= {"rank": pp_rank * ctx.tp_size, "stage_layers": ctx.stage_layers}
+        return cls.on_meta(config, ParallelContext.virtual(**size))
 
     @classmethod
     def _warn_of_empty_stages(cls, config, ctx: ParallelContext) -> None:

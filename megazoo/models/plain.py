@@ -91,20 +91,39 @@ def place_plain(
             setattr(module, name, value.to(device))
 
 
-def check_stages(model: nn.Module, names_of: Callable[[int], set[str]]) -> None:
-    """Raise UserError if stages of several ranks have a plain parameter of one name, outside of the
-    layers, that is not tied. names_of: the names that a pipeline rank has."""
-    ctx = model.ctx
-    mine = {name for name, *_ in plain_parameters(model) if not name.startswith("layers.")}
-    if ctx.pp_size == 1 or not mine:
+def check_stages(model: nn.Module, elsewhere: Callable[[int | None], nn.Module]) -> None:
+    """Raise UserError if several pipeline ranks have a parameter that should be one, and is not
+    tied: they build it by one name, or modules of different stages share it.
+
+    elsewhere: makes what a pipeline rank has; of None, the whole model.
+    """
+    if model.ctx.pp_size == 1:
         return
-    for rank in range(ctx.pp_size):
-        shared = sorted((mine & names_of(rank)) - model.tied.keys()) if rank != ctx.pp_rank else []
-        if shared:
+    ranks_of: dict[str, list[int]] = {}
+    tied = set()
+    for rank in range(model.ctx.pp_size):
+        there = elsewhere(rank)
+        tied |= there.tied.keys()
+        for name, _ in there.named_parameters(remove_duplicate=False):
+            ranks_of.setdefault(name, []).append(rank)
+    for name, ranks in ranks_of.items():
+        if len(ranks) > 1 and name not in tied:
             raise UserError(
-                f"{shared[0]} is built on pp ranks {min(rank, ctx.pp_rank)} and "
-                f"{max(rank, ctx.pp_rank)}: build it where has_first or has_last says so, or tie it"
+                f"{name} is built on pp ranks {ranks[0]} and {ranks[1]}: build it where has_first "
+                "or has_last says so, or tie it"
             )
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in elsewhere(None).named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    for first, *others in names_of.values():
+        for name in others:
+            ranks = sorted({*ranks_of.get(first, ()), *ranks_of.get(name, ())})
+            if len(ranks) > 1:
+                raise UserError(
+                    f"{name} is {first}, too, in one process, but not on pp ranks {ranks[0]} and "
+                    f"{ranks[1]}: build what they share under one name, outside of the layers, and "
+                    "tie it"
+                )
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:

@@ -5,7 +5,7 @@ the numbers differ, they exchange what they hashed, and all of them raise the sa
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class Terms:
                 terms = self.rows if of_rows else self.in_replica if of_replica else self.everywhere
                 terms[name] = value
         self.parts = self.parts or arguments.get("sequence_length") is not None
+
+    def take_config(self, config) -> None:
+        """Add the fields of a model's config."""
+        self.take({f"the model's {f.name}": getattr(config, f.name) for f in fields(config)})
 
 
 def is_compared(ctx: ParallelContext, number: int) -> bool:

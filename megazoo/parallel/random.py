@@ -1,8 +1,10 @@
 """Randomness without state: each draw is seeded by what it is for, and nothing has to be saved."""
 
 import hashlib
+import random
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -11,6 +13,21 @@ def derive_seed(*what: int | str) -> int:
     rank and machine."""
     digest = hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def all_seeded(seed: int):
+    """Let the default generators of Python, NumPy and torch, on the CPU, draw from `seed` within
+    this block; afterwards they are as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        with seeded(seed, torch.device("cpu")):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

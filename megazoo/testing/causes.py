@@ -38,6 +38,7 @@ class Comparison:
     def findings(self) -> Iterator[Finding]:
         """Yield each thing that differs, in the order of the computation."""
         yield from self._parameters()
+        yield from self._generators()
         for step in range(len(self.expected.losses)):
             yield from self._activations(step)
             if step == 0:
@@ -72,6 +73,17 @@ class Comparison:
         for name in self._differing(initial, expected):
             where = self._where(initial, name)
             yield Finding(f"parameter {name}: another initial value {where}", usual.INITIAL)
+
+    def _generators(self) -> Iterator[Finding]:
+        """Say which generators without a seed of their own the first step draws from."""
+        for generator, module in self.expected.generators.items():
+            where = f"module {module}" if module else "the model"
+            yield Finding(f"{where}: it draws from {generator}", usual.GENERATOR)
+        for number, rank in enumerate(self.ranks):
+            for generator, module in rank.generators.items():
+                where = f"module {module}" if module else "the model"
+                text = f"{where}: it draws from {generator} {self._on([number])}"
+                yield Finding(text, usual.GENERATOR)
 
     def _activations(self, step: int) -> Iterator[Finding]:
         """Compare what modules were given and returned, in the steps of which that is kept."""
@@ -115,6 +127,12 @@ class Comparison:
                 if draws.redrawn:
                     text = f"dropout {site}: other masks when it is recomputed {where}"
                     yield Finding(text, usual.DROPOUT_AGAIN)
+                if draws.repeated:
+                    text = f"dropout {site}: the same masks at two steps {where}"
+                    yield Finding(text, usual.DROPOUT_STEPS)
+                if draws.evaluated:
+                    text = f"dropout {site}: active in eval_batch {where}"
+                    yield Finding(text, usual.DROPOUT_EVALUATED)
 
     def _dropout_of_two(self, site: str, one: int, other: int) -> Iterator[Finding]:
         """Compare the seeds of a Dropout on two ranks.
@@ -213,11 +231,18 @@ class Comparison:
 
     def _weights(self, step: int) -> Iterator[Finding]:
         weights = [rank.weights[step] for rank in self.ranks]
+        trained = self.expected.gradients[step].keys()
+        most_differ = all(
+            2 * sum(each[name] > self.tolerance for name in trained & each.keys())
+            > len(trained & each.keys())
+            for each in weights
+        )
         for name in self._differing(weights, self.expected.weights[step]):
             where = self._where(weights, name)
             when = f"after {_named(step)}"
             text = f"weights of {name}: differ {when} {where}, though no gradient does"
-            yield Finding(text, usual.WEIGHTS)
+            tied = any(name in rank.tied for rank in self.ranks)
+            yield Finding(text, usual.of_weights(tied, self.layout.zero, most_differ))
 
     def _optimizer(self) -> Iterator[Finding]:
         """Compare one process with AdamW and Muon as their papers have them."""

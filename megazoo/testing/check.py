@@ -20,6 +20,7 @@ import torch
 
 from megazoo.errors import UserError, check_number
 from megazoo.models.registry import family_of, find_config
+from megazoo.testing import usual
 from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Comparison
 from megazoo.testing.layouts import Layout
@@ -137,7 +138,8 @@ def _check_layout(
             timeout=TIMEOUT,
         )
     except RankError as error:
-        return Verdict(layout, cause=f"it ends with {str(error).splitlines()[-1]}")
+        last = str(error).splitlines()[-1]
+        return Verdict(layout, cause=f"it ends with {last}", usual=usual.of_error(last, layout))
     expected = torch.load(record, weights_only=False, mmap=True)
     comparison = Comparison(layout, ranks, expected, tolerance)
     first = next(comparison.findings(), None)

@@ -18,19 +18,22 @@ class Draws:
     """What a Dropout drew from in a step.
 
     parallel: tp ranks should differ. seeds: of each micro-batch, in the order of the draws.
-    redrawn: the recomputation of a layer drew from something else.
+    redrawn: the recomputation of a layer drew from something else. repeated: the next step drew
+    from a seed of this one. evaluated: an evaluation drew, too.
     """
 
     parallel: bool
     seeds: list[int]
     redrawn: bool = False
+    repeated: bool = False
+    evaluated: bool = False
 
 
 def dropout_draws(config, schedule: str, ctx: ParallelContext) -> dict[str, Draws]:
     """Return what each Dropout of a small model of the kind, of as many layers, draws from.
 
-    It is trained one step, in which all replicas are given the same tokens, and once more, in which
-    all layers are recomputed in backward.
+    It is trained one step, in which all replicas are given the same tokens; once more, in which all
+    layers are recomputed in backward; and as another step. Then it is evaluated.
     """
     rates = dict.fromkeys(_dropout_rates(config), 0.1)
     if not rates:
@@ -40,14 +43,18 @@ def dropout_draws(config, schedule: str, ctx: ParallelContext) -> dict[str, Draw
     model = from_config(config, ctx, seed=3)
     batch = make_batch(0, config.vocab_size, model.longest_sequence(config))
     drawn = []
-    for mode in ("none", "full"):
+    for mode, step in (("none", 0), ("full", 0), ("none", 1)):
         model.recompute(mode)
         with _recorded() as seeds:
-            model.train_batch(**batch, num_microbatches=MICRO_BATCHES, schedule=schedule, step=0)
+            model.train_batch(**batch, num_microbatches=MICRO_BATCHES, schedule=schedule, step=step)
         drawn.append(seeds)
-    plain, again = drawn
+    with _recorded() as evaluated:
+        model.eval_batch(**batch, num_microbatches=MICRO_BATCHES)
+    plain, again, later = drawn
     for site, draws in plain.items():
         draws.redrawn = set(again[site].seeds) != set(draws.seeds)
+        draws.repeated = bool(set(later[site].seeds) & set(draws.seeds))
+        draws.evaluated = site in evaluated
     return plain
 
 

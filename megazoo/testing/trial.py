@@ -1,11 +1,14 @@
 """Train in the processes of a check: keep what is computed on the way, and compare it with what one
 process has kept."""
 
+import pickle
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megazoo import lora
@@ -87,7 +90,9 @@ class Record:
     its forwards were given or returned, [rows of the batch, ...], in the order of the computation.
     gradients: of each step; weights: after each. logits, labelled, rows: of the first batch, before
     it is trained on: the logits of its first rows, how many labelled tokens its mean is over, and
-    of each row the sum of their losses and their number, [rows, 2]. draws: of each Dropout.
+    of each row the sum of their losses and their number, [rows, 2]. generators: what the first
+    steps draw from besides, Python's, NumPy's or torch's -> the module that does, "" if it is none.
+    draws: of each Dropout.
     matrices: of the weights that Muon steps, how many rows each matrix has. plain, decaying: how
     far the weights are from those of a plain optimizer, and of an AdamW that decays whatever is
     trained.
@@ -102,6 +107,7 @@ class Record:
     logits: torch.Tensor | None = None
     labelled: int = 0
     rows: torch.Tensor | None = None
+    generators: dict[str, str] = field(default_factory=dict)
     draws: dict[str, Draws] = field(default_factory=dict)
     matrices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     plain: dict[str, float] = field(default_factory=dict)
@@ -117,8 +123,8 @@ class Findings:
     those of which several tp ranks have the same rows. factors: of each parameter, by what its
     expected gradient of the first step is multiplied on the rank, nan if it is no multiple. clues:
     of the first activations of each step, and gradients of the first, that differ anywhere.
-    skipped: whether it skips a step whose gradients overflow on one rank, None if there is no such
-    step.
+    generators: as a Record has them. skipped: whether it skips a step whose gradients overflow on
+    one rank, None if there is no such step.
     """
 
     coordinates: dict[str, int]
@@ -127,6 +133,7 @@ class Findings:
     names: set[str]
     draws: dict[str, Draws]
     initial: dict[str, float] = field(default_factory=dict)
+    generators: dict[str, str] = field(default_factory=dict)
     activations: list[dict[tuple[str, str], float]] = field(default_factory=list)
     activation_clues: list[dict[tuple[str, str], Clue]] = field(default_factory=list)
     logits: float = 0.0
@@ -209,6 +216,7 @@ def train_on_a_rank(
                     found.gradient_clues = gradient_clues(ours, theirs, model, wrong)
             found.norms.append(optimizer.step().item())
             found.weights.append(parameter_distances(_copies(model), stepped, model))
+        found.generators = record.generators
         for ours, whole in zip(record.activations, expected.activations, strict=True):
             known = activation_distances(model, ours, whole)
             distances = {key: known[key] for key in whole if key in known}  # as computed
@@ -219,6 +227,15 @@ def train_on_a_rank(
         skipped = skips_overflow(model, optimizer)
         found.skipped = skipped if overflows else None
     return found
+
+
+def _generator_states() -> dict[str, bytes]:
+    """Return the states of the generators that a whole process has."""
+    return {
+        "Python's random": pickle.dumps(random.getstate()),
+        "numpy.random": pickle.dumps(np.random.get_state()),
+        "torch's default generator": torch.get_rng_state().numpy().tobytes(),
+    }
 
 
 def _first_differing(distances: dict, tolerance: float, ctx: ParallelContext) -> set:
@@ -295,8 +312,13 @@ def _copies(model) -> dict[str, torch.Tensor]:
 @contextmanager
 def _recording(model, record: Record):
     """Within this block keep what modules are given and return: one more of
-    `record.activations`."""
-    handles, kept = [], {}
+    `record.activations`; and which generators they draw from."""
+    handles, kept, states = [], {}, [_generator_states()]
+
+    def drawn(name: str, before: dict[str, bytes]) -> None:
+        for generator, state in _generator_states().items():
+            if state != before[generator]:
+                record.generators.setdefault(generator, name)
 
     def keep(kind: str, name: str, value) -> None:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
@@ -304,9 +326,11 @@ def _recording(model, record: Record):
 
     def watch(name: str, module: torch.nn.Module) -> None:
         def before(_, given, named):
+            states.append(_generator_states())
             keep("input", name, next(iter((*given, *named.values())), None))
 
         def after(_, given, returned):
+            drawn(name, states.pop())
             keep("output", name, returned)
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -317,6 +341,7 @@ def _recording(model, record: Record):
             watch(name, module)
     try:
         yield
+        drawn("", states[0])
     finally:
         for handle in handles:
             handle.remove()

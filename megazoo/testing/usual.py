@@ -15,6 +15,8 @@ INITIAL = (
 LOGITS = "the ranks' parts of the vocabulary, or of the sequence, are joined in another order"
 DROPOUT_SITES = "layers are numbered within the stage, or micro-batches share a seed"
 DROPOUT_AGAIN = "recomputation draws from a generator that has gone on"
+DROPOUT_STEPS = "the seed of a micro-batch does not depend on the step"
+DROPOUT_EVALUATED = "the model is evaluated in training mode"
 DROPOUT_EQUAL = "dropout outside of the tensor-parallel region draws by the tp rank"
 DROPOUT_DIFFERENT = (
     "dropout of what each rank has for itself, heads, features or tokens, draws by one seed for all"
@@ -31,13 +33,17 @@ NORM = (
     "copies over tp, or of a tied parameter, count more than once, or a rank's part is not counted "
     "at all"
 )
-WEIGHTS = (
-    "the optimizer works with this rank's part as if it were the whole: it clips by the norm of a "
-    "part, or normalises a shard"
-)
 DECAY = "a parameter is in the wrong group of the optimizer: frozen, norms and biases don't decay"
 OPTIMIZER = "the optimizer's step is not that of the paper, whatever the layout"
 OVERFLOW = "each rank looks at its own gradients, and no maximum is taken over all ranks"
+GENERATOR = (
+    "the generator's state depends on how many micro-batches and layers a rank has: draw from one "
+    "that is seeded by the step and the module's name, or use megazoo.layers.Dropout"
+)
+OTHER_STAGES = (
+    "forward_stage reads what another stage has built or computed: a stage is given the "
+    "activations and the MicroBatch only"
+)
 _PARTS = (
     "heads, positions, masks, another order of tokens or another cut of a fused weight: often "
     "with local numbers in place of the whole's"
@@ -113,6 +119,30 @@ def of_ties(factor: float) -> str:
     if factor > 1:
         return "the sum between the stages is made twice, or both the copies and the sum are added"
     return "the sum between the stages is missing, or comes after what shares it out"
+
+
+def of_weights(tied: bool, zero: int, most_differ: bool) -> str:
+    """Return what makes weights differ whose gradients do not. tied: stages share the parameter.
+    zero: the layout's. most_differ: most of the trained parameters do, on every rank."""
+    if tied and not most_differ:
+        return "the copies of the parameter are not stepped alike, or one is not stepped at all"
+    reasons = []
+    if zero:
+        reasons.append("a rank's range of the parameters has a wrong end, or is not gathered")
+    if most_differ:
+        reasons.append("gradients are clipped before the loss scale is taken out of them")
+    reasons.append(
+        "the optimizer works with this rank's part as if it were the whole: it clips by the norm "
+        "of a part, or normalises a shard"
+    )
+    return "; or ".join(reasons)
+
+
+def of_error(text: str, layout: Layout) -> str:
+    """Return what makes a rank of a layout end with an error, of which text is the last line; ""
+    if there is nothing to say."""
+    missing = text.startswith(("AttributeError", "KeyError", "NameError"))
+    return OTHER_STAGES if missing and layout.pp > 1 else ""
 
 
 def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:

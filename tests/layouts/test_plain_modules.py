@@ -144,6 +144,7 @@ def test_a_backward_of_ones_own_is_summed(ranks, make, layout):
 MISTAKES = [
     ("dropout", r"layers\.0\.drop is nn\.Dropout, whose masks depend on the layout: use megazoo"),
     ("batch norm", r"layers\.0\.statistics is nn\.BatchNorm1d, whose statistics are of one rank's"),
+    ("random", r"layers\.0\.angle is drawn while the model is built"),
     ("drawn", r"layers\.0\.drawn is drawn while the model is built.* reset_parameters\(\)"),
     (
         "no spec",
@@ -179,7 +180,13 @@ def refused(config, layout):
             "tp2+sp",
             "the gradients of layers.0.around.weight are the same on all tp ranks",
         ),
-        ("on every stage", "pp2", "everywhere.bias is built on pp ranks 0 and 1: build it where"),
+        ("on every stage", "pp2", "everywhere.weight is built on pp ranks 0 and 1: build it where"),
+        (
+            "shared",
+            "pp2",
+            "layers.2.mlp.up.weight is layers.0.mlp.up.weight, too, in one process, but not on pp "
+            "ranks 0 and 1: build what they share under one name, outside of the layers, and tie",
+        ),
     ],
 )
 def test_what_only_several_ranks_show_is_refused(ranks, make, mistake, layout, message):

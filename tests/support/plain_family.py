@@ -1,11 +1,13 @@
 """GPT-2 with torch's own modules in every layer and at its end: a gate, a norm, a scale, tables."""
 
+import random
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 import megazoo
+from megazoo.layers import RMSNorm
 from megazoo.models import gpt2
 from megazoo.parallel.regions import enter_tensor_parallel, leave_tensor_parallel
 from tests.support.training import NO_DROPOUT, TINY
@@ -28,6 +30,7 @@ class Block(gpt2.Block):
         self.register_buffer("undefined", torch.full((3,), torch.nan))
         self.shift = torch.linspace(-0.1, 0.1, c.hidden_size)
         self.outer = Outer(c.hidden_size)
+        self.angle = torch.full((), random.random() if c.mistake == "random" else 0.5)
         if c.mistake == "dropout":
             self.drop = nn.Dropout(0.1)
         elif c.mistake == "batch norm":
@@ -83,7 +86,11 @@ class Plain(gpt2.GPT2):
         if self.has_last:
             self.final = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         if config.mistake == "on every stage":
-            self.everywhere = nn.LayerNorm(config.hidden_size)
+            self.everywhere = RMSNorm(config.hidden_size)
+        elif config.mistake == "shared" and self.layers:
+            first, *others = self.layers.values()
+            for layer in others:
+                layer.mlp = first.mlp
 
     def forward_stage(self, x, batch, stage):
         x = super().forward_stage(x, batch, stage)

@@ -125,6 +125,32 @@ def sites_by_local_layer():
 
 @bug(
     "",
+    "The same dropout at every step",
+    r"dropout embedding_dropout: the same masks at two steps on rank 0 ",
+    layout="dp2",
+)
+def dropout_without_the_step():
+    """The seed of a micro-batch is that of the first step."""
+    return replaced(
+        batch,
+        "derive_seed",
+        lambda derive: lambda seed, what, _, *others: derive(seed, what, 0, *others),
+    )
+
+
+@bug(
+    "",
+    "Dropout in evaluation",
+    r"dropout embedding_dropout: active in eval_batch on rank 0 ",
+    layout="tp2",
+)
+def dropout_in_evaluation():
+    """Dropout drops in evaluation mode, too."""
+    return replaced(Dropout, "active", lambda _: lambda self: self.probability > 0)
+
+
+@bug(
+    "",
     "The same dropout on all replicas",
     r"dropout embedding_dropout: the same masks on ranks 0 .*, 1",
     layout="dp2",

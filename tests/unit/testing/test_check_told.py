@@ -16,7 +16,9 @@ from megazoo.engine import pipeline
 from megazoo.engine.pipeline import PipelineRun
 from megazoo.errors import UserError
 from megazoo.layers import RowParallelLinear
+from megazoo.models import registry
 from megazoo.models.gpt2 import GPT2Config
+from megazoo.optim.adamw import AdamW
 from megazoo.testing import check_parallel, gallery, trial
 from megazoo.testing.gallery import BUGS, engine, layers
 from megazoo.testing.gallery.planting import replaced
@@ -188,6 +190,110 @@ def test_what_is_told_is_true_in_other_layouts(layout, plant, cause, usual):
     told, usually = cause_in(layout, plant)
     assert re.match(cause, told or ""), (told, usually)
     assert re.match(usual, usually), usually
+
+
+def one_copy_of_a_tie_not_stepped():
+    """The last stage leaves its copy of a tied parameter as it is."""
+
+    def make(update):
+        def some(self, entries, *arguments):
+            copies = self.model.tied if self.ctx.pp_rank else ()
+            update(self, [entry for entry in entries if entry.name not in copies], *arguments)
+
+        return some
+
+    return replaced(AdamW, "_update", make)
+
+
+def clipping_of_scaled_gradients():
+    """The norm by which gradients are clipped has the loss scale in it."""
+
+    def make(clip):
+        def clipped(self, norm):
+            return clip(self, norm * (self.loss_scale.value if self.loss_scale else 1))
+
+        return clipped
+
+    return replaced(AdamW, "_clip_scale", make)
+
+
+def ranges_an_element_short():
+    """The last element of each replica's range is not stepped."""
+
+    def make(update):
+        def short(self, entries, *arguments):
+            mine = [self._mine(entry.parameter, entry)[-1:] for entry in entries]
+            before = [element.clone() for element in mine]
+            update(self, entries, *arguments)
+            for element, value in zip(mine, before, strict=True):
+                element.copy_(value)
+
+        return short
+
+    return replaced(AdamW, "_update", make)
+
+
+@pytest.mark.parametrize(
+    ("layout", "plant", "usual"),
+    [
+        ("pp2", one_copy_of_a_tie_not_stepped, "the copies of the parameter are not stepped alike"),
+        ("dp2", clipping_of_scaled_gradients, "gradients are clipped before the loss scale is"),
+        ("dp2+zero", ranges_an_element_short, "a rank's range of the parameters has a wrong end"),
+    ],
+)
+def test_what_makes_weights_differ_is_told(layout, plant, usual):
+    told, usually = cause_in(layout, plant)
+    assert re.match(r"weights of .* after step 1 .* though no gradient does", told or "")
+    assert usually.startswith(usual), usually
+
+
+SKIPPING = """
+from dataclasses import dataclass
+import megazoo, random
+from megazoo.models import gpt2
+
+@dataclass(frozen=True)
+class Config(gpt2.GPT2Config):
+    noise: float = 0.0
+
+class Block(gpt2.Block):
+    def forward(self, x, *others):
+        if noise := self.noise:
+            x = x * (1 + noise * random.random())
+        return super().forward(x, *others)
+
+@megazoo.register("skipping")
+class Skipping(gpt2.GPT2):
+    Config, Block = Config, Block
+    presets = {"skipping-tiny": Config(
+        vocab_size=61, max_positions=16, hidden_size=16, layers=2, heads=2)}
+
+    def __init__(self, config, ctx, seed=0):
+        super().__init__(config, ctx, seed)
+        for layer in self.layers.values():
+            layer.noise = config.noise
+
+    def forward_stage(self, x, batch, stage):
+        if stage.first and not self.config.noise:
+            self.first = x
+        x = super().forward_stage(x, batch, stage)
+        return x + (self.first != 0).sum() if stage.last and not self.config.noise else x
+"""
+
+
+def test_what_can_not_work_in_stages_is_told(tmp_path, request):
+    """A skip connection between stages; noise from a generator that every process has."""
+    own = tmp_path / "skipping.py"
+    own.write_text(SKIPPING)
+    trial.import_once(own)
+    request.addfinalizer(lambda: registry.FAMILIES.pop("skipping"))
+    config = registry.find_config("skipping-tiny")
+    (verdict,) = check_parallel(config, ["pp2"], import_=own)
+    assert verdict.cause.startswith("it ends with AttributeError: ")
+    assert verdict.usual.startswith("forward_stage reads what another stage has built or computed")
+    (verdict,) = check_parallel(replace(config, noise=0.1), ["dp2"], import_=own)
+    assert verdict.cause == "module layers.0: it draws from Python's random"
+    assert "draw from one that is seeded by the step and the module's name" in verdict.usual
 
 
 @contextmanager
