@@ -1,0 +1,19 @@
+"""Checkpoints of an earlier version load in other layouts, and training resumes from them."""
+
+import json
+
+import pytest
+
+from tests.support.old_checkpoints import DIRECTORY, LAYOUTS, steps
+from tests.support.training import run_in_layout, worst_relative
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind, (_, *others) in LAYOUTS.items() for layout in others],
+)
+def test_training_resumes_from_an_old_checkpoint(ranks, kind, layout):
+    expected = json.loads((DIRECTORY / kind / "steps.json").read_text())
+    start = DIRECTORY / kind / "checkpoint"
+    for history in run_in_layout(ranks, steps, layout, kind, start=start):
+        assert worst_relative(history, expected) < 1e-5
