@@ -69,7 +69,7 @@ from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stag
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
-from megazoo.parallel.failure import failing_together
+from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.sizes import product_of
 from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.planning.plan import note_on_mfu
@@ -170,7 +170,7 @@ def start_ranks(run: Run) -> ParallelContext:
         device=parallel.device,
         timeout=timedelta(seconds=parallel.timeout),
     )
-    with failing_together(ctx) as call:
+    with propagate_errors(ctx) as call:
         if call:
             call.agree("pretrain_gpt.py", run, {})
     run.settle_dtype(ctx.device.type)

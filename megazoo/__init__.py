@@ -2,9 +2,9 @@
 stage, the same in every layout."""
 
 from megazoo.errors import UserError
-from megazoo.lazy import lazily
+from megazoo.lazy import lazy_attributes
 
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     __name__,
     {
         "ParallelContext": "megazoo.parallel",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 
-def lazily(package: str, places: dict[str, str]) -> Callable:
+def lazy_attributes(package: str, places: dict[str, str]) -> Callable:
     """Return a `__getattr__` for a package.
 
     places: the module of each of the package's names; a name of a module stands for the module.

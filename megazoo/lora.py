@@ -27,7 +27,7 @@ from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest,
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.layers.linear import refuse_rounded
-from megazoo.models.adapted import AdapterSource, adapted, matrices_of
+from megazoo.models.adapted import AdapterSource, adaptable_matrices, adapted
 from megazoo.models.adapter_source import open_adapter
 from megazoo.models.adapters import (
     CLASSIFIER_HEAD,
@@ -44,8 +44,8 @@ from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.hugging_face.peft import write_adapters
 from megazoo.models.source import SavedAdapters
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.failure import failing_together
-from megazoo.parallel.module import Entry, ShardedModule
+from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.module import NamedParameter, ShardedModule
 
 __all__ = ["LoRASettings", "add", "load", "merge", "save"]
 
@@ -81,7 +81,7 @@ def add(
 def add_by(model: nn.Module, settings: LoRASettings) -> nn.Module:
     """Give a model the adapters that the settings say: see `add`."""
     ours = isinstance(model, Model)
-    with failing_together(_context_of(model)):
+    with propagate_errors(_context_of(model)):
         if has_adapters(model):
             raise UserError("the model has adapters already: merge them first (megazoo.lora.merge)")
         refuse_rounded(model, "adapted")
@@ -151,7 +151,7 @@ def load(model: nn.Module, directory: str | Path, *, verify: bool = True) -> nn.
     in a way that is not supported (DoRA, biases, other trained modules), or the checkpoint says
     that they belong to another base.
     """
-    with failing_together(_context_of(model)):
+    with propagate_errors(_context_of(model)):
         load_from(model, open_adapter(directory, without_memory(model), verify=verify))
     return model
 
@@ -159,7 +159,7 @@ def load(model: nn.Module, directory: str | Path, *, verify: bool = True) -> nn.
 def load_from(model: nn.Module, source: AdapterSource) -> None:
     """Give a model the adapters of an open source: see `load`."""
     ctx = _context_of(model)
-    with failing_together(ctx):
+    with propagate_errors(ctx):
         if isinstance(source, SavedAdapters):
             check_base(source, model)
         if has_adapters(model):
@@ -187,7 +187,7 @@ def _check_same(model: nn.Module, source: AdapterSource) -> None:
         return {t.theirs: (settings.rank_of(t), settings.scale_of(t)) for t in targets}
 
     settings = settings_of(model)
-    ours = adapters(adapted(matrices_of(without_memory(model)), settings), settings)
+    ours = adapters(adapted(adaptable_matrices(without_memory(model)), settings), settings)
     theirs = adapters(source.matrices, source.settings)
     for name in dict.fromkeys((*ours, *theirs)):
         if ours.get(name) != theirs.get(name):
@@ -274,7 +274,7 @@ class _Saved:
     def __init__(self, model: nn.Module):
         self.model, self.ctx = model, _context_of(model)
 
-    def saved_entries(self) -> list[Entry]:
+    def saved_entries(self) -> list[NamedParameter]:
         return [
             entry
             for entry in _entries(self.model)
@@ -282,7 +282,7 @@ class _Saved:
         ]
 
 
-def _entries(model: nn.Module) -> Iterator[Entry]:
+def _entries(model: nn.Module) -> Iterator[NamedParameter]:
     """Yield this rank's parameters that know how they are cut, by their global names."""
     if isinstance(model, Model):
         yield from model.entries()
@@ -291,7 +291,7 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
         if isinstance(module, ShardedModule):
             for name, spec in module.specs.items():
                 ranks = (module.ctx.pp_rank,)
-                yield Entry(f"{prefix}.{name}", getattr(module, name), spec, ranks)
+                yield NamedParameter(f"{prefix}.{name}", getattr(module, name), spec, ranks)
 
 
 def _context_of(model: nn.Module) -> ParallelContext:

@@ -1,9 +1,9 @@
 """Checkpoints: named global tensors on disk, written and read by any layout."""
 
-from megazoo.lazy import lazily
+from megazoo.lazy import lazy_attributes
 
 # What needs torch is imported when it is first used: a tokenizer is found without it.
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     __name__,
     {
         "Checkpoint": "megazoo.checkpoint.reader",

@@ -22,7 +22,7 @@ from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError, advise
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts
 
 BITS = {2: torch.int16, 4: torch.int32}  # what an element is read as, by its bytes
@@ -81,7 +81,7 @@ def check_base(checkpoint: Checkpoint, model) -> None:
         raise _another_base(checkpoint, found, model.weights_path)
 
 
-def checksum_of(entries: Iterable[Entry], model, dtype: torch.dtype) -> str:
+def checksum_of(entries: Iterable[NamedParameter], model, dtype: torch.dtype) -> str:
     """Return the checksum of weights as they are in a dtype, 16 hexadecimal digits: the same on
     every rank and in every layout.
 
@@ -129,7 +129,7 @@ def _another_base(checkpoint: Checkpoint, found: str, path: str | None) -> UserE
 
 
 @torch.no_grad()
-def _sum_of_entry(entry: Entry, ctx: ParallelContext, dtype: torch.dtype) -> int:
+def _sum_of_entry(entry: NamedParameter, ctx: ParallelContext, dtype: torch.dtype) -> int:
     """Sum up what of a parameter counts on this rank."""
     return sum(
         _sum_of_box(entry.name, entry.spec, piece.box, entry.parameter[piece.index()], dtype)

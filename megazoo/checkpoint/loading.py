@@ -14,8 +14,8 @@ from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER
-from megazoo.parallel.failure import failing_together
-from megazoo.parallel.module import Entry
+from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.module import NamedParameter
 
 
 def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
@@ -27,7 +27,7 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
     was trained; UserError if the model's are others, or its other weights are not their base.
     """
     ctx = model.ctx
-    with failing_together(ctx):
+    with propagate_errors(ctx):
         _check_adapters(checkpoint, model)
         if optimizer:
             _check_states(checkpoint, optimizer)
@@ -88,7 +88,7 @@ def _check_adapters(checkpoint: Checkpoint, model) -> None:
     check_base(checkpoint, model)
 
 
-def _name_of_weights(checkpoint: Checkpoint, entry: Entry) -> str:
+def _name_of_weights(checkpoint: Checkpoint, entry: NamedParameter) -> str:
     """Return the name of the tensor that a parameter is read from: the master weights', if fp32 is
     wanted and they are there."""
     is_fp32 = entry.parameter.dtype == torch.float32
@@ -97,7 +97,7 @@ def _name_of_weights(checkpoint: Checkpoint, entry: Entry) -> str:
 
 def _states_to_read(
     checkpoint: Checkpoint, optimizer: AdamW
-) -> Iterator[tuple[str, Entry, torch.Tensor]]:
+) -> Iterator[tuple[str, NamedParameter, torch.Tensor]]:
     """Yield the tensors of an optimizer's state, with their names in the checkpoint and their
     parameters."""
     for entry in optimizer.entries:

@@ -21,18 +21,20 @@ from megazoo.checkpoint.writing import (
     write_safetensors,
 )
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
 
 # A rank's tensors, by file and by global name.
 Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | LazyTensor]]]
 # states_of(entry, writer): the optimizer's states of a parameter on the replica that writes them.
 # The others call it, too, for it may need their help; what they get is not used.
-StatesOf = Callable[[Entry, int], dict[str, torch.Tensor | LazyTensor]]
+StatesOf = Callable[[NamedParameter, int], dict[str, torch.Tensor | LazyTensor]]
 
 
 def files_of_rank(
-    model, weight_of: Callable[[Entry], torch.Tensor | LazyTensor], states_of: StatesOf | None
+    model,
+    weight_of: Callable[[NamedParameter], torch.Tensor | LazyTensor],
+    states_of: StatesOf | None,
 ) -> Files:
     """Return a rank's files and their tensors. A file's name has {tp} where the tp rank stands.
 
@@ -59,7 +61,7 @@ def files_of_rank(
     return files
 
 
-def _writers(entries: list[Entry], replicas: int) -> dict[str, int]:
+def _writers(entries: list[NamedParameter], replicas: int) -> dict[str, int]:
     """Choose the replica that writes each parameter's optimizer state: contiguous shares of about
     equal size."""
     sizes = {entry.name: torch.Size(entry.spec.shape).numel() for entry in entries}

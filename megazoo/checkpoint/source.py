@@ -7,7 +7,7 @@ import torch
 
 from megazoo.checkpoint.tensor_files import TensorFiles
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec, Piece
 from megazoo.parallel.staging import Upload
 
@@ -107,7 +107,7 @@ class TensorSource:
         name: str,
         destination: torch.Tensor,
         wanted: tuple[int, int],
-        entry: Entry,
+        entry: NamedParameter,
         ctx: ParallelContext,
     ) -> None:
         """Fill `destination`, [n], with elements first to last of a rank's part of the global

@@ -16,7 +16,7 @@ from megazoo.checkpoint.tensor_files import crc32_of
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.failure import failing_together
+from megazoo.parallel.failure import propagate_errors
 
 MOST_THREADS = 4
 
@@ -32,7 +32,7 @@ def verifying(source: TensorSource, files: set[str], ctx: ParallelContext):
     if not source.verifies:
         yield
         return
-    with failing_together(ctx):
+    with propagate_errors(ctx):
         sizes = source.file_sizes()
         read = _gathered(sorted(sizes.keys() & files), ctx)
         mine = dealt_out(sizes, read)[ctx.rank if len(read) > 1 else 0]

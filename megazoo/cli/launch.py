@@ -63,13 +63,13 @@ def after_rank_zero(work: Callable[[], None]):
     """
     import torch.distributed as dist
 
-    from megazoo.parallel.context import meeting
+    from megazoo.parallel.context import rendezvous_errors
 
     if world_size() == 1 or dist.is_initialized():
         if is_rank_zero():
             work()
         return None
-    with meeting():
+    with rendezvous_errors():
         store, rank, _ = next(dist.rendezvous("env://"))
     if rank == 0:
         work()

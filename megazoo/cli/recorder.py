@@ -25,7 +25,7 @@ from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.context import AXES, ParallelContext
-from megazoo.parallel.failure import failing_together
+from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.timing import Stopwatch
 from megazoo.terminal import print_rank_0
 
@@ -77,7 +77,7 @@ class Recorder:
             self.signals = stack.enter_context(StopSignal(ctx))
             self.saver = stack.enter_context(saver)
             stack.enter_context(naming_absent_ranks(ctx))
-            stack.enter_context(failing_together(ctx))
+            stack.enter_context(propagate_errors(ctx))
             self.metrics = stack.enter_context(closing(_open_metrics(self.run, ctx)))
             self.record = log.record if is_rank_zero() else None
             if self.record:

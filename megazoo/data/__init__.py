@@ -1,6 +1,6 @@
 """Data: from text to the batches of a replica."""
 
-from megazoo.lazy import lazily
+from megazoo.lazy import lazy_attributes
 
 _PLACES = {
     "Batches": "loading",
@@ -18,4 +18,6 @@ _PLACES = {
 }
 __all__ = list(_PLACES)
 
-__getattr__ = lazily(__name__, {name: f"megazoo.data.{place}" for name, place in _PLACES.items()})
+__getattr__ = lazy_attributes(
+    __name__, {name: f"megazoo.data.{place}" for name, place in _PLACES.items()}
+)

@@ -17,8 +17,8 @@ from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
 from megazoo.parallel.collectives import all_reduce, all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AT_ONCE, WeightQueue
-from megazoo.parallel.failure import failing_together, together, together_in_replica
-from megazoo.parallel.module import Entry, ShardedModule, sum_over_copies
+from megazoo.parallel.failure import on_all_ranks, on_replica_ranks, propagate_errors
+from megazoo.parallel.module import NamedParameter, ShardedModule, sum_over_copies
 from megazoo.parallel.p2p import sum_between_stages
 from megazoo.parallel.regions import reduce_from_context
 from megazoo.parallel.schedule import schedule_named, splits_backward
@@ -41,7 +41,7 @@ class TrainingStep:
         terms.take_config(self.config)
         return terms
 
-    @together_in_replica
+    @on_replica_ranks
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -65,7 +65,7 @@ class TrainingStep:
         (micro_batch,) = self.micro_batches(batch, 1)
         together = self.ctx.pp_size * self.ctx.tp_size * self.ctx.cp_size == 1
         whole = self.num_labels or together
-        collect = self.whole_logits if return_logits or labels is None or whole else None
+        collect = self.full_logits if return_logits or labels is None or whole else None
         if self.ctx.pp_size > 1:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
             loss, logits = with_backward(result.loss, _refuse_backward), result.collected
@@ -80,7 +80,7 @@ class TrainingStep:
                 logits = collect(outputs, micro_batch)
         return Output(None if labels is None else loss, logits)
 
-    @together
+    @on_all_ranks
     def train_batch(
         self,
         input_ids: torch.Tensor | None = None,
@@ -125,7 +125,7 @@ class TrainingStep:
         scale = self.loss_scale.value if self.loss_scale else 1.0
         buckets.start(num_microbatches, queue.weights if queue else ())
         try:
-            with self.gradients_later(queue):
+            with self.deferred_sums(queue):
                 result = run_pipeline(
                     self,
                     micro_batches,
@@ -156,7 +156,7 @@ class TrainingStep:
         train_batch keeps all stages busy.
         """
         given = {"input_ids": input_ids, "labels": labels, **inputs}
-        with failing_together(self.ctx) as call:
+        with propagate_errors(self.ctx) as call:
             if call:
                 call.agree("microbatches", self, {**given, "micro-batches": num_microbatches})
             buckets = self.buckets_to_train()
@@ -166,18 +166,18 @@ class TrainingStep:
         buckets.start(num_microbatches)
         try:
             scale = self.loss_scale.value if self.loss_scale else 1.0
-            with self.gradients_later(None):
+            with self.deferred_sums(None):
                 yield from run_stepwise(self, micro_batches, scale)
-            with failing_together(self.ctx):
+            with propagate_errors(self.ctx):
                 self._finish_gradients(buckets, scale)
         except GeneratorExit:
-            with suppress(UserError), failing_together(self.ctx):  # others may still be in the loop
+            with suppress(UserError), propagate_errors(self.ctx):  # others may still be in the loop
                 raise UserError("it left its loop over model.microbatches()") from None
             raise
         finally:
             buckets.stop()
 
-    @together
+    @on_all_ranks
     @torch.no_grad()
     def sync_gradients(self) -> None:
         """Make gradients whole after a backward of your own, `model(ids,
@@ -198,13 +198,13 @@ class TrainingStep:
             pending, [self.ctx.axis("pp"), self.ctx.gradient_axis], op=dist.ReduceOp.MAX
         )
         if pending:
-            buckets.complete()
+            buckets.fill_missing()
             entries = self.trained_entries()
             self._sum_parts([entry for entry in entries if entry.spec.plain])
             self._sum_tied(entries)
             buckets.average()
 
-    @together
+    @on_all_ranks
     @torch.no_grad()
     def eval_batch(
         self,
@@ -283,7 +283,7 @@ class TrainingStep:
                 module.training = training
 
     @contextmanager
-    def standing_at(self, ctx: ParallelContext):
+    def using_context(self, ctx: ParallelContext):
         """Within this block the model and its modules have another context, of the same ranks."""
         before = self.ctx
         modules = [m for m in self.modules() if getattr(m, "ctx", None) is before]
@@ -296,7 +296,7 @@ class TrainingStep:
                 module.ctx = before
 
     @contextmanager
-    def gradients_later(self, queue: WeightQueue | None):
+    def deferred_sums(self, queue: WeightQueue | None):
         """Within this block gradients of copies over tp stay partial: they are summed once for all
         micro-batches.
 
@@ -319,12 +319,12 @@ class TrainingStep:
         backward.
         """
         entries = self.trained_entries()
-        buckets.complete()
+        buckets.fill_missing()
         self._sum_parts(entries)
         self._sum_tied(entries)
-        buckets.finish(loss_scale)
+        buckets.wait_for_sums(loss_scale)
 
-    def _sum_parts(self, entries: list[Entry]) -> None:
+    def _sum_parts(self, entries: list[NamedParameter]) -> None:
         """Sum the gradients of which each tp rank has a part."""
         partial = [
             (entry.parameter.grad, entry.spec)
@@ -335,7 +335,7 @@ class TrainingStep:
             self._compared = self._compare_plain(entries)
         sum_over_copies(partial, self.ctx)
 
-    def _compare_plain(self, entries: list[Entry]) -> bool:
+    def _compare_plain(self, entries: list[NamedParameter]) -> bool:
         """Raise UserError for a plain parameter whose gradient would be wrong; return whether these
         gradients can show it.
 
@@ -367,13 +367,13 @@ class TrainingStep:
                 )
         return True
 
-    def _differs(self, entry: Entry) -> bool:
+    def _differs(self, entry: NamedParameter) -> bool:
         """Return whether a parameter's gradients differ between the tp ranks."""
         extremes = torch.stack([entry.parameter.grad, -entry.parameter.grad])
         all_reduce(extremes, self.ctx.tp_group, dist.ReduceOp.MAX)
         return (extremes.sum(0).abs().max() > 1e-3 * extremes.abs().max()).item()
 
-    def _sum_tied(self, entries: list[Entry]) -> None:
+    def _sum_tied(self, entries: list[NamedParameter]) -> None:
         for entry in entries:
             if len(entry.pp_ranks) > 1:
                 sum_between_stages(entry.parameter.grad, list(entry.pp_ranks), self.ctx)

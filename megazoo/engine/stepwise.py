@@ -9,7 +9,7 @@ import torch
 from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import PipelineModel, PipelineRun, count_labels
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
-from megazoo.parallel.failure import failing_together
+from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.schedule import Action, Exchange, Transfer
 from megazoo.parallel.stages import rank_of
 
@@ -25,17 +25,17 @@ def run_stepwise(
     stage works while another does: for training at speed there is `run_pipeline`.
     """
     ctx = model.ctx
-    with failing_together(ctx):
+    with propagate_errors(ctx):
         labelled = count_labels(model, batches, ctx.token_axis.group)
     # The gradient of the loss is known before backward, unless float16 has a scaler of the user's
     # own, whose scale comes with it.
     known = model.dtype != torch.float16 or model.loss_scale is not None
     run = StepwiseRun(model, batches, labelled, loss_scale=loss_scale, backward_is_next=known)
     for number in range(len(batches)):
-        with failing_together(ctx):
+        with propagate_errors(ctx):
             loss = run.forward_through(number)
         yield Output(with_backward(loss, partial(run.backward_through, number)))
-        with failing_together(ctx):
+        with propagate_errors(ctx):
             run.wait_for_sends()
 
 
@@ -63,7 +63,7 @@ class StepwiseRun(PipelineRun):
 
     def backward_through(self, number: int, gradient: float) -> None:
         """Run a micro-batch's backward, the loss's gradient being `gradient`."""
-        with failing_together(self.ctx):
+        with propagate_errors(self.ctx):
             for stage in reversed(self.model.stages):
                 action = Action("B", stage.index, number)
                 if not stage.last:

@@ -2,10 +2,10 @@
 
 from megazoo.evaluation.classifying import Tally, classify, evaluate_rows, predictions, tally
 from megazoo.evaluation.scoring import Scores, TextLoss, evaluate_texts, score, score_choices
-from megazoo.lazy import lazily
+from megazoo.lazy import lazy_attributes
 
 # It needs an extra, without which `import *` works all the same: so it is not in __all__.
-__getattr__ = lazily(__name__, {"HarnessModel": "megazoo.evaluation.harness"})
+__getattr__ = lazy_attributes(__name__, {"HarnessModel": "megazoo.evaluation.harness"})
 
 __all__ = [
     "Scores",

@@ -11,7 +11,7 @@ from megazoo.errors import UserError
 from megazoo.evaluation.scoring import of_every_row
 from megazoo.layers.classification import problem_of
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
-from megazoo.parallel.failure import together
+from megazoo.parallel.failure import on_all_ranks
 
 
 class Tally(NamedTuple):
@@ -70,7 +70,7 @@ def tally(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> to
 
 
 @torch.no_grad()
-@together
+@on_all_ranks
 def evaluate_rows(
     model,
     input_ids: torch.Tensor | None = None,
@@ -87,7 +87,7 @@ def evaluate_rows(
 
     def counted(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the tally of a micro-batch: fp64 [1, 5]."""
-        return tally(model.whole_logits(outputs, batch), batch.targets, problem)[None]
+        return tally(model.full_logits(outputs, batch), batch.targets, problem)[None]
 
     with model.without_dropout():
         batches = model.micro_batches(Batch(input_ids, labels), num_microbatches)
@@ -101,7 +101,7 @@ def evaluate_rows(
 
 
 @torch.no_grad()
-@together
+@on_all_ranks
 def classify(model, input_ids: torch.Tensor) -> torch.Tensor:
     """Return a classifier's logits of rows, fp64 [rows, num_labels].
 
@@ -116,5 +116,5 @@ def classify(model, input_ids: torch.Tensor) -> torch.Tensor:
         model,
         Batch(input_ids),
         model.num_labels,
-        lambda outputs, batch: model.whole_logits(outputs, batch).double(),
+        lambda outputs, batch: model.full_logits(outputs, batch).double(),
     )

@@ -18,7 +18,7 @@ from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.agreement import sharing_axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.context import Axis
-from megazoo.parallel.failure import together
+from megazoo.parallel.failure import on_all_ranks
 from megazoo.parallel.shares import share_of
 
 
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
-@together
+@on_all_ranks
 def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     """Return how likely a language model finds the targets of each row.
 
@@ -49,7 +49,7 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the log-likelihood, the tokens and greedy of each row: fp64 [batch, 3]."""
         losses, labelled = model.token_losses(outputs, batch), batch.targets != IGNORE_INDEX
-        best = model.whole_logits(outputs, batch).argmax(dim=-1)
+        best = model.full_logits(outputs, batch).argmax(dim=-1)
         # what sequence parallelism pads has no logits
         best = F.pad(best, (0, labelled.shape[1] - best.shape[1]))
         greedy = (~labelled | (batch.targets == best)).all(dim=1)
@@ -72,7 +72,7 @@ def of_every_row(
     """
     model.ctx.require_ranks()
     sharing = sharing_axis(model.ctx, batch.input_ids, batch.targets)
-    with model.standing_at(model.ctx.folded):
+    with model.using_context(model.ctx.cp_as_dp):
         return _of_every_row(model, batch, columns, of_rows, sharing)
 
 

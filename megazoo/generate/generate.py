@@ -35,7 +35,7 @@ def generate(
     """Generate as `Model.generate` says. model: a `megazoo.models.base.Model`."""
     model.ctx.require_ranks()
     sharing = sharing_axis(model.ctx, input_ids, attention_mask)
-    with model.standing_at(model.ctx.folded):
+    with model.using_context(model.ctx.cp_as_dp):
         return _generate(model, input_ids, attention_mask, settings, use_cache, streamer, sharing)
 
 
@@ -155,7 +155,7 @@ def _output(model, x: torch.Tensor, batch: MicroBatch, stage: Stage, chooses: bo
     x = model.forward_stage(x, batch, stage)
     if not stage.last or not chooses:
         return x
-    return model.whole_logits(model.outputs(x, batch), batch)[:, -1].float()
+    return model.full_logits(model.outputs(x, batch), batch)[:, -1].float()
 
 
 def _new_tokens(
@@ -191,7 +191,7 @@ def _generating(model):
     """Turn off dropout within this block, and sequence parallelism: one token can't be cut."""
     whole = replace(model.ctx, sequence_parallel=False)
     with (
-        model.standing_at(whole),
+        model.using_context(whole),
         model.without_dropout(),
         _kernels_for_all_lengths(model.ctx.device),
     ):

@@ -8,7 +8,7 @@ import torch
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.generate.decoding import BeamSearch, Choice, Sampler
 from megazoo.generate.graph import StepGraph
-from megazoo.generate.prefill import Piece, pieces_of, shared_prefix
+from megazoo.generate.prefill import PromptChunk, pieces_of, shared_prefix
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import CausalSelfAttention, KVCache
 from megazoo.layers.cache import StaticKVCache
@@ -67,7 +67,7 @@ class Group:
         if real is not None:
             positions = (real.cumsum(1) - 1).clamp(min=0)
             segments = real.long() - 1  # padding is a segment of its own, -1
-        self.pieces = deque([Piece(input_ids, positions, segments)])
+        self.pieces = deque([PromptChunk(input_ids, positions, segments)])
         self.cache = self.prefix = self.prefix_cache = None
         self.chooser = self.choice = self.graph = None
         self.static = use_cache and takes_static_steps(model)

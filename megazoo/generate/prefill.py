@@ -10,7 +10,7 @@ TOKENS = 4096  # and of all rows
 SHARED = 16  # tokens that several rows begin with: fewer are not worth a forward of their own
 
 
-class Piece(NamedTuple):
+class PromptChunk(NamedTuple):
     """Tokens of the prompts that go through the stages together, as MicroBatch has them: input_ids
     and positions int64 [rows, tokens], segments of the tokens before, too. One row stands for all
     where it is of what they begin with."""
@@ -57,17 +57,17 @@ def pieces_of(
     positions: torch.Tensor | None,
     segments: torch.Tensor | None,
     prefix: Prefix | None,
-) -> deque[Piece]:
+) -> deque[PromptChunk]:
     """Return the pieces of prompts, those of the prefix first. All are int64 [rows, tokens]."""
     pieces, begin = deque(), 0
     if prefix is not None:
         begin = prefix.places
         for first, last in _ends(0, *reversed(prefix.input_ids.shape)):
-            pieces.append(Piece(prefix.input_ids[:, first:last], None, None))
+            pieces.append(PromptChunk(prefix.input_ids[:, first:last], None, None))
     for first, last in _ends(begin, *reversed(input_ids.shape)):
         own = None if positions is None else positions[:, first:last]
         seen = None if segments is None else segments[:, :last]
-        pieces.append(Piece(input_ids[:, first:last], own, seen))
+        pieces.append(PromptChunk(input_ids[:, first:last], own, seen))
     return pieces
 
 

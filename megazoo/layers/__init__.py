@@ -33,7 +33,7 @@ from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear, round_to_int8
-from megazoo.layers.masks import OfChunks, OfWindows, Packed, segment_mask, window_mask
+from megazoo.layers.masks import MaskPerChunk, MaskPerWindow, Packed, segment_mask, window_mask
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
 from megazoo.layers.rotary import Rotary, rotate
@@ -49,8 +49,8 @@ __all__ = [
     "HeadwiseLayerNorm",
     "KVCache",
     "LayerNorm",
-    "OfChunks",
-    "OfWindows",
+    "MaskPerChunk",
+    "MaskPerWindow",
     "Packed",
     "PositionEmbedding",
     "QKVParallelLinear",

@@ -18,8 +18,8 @@ from megazoo.layers.fused import CosAndSin, replaced_by
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.masks import (
     HIDDEN,
-    OfChunks,
-    OfWindows,
+    MaskPerChunk,
+    MaskPerWindow,
     Packed,
     Shifted,
     masks_of_chunks,
@@ -151,10 +151,10 @@ class CausalSelfAttention(nn.Module):
     Dropout. rotary: cos and sin of Rotary, which turn the queries and keys. mask: of a shape that
     expands to [batch, this rank's heads, sequence, sequence]; boolean, where a query may look (see
     segment_mask), or added to the scores, -inf where it may not (see alibi_bias); or Packed, if
-    takes_packed; or OfWindows, of which it takes its own. Without, a query looks at itself and
+    takes_packed; or MaskPerWindow, of which it takes its own. Without, a query looks at itself and
     backwards. What is beyond the window is hidden, whatever the mask. Under context parallelism x
-    is this rank's part of the sequence (see SequenceCut), and the mask, if any, is OfChunks. cache:
-    of the tokens before x, which x's are appended to.
+    is this rank's part of the sequence (see SequenceCut), and the mask, if any, is MaskPerChunk.
+    cache: of the tokens before x, which x's are appended to.
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et
     al. 2019; normalised queries and keys: Henry et al. 2020; windows: Beltagy et al. 2020.
     """
@@ -204,7 +204,7 @@ class CausalSelfAttention(nn.Module):
         x: torch.Tensor,
         seed: int | None = None,
         rotary: CosAndSin | None = None,
-        mask: torch.Tensor | Packed | OfChunks | OfWindows | None = None,
+        mask: torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         qkv = self.qkv.project(x)
@@ -245,18 +245,18 @@ class CausalSelfAttention(nn.Module):
         self,
         qkv: torch.Tensor,
         rotary: CosAndSin | None,
-        mask: torch.Tensor | Packed | OfChunks | OfWindows | None,
+        mask: torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None,
         seed: int | None,
         cache: KVCache | None,
     ) -> torch.Tensor:
         """Attend with q, k and v, one after the other: [batch, sequence, this rank's features of
         them] -> [batch, sequence, this rank's features]."""
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
-        given = mask.masks[self.window] if isinstance(mask, OfWindows) else mask
+        given = mask.masks[self.window] if isinstance(mask, MaskPerWindow) else mask
         if cache is not None:
             k, v = cache.extend(self, k, v)
             given = cache.hide(self, given, q)
-        mask = given if isinstance(mask, OfWindows) else self._within_window(given, q, k)
+        mask = given if isinstance(mask, MaskPerWindow) else self._within_window(given, q, k)
         if self.dropout.active:
             y = self._attend_with_dropout(q, k, v, mask, seed)
         else:
@@ -271,7 +271,9 @@ class CausalSelfAttention(nn.Module):
         return self._attend_across_ranks(q, k, v, mask, dropout)
 
     @untraced
-    def _attend_across_ranks(self, q, k, v, mask: OfChunks | None, dropout: float) -> torch.Tensor:
+    def _attend_across_ranks(
+        self, q, k, v, mask: MaskPerChunk | None, dropout: float
+    ) -> torch.Tensor:
         ctx = self.qkv.ctx
         if mask is None:
             cut, packed = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx), self.takes_packed(q.dtype)
@@ -279,7 +281,7 @@ class CausalSelfAttention(nn.Module):
             mask = masks_of_chunks(
                 cut, len(q), q.dtype, q.device, packed=packed, window=self.window
             )
-        elif not isinstance(mask, OfChunks):
+        elif not isinstance(mask, MaskPerChunk):
             raise UserError(
                 "under context parallelism a rank has a part of the sequence, and an attention "
                 "mask must say what it sees of all: make it by megazoo.models.masks.mask_of"
@@ -287,7 +289,7 @@ class CausalSelfAttention(nn.Module):
         kernel = partial(self._attend_here, dropout=dropout)
         return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=self.recompute)
 
-    def _within_window(self, mask, q, k) -> torch.Tensor | Packed | OfChunks | None:
+    def _within_window(self, mask, q, k) -> torch.Tensor | Packed | MaskPerChunk | None:
         """Return the mask with all that is beyond the window hidden, too; a mask for queries that
         are the last of more keys, if there is none.
 
@@ -300,7 +302,7 @@ class CausalSelfAttention(nn.Module):
             return window_mask(queries, keys, window, q.device)
         if self.window is None or isinstance(mask, Packed):
             return mask
-        if isinstance(mask, OfChunks):
+        if isinstance(mask, MaskPerChunk):
             raise UserError(
                 f"a mask of chunks does not hide what is beyond a window of {self.window}: make it "
                 "by megazoo.models.masks.mask_of"

@@ -91,7 +91,7 @@ class ClassificationHead(ShardedModule):
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rows, ctx = torch.arange(len(x), device=x.device), self.ctx
         if ctx.cp_size == 1 and not ctx.sequence_parallel:
-            return F.linear(x[rows, positions], self.replicated("weight"))
+            return F.linear(x[rows, positions], self.synced_parameter("weight"))
         parts = ctx.tp_size if ctx.sequence_parallel else 1
         cut = SequenceCut.of(x.shape[1] * parts * ctx.cp_size, ctx)
         local = positions if cut is None else cut.local(positions)
@@ -100,7 +100,7 @@ class ClassificationHead(ShardedModule):
         # one rank has the position, the others add zeros
         here = (local >= 0) & (local < x.shape[1])
         pooled = x[rows, local.masked_fill(~here, 0)].masked_fill(~here[:, None], 0)
-        scores = F.linear(pooled, self.replicated("weight"))
+        scores = F.linear(pooled, self.synced_parameter("weight"))
         if ctx.sequence_parallel:
             scores = reduce_from_tensor_parallel(scores, ctx)
         return reduce_from_context(scores, ctx)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megazoo.errors import UserError
-from megazoo.layers.masks import OfChunks
+from megazoo.layers.masks import MaskPerChunk
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import exchange_in_context, gather_context, gathered_in_order
 from megazoo.parallel.sequence import SequenceCut, in_order, in_parts
@@ -84,7 +84,7 @@ def attend_across_ranks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    masks: OfChunks,
+    masks: MaskPerChunk,
     ctx: ParallelContext,
     *,
     keep: bool = False,
@@ -101,7 +101,7 @@ def attend_across_ranks(
     return _with_all_keys(kernel, q, k, v, masks, ctx, keep)
 
 
-def _with_all_keys(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext, keep: bool):
+def _with_all_keys(kernel: Kernel, q, k, v, masks: MaskPerChunk, ctx: ParallelContext, keep: bool):
     chunks = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx).chunks
     seen, own = [], torch.stack([k, v])
     gathered = gather_context(own, [chunk.stop for chunk in chunks], ctx)
@@ -166,7 +166,7 @@ class _GatherBeforeBackward(torch.autograd.Function):
         return grad, None
 
 
-def _with_some_heads(kernel: Kernel, q, k, v, masks: OfChunks, ctx: ParallelContext):
+def _with_some_heads(kernel: Kernel, q, k, v, masks: MaskPerChunk, ctx: ParallelContext):
     ranks, mine = ctx.cp_size, ctx.cp_rank
     queries = [share_of(range(q.shape[1]), ranks, rank) for rank in range(ranks)]
     keys = [_keys_of(heads, q.shape[1] // k.shape[1]) for heads in queries]

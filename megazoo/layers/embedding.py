@@ -140,4 +140,4 @@ class PositionEmbedding(ShardedModule):
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         if self.ctx.sequence_parallel:
             positions = positions.chunk(self.ctx.tp_size, dim=-1)[self.ctx.tp_rank]
-        return F.embedding(positions, self.replicated("weight"))
+        return F.embedding(positions, self.synced_parameter("weight"))

@@ -82,7 +82,7 @@ class ColumnParallelLinear(ShardedModule):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.replicated("weight"), self.replicated("bias")
+        weight, bias = self.synced_parameter("weight"), self.synced_parameter("bias")
         multiply = partial(column_parallel_linears, ctx=self.ctx, queue=self.weight_queue)
         if self.int8_scale is not None:
             x = enter_tensor_parallel(x, self.ctx)
@@ -208,7 +208,7 @@ class RowParallelLinear(ShardedModule):
         else:  # what the adapters add is partial, as y is: both leave by one sum
             y = self.lora(x, self.weight, bias, multiply, recompute, self.weight_queue)
         y = leave_tensor_parallel(y, self.ctx)
-        return y if alone or self.bias is None else y + self.replicated("bias")
+        return y if alone or self.bias is None else y + self.synced_parameter("bias")
 
 
 def round_to_int8(model: nn.Module) -> None:

@@ -67,15 +67,15 @@ class Adapter(ShardedModule):
         self.add_parameter("B", b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.widened(self.narrowed(x))
+        return self.project_up(self.project_down(x))
 
-    def narrowed(self, x: torch.Tensor) -> torch.Tensor:
+    def project_down(self, x: torch.Tensor) -> torch.Tensor:
         """Return dropout(x) A^T: [..., rank]."""
-        return linear(self.dropout(x), self.replicated("A"), queue=self.weight_queue)
+        return linear(self.dropout(x), self.synced_parameter("A"), queue=self.weight_queue)
 
-    def widened(self, inner: torch.Tensor) -> torch.Tensor:
+    def project_up(self, inner: torch.Tensor) -> torch.Tensor:
         """Return scale * inner B^T, for inner [..., rank]."""
-        return linear(inner * self.scale, self.replicated("B"), queue=self.weight_queue)
+        return linear(inner * self.scale, self.synced_parameter("B"), queue=self.weight_queue)
 
     @torch.no_grad()
     def change(self) -> torch.Tensor:
@@ -114,17 +114,18 @@ class Adapters(nn.ModuleDict):
         if any(adapter.dropout.active for adapter in self.values()):  # each has another x
             x = enter(x) if enter else x
             y = linear(x, weight, bias, queue=queue)
-            inner = [adapter.narrowed(x) for adapter in self.values()]
+            inner = [adapter.project_down(x) for adapter in self.values()]
         else:
-            first = [adapter.replicated("A") for adapter in self.values()]
+            first = [adapter.synced_parameter("A") for adapter in self.values()]
             y, *inner = multiply(x, (weight, *first), bias)
         return self._added(y, dict(zip(self, inner, strict=True)))
 
     def _added(self, y: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return y with what each adapter makes of its `narrowed`, in the part that it changes."""
+        """Return y with each adapter's change added to the part of y that it changes. inner: what
+        the adapters' `project_down` have returned."""
         parts = y.split(list(self.sizes.values()), dim=-1)
         changed = [
-            part + self[name].widened(inner[name]) if name in self else part
+            part + self[name].project_up(inner[name]) if name in self else part
             for name, part in zip(self.sizes, parts, strict=True)
         ]
         return changed[0] if len(changed) == 1 else torch.cat(changed, dim=-1)

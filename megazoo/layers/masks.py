@@ -46,14 +46,14 @@ class Shifted(NamedTuple):
         return self.row.as_strided((1, 1, self.queries, keys), (0, 0, 1, 1))
 
 
-class OfWindows(NamedTuple):
+class MaskPerWindow(NamedTuple):
     """The masks for layers that see different stretches of the tokens before them: one for each
     attention's `window`, which hides what is farther back, too."""
 
-    masks: dict[int | None, "torch.Tensor | Packed | OfChunks | None"]
+    masks: dict[int | None, "torch.Tensor | Packed | MaskPerChunk | None"]
 
 
-class OfChunks(NamedTuple):
+class MaskPerChunk(NamedTuple):
     """The masks for a sequence that is cut over context-parallel ranks: one for each run of queries
     in `SequenceCut.queries`, over all keys up to its end. None stands for a causal mask where each
     key is a query's, too."""
@@ -118,7 +118,7 @@ def masks_of_chunks(
     boundaries: torch.Tensor | None = None,
     packed: bool = False,
     window: int | None = None,
-) -> OfChunks:
+) -> MaskPerChunk:
     """Return the masks of a causal attention over a sequence that is cut, of so many rows.
 
     segments: of the whole sequences, int64 [rows, sequence]; None where there is one. boundaries:
@@ -127,13 +127,15 @@ def masks_of_chunks(
     in segment_mask; what is Packed says nothing of it.
     """
     if packed and (device.type == "meta" or not rows):  # no kernel looks at them, or takes no rows
-        return OfChunks((None,) * len(cut.queries))
+        return MaskPerChunk((None,) * len(cut.queries))
     if packed and (segments is None or boundaries is not None):
         if boundaries is None:
             boundaries = torch.arange(rows + 1, device=device) * cut.length
-        return OfChunks(tuple(_packed_of(boundaries, cut.length, chunk) for chunk in cut.queries))
+        return MaskPerChunk(
+            tuple(_packed_of(boundaries, cut.length, chunk) for chunk in cut.queries)
+        )
     masks = [_mask_of_chunk(segments, chunk, device, window) for chunk in cut.queries]
-    return OfChunks(tuple(_ready(mask, dtype) for mask in masks))
+    return MaskPerChunk(tuple(_ready(mask, dtype) for mask in masks))
 
 
 def _ready(mask: torch.Tensor | Shifted | None, dtype: torch.dtype | None):

@@ -45,7 +45,11 @@ class LayerNorm(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(
-            x, self.weight.shape, self.replicated("weight"), self.replicated("bias"), self.eps
+            x,
+            self.weight.shape,
+            self.synced_parameter("weight"),
+            self.synced_parameter("bias"),
+            self.eps,
         )
 
 
@@ -83,7 +87,7 @@ class RMSNorm(ShardedModule):
         self.add_parameter("weight", ParameterSpec((hidden_size,), shard, mean=1.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.replicated("weight"), self.eps)
+        return rms_norm(x, self.synced_parameter("weight"), self.eps)
 
 
 class HeadwiseLayerNorm(ShardedModule):
@@ -124,8 +128,8 @@ class HeadwiseLayerNorm(ShardedModule):
         wide = x.flatten(-2).float()
         centred = wide - self._mean(wide)
         y = centred * torch.rsqrt(self._mean(centred.square()) + self.eps)
-        y = y.to(x.dtype) * self.replicated("weight")
-        y = y if self.bias is None else y + self.replicated("bias")
+        y = y.to(x.dtype) * self.synced_parameter("weight")
+        y = y if self.bias is None else y + self.synced_parameter("bias")
         return y.unflatten(-1, x.shape[-2:])
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:

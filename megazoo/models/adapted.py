@@ -33,7 +33,7 @@ class Matrix:
         return {"A": ParameterSpec((rank, self.inputs)), "B": ParameterSpec((self.outputs, rank))}
 
 
-def matrices_of(model: nn.Module) -> list[Matrix]:
+def adaptable_matrices(model: nn.Module) -> list[Matrix]:
     """Return the matrices of a model that can be adapted, of all layers that are here."""
     matrices = []
     for name, layer in linear_layers(model):

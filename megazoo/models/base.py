@@ -34,8 +34,8 @@ from megazoo.models.pretrained import load_weights, one_of, open_directory, save
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.failure import together
-from megazoo.parallel.module import Entry, ShardedModule, initialize, without_memory
+from megazoo.parallel.failure import on_all_ranks
+from megazoo.parallel.module import NamedParameter, ShardedModule, initialize, without_memory
 from megazoo.parallel.random import all_seeded, derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.shard import ParameterSpec
@@ -260,7 +260,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         if len(ranks) > 1:
             self.tied[name] = ranks
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[NamedParameter]:
         """Yield this rank's parameters with their global names and cuts, in the order of the
         forward; last those of plain modules."""
         for prefix, module in self.named_modules():
@@ -268,11 +268,11 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
                 for name, spec in module.specs.items():
                     full = f"{prefix}.{name}"
                     pp_ranks = self.tied.get(full, (self.ctx.pp_rank,))
-                    yield Entry(full, getattr(module, name), spec, pp_ranks)
+                    yield NamedParameter(full, getattr(module, name), spec, pp_ranks)
         for name, module, key in plain_parameters(self):
             parameter = getattr(module, key)
             spec = ParameterSpec(tuple(parameter.shape), plain=True)
-            yield Entry(name, parameter, spec, self.tied.get(name, (self.ctx.pp_rank,)))
+            yield NamedParameter(name, parameter, spec, self.tied.get(name, (self.ctx.pp_rank,)))
 
     # Layers.
 
@@ -345,7 +345,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """Write the model: see `megazoo.models.pretrained.save_parallelized`."""
         save_parallelized(self, directory, **options)
 
-    @together
+    @on_all_ranks
     def from_parallelized(
         self, directory=None, *, load_directory=None, verify: bool = True
     ) -> "Model":
@@ -359,7 +359,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         load_weights(open_directory(directory, verify=verify), self)
         return self
 
-    @together
+    @on_all_ranks
     def generate(
         self,
         input_ids: torch.Tensor,

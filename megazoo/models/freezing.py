@@ -10,7 +10,7 @@ from megazoo.models.adapters import attach, is_adapter
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 
 
 class Freezing:
@@ -22,12 +22,12 @@ class Freezing:
     # the first stage of the pipeline that trains anything: those before it need no gradient
     first_trained_stage = 0
 
-    def trained_entries(self) -> list[Entry]:
+    def trained_entries(self) -> list[NamedParameter]:
         """List this rank's parameters that are not frozen (`requires_grad_(False)`): those that
         have gradients."""
         return [entry for entry in self.entries() if entry.parameter.requires_grad]
 
-    def saved_entries(self) -> list[Entry]:
+    def saved_entries(self) -> list[NamedParameter]:
         """List this rank's parameters that a checkpoint holds: all; of a model with adapters these,
         and what else is not frozen."""
         return [

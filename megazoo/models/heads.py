@@ -169,7 +169,7 @@ class LastStage:
         """
         return self.task.outputs(self, x, batch)
 
-    def whole_logits(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    def full_logits(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the outputs of whole sequences with the whole vocabulary, the same on every tp and
         cp rank."""
         return self.task.whole_outputs(self, outputs, batch)
@@ -237,7 +237,7 @@ class LastStage:
             all_reduce(count, self.ctx.cp_group)
         if not count:
             return outputs.float().sum() * 0  # its mean would be nan
-        loss = loss_fn(self.whole_logits(outputs, batch).float(), batch.labels)
+        loss = loss_fn(self.full_logits(outputs, batch).float(), batch.labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UserError("loss_fn must return one number, the mean of the micro-batch")
         if outputs.requires_grad and not loss.requires_grad:

@@ -4,13 +4,20 @@ import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.layers import ALiBi, CausalSelfAttention, OfChunks, OfWindows, Packed, segment_mask
+from megazoo.layers import (
+    ALiBi,
+    CausalSelfAttention,
+    MaskPerChunk,
+    MaskPerWindow,
+    Packed,
+    segment_mask,
+)
 from megazoo.layers.masks import additive, masks_of_chunks, window_mask
 
 
 def mask_of(
     batch: MicroBatch, layers: nn.ModuleDict, block: type[nn.Module], dtype: torch.dtype
-) -> torch.Tensor | Packed | OfChunks | OfWindows | None:
+) -> torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None:
     """Return what hides a micro-batch's segments from each other, and what is beyond the layers'
     windows, as CausalSelfAttention takes it; None where there is one segment, of which this rank
     has all tokens, and no window.
@@ -38,7 +45,7 @@ def mask_of(
     masks = {
         window: _mask_of_window(batch, window, plain, packed, dtype, device) for window in windows
     }
-    return masks[None] if windows == {None} else OfWindows(masks)
+    return masks[None] if windows == {None} else MaskPerWindow(masks)
 
 
 def _mask_of_window(
@@ -48,7 +55,7 @@ def _mask_of_window(
     packed: bool,
     dtype: torch.dtype,
     device: torch.device,
-) -> torch.Tensor | Packed | OfChunks | None:
+) -> torch.Tensor | Packed | MaskPerChunk | None:
     """Return the mask for layers of a window, None standing for all tokens."""
     if batch.cut is not None:
         return masks_of_chunks(
@@ -81,7 +88,7 @@ def _mask_of_window(
 
 def alibi_mask_of(
     batch: MicroBatch, alibi: ALiBi, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | OfChunks:
+) -> torch.Tensor | MaskPerChunk:
     """Return the bias of a micro-batch's distances, which hides its segments from each other, too,
     as CausalSelfAttention takes it."""
     if batch.cut is None:
@@ -92,4 +99,4 @@ def alibi_mask_of(
         keys = None if batch.segments is None else batch.segments[:, : chunk.stop]
         mask = segment_mask(keys, len(chunk))
         biases.append(alibi(len(chunk), chunk.stop, dtype, device, mask, heads=heads))
-    return OfChunks(tuple(biases))
+    return MaskPerChunk(tuple(biases))

@@ -29,8 +29,8 @@ from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
 from megazoo.models.source import HoldsAdapters, ModelSource, SavedAdapters, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.failure import failing_together
-from megazoo.parallel.module import Entry, initialize
+from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.module import NamedParameter, initialize
 from megazoo.parallel.random import derive_seed
 
 
@@ -81,7 +81,7 @@ def from_pretrained(
     UserError, with what is wrong, if it can't be read or cut; a name is never downloaded.
     """
     ctx = ctx or current_context()
-    with failing_together(ctx):
+    with propagate_errors(ctx):
         source = open_directory(path, verify=verify)
         config = with_labels(source, num_labels, pad_token_id)
         dtype = dtype or source.dtype_of(next(iter(source.specs)))
@@ -161,7 +161,7 @@ def load_weights(source: ModelSource, model) -> None:
     seed. Every rank calls it. UserError if the weights are another model's, or a file has changed
     since it was written.
     """
-    with failing_together(model.ctx):
+    with propagate_errors(model.ctx):
         refuse_rounded(model, "loaded")
         entries = _entries_to_read(source, model)
         files = source.files_of([(entry.name, entry.spec) for entry in entries], model.ctx)
@@ -175,7 +175,7 @@ def load_weights(source: ModelSource, model) -> None:
         model.read_from = (source,)
 
 
-def _entries_to_read(source: ModelSource, model) -> list[Entry]:
+def _entries_to_read(source: ModelSource, model) -> list[NamedParameter]:
     """Return this rank's parameters that a source has, and draw a classifier's new head; UserError
     if the weights are another model's. Adapters stay as they are."""
     entries = [entry for entry in model.entries() if not is_adapter(entry.name)]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.layers import CausalSelfAttention, GatedMLP, OfWindows, RMSNorm, activation_named
+from megazoo.layers import CausalSelfAttention, GatedMLP, MaskPerWindow, RMSNorm, activation_named
 from megazoo.layers.fused import CosAndSin
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import llama as hugging_face
@@ -88,7 +88,7 @@ class Block(nn.Module):
         self.mlp = GatedMLP(c.hidden_size, c.ffn_size, activation, output_std=residual_std)
 
     def forward(
-        self, x: torch.Tensor, batch: MicroBatch, rotary: CosAndSin, mask: OfWindows | None
+        self, x: torch.Tensor, batch: MicroBatch, rotary: CosAndSin, mask: MaskPerWindow | None
     ) -> torch.Tensor:
         seed = batch.dropout_seed
         x = x + self.attention(self.attention_norm(x), seed, rotary, mask, batch.cache)

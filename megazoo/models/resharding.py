@@ -11,7 +11,7 @@ from megazoo.checkpoint.writing import BytesWritten, LazyTensor
 from megazoo.files import in_threads
 from megazoo.models.source import ModelSource
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
 
 
@@ -35,11 +35,11 @@ def write_shards(
     def write(rank: int) -> dict:
         ctx = ParallelContext.virtual(tp, pp, rank=rank)
 
-        def weight_of(entry: Entry) -> LazyTensor:
+        def weight_of(entry: NamedParameter) -> LazyTensor:
             stored = source.dtype_of(entry.name)
             return _lazy_shard(source, entry.name, entry.spec, ctx, dtype or stored, progress)
 
-        def states_of(entry: Entry, _writer: int) -> dict[str, LazyTensor]:
+        def states_of(entry: NamedParameter, _writer: int) -> dict[str, LazyTensor]:
             states = {}
             for state in source.states_of(entry.name):
                 name = f"{entry.name}.{state}"

@@ -12,7 +12,7 @@ from megazoo.checkpoint.places import MANIFEST
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
-from megazoo.models.adapted import AdapterSource, Matrix, adapted, matrices_of
+from megazoo.models.adapted import AdapterSource, Matrix, adaptable_matrices, adapted
 from megazoo.models.adapters import LoRASettings, attach
 from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
 from megazoo.parallel.context import ParallelContext
@@ -169,7 +169,7 @@ class SavedAdapters(_Saved, AdapterSource):
 
     @cached_property
     def matrices(self) -> list[Matrix]:
-        return adapted(matrices_of(super().on_meta(ParallelContext())), self.settings)
+        return adapted(adaptable_matrices(super().on_meta(ParallelContext())), self.settings)
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:

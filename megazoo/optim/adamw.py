@@ -22,8 +22,8 @@ from megazoo.optim.offload import Row, Staging
 from megazoo.parallel.agreement import Terms, fingerprint
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over, gather_ranges
-from megazoo.parallel.failure import failing_together, together
-from megazoo.parallel.module import Entry
+from megazoo.parallel.failure import on_all_ranks, propagate_errors
+from megazoo.parallel.module import NamedParameter
 from megazoo.torch_internals import copy_each, fused_adamw, norm_of_each
 
 
@@ -75,7 +75,7 @@ class AdamW(ModelOptimizer):
         check_model(model, f"{type(self).__name__}(model, lr=...)")
         self.model, self.ctx, self.clip_grad = model, model.ctx, clip_grad
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        with failing_together(self.ctx):
+        with propagate_errors(self.ctx):
             _check_settings(self.defaults, clip_grad, zero)
             model.agree_on_frozen()
         if model.dtype == torch.float16:
@@ -103,7 +103,7 @@ class AdamW(ModelOptimizer):
         self._versions: dict[str, int] = {}  # of the parameters after the last step
         self._written: set[str] = set()  # parameters that something else than a step has written
 
-    @together
+    @on_all_ranks
     @torch.no_grad()
     def step(self, closure: None = None) -> torch.Tensor:
         """Clip, then update every parameter from its .grad; returns the global norm before
@@ -164,12 +164,12 @@ class AdamW(ModelOptimizer):
         self._written |= {name for name in versions if self._versions.get(name) != versions[name]}
         self._versions = versions
 
-    def range_of(self, entry: Entry, replica: int) -> tuple[int, int]:
+    def range_of(self, entry: NamedParameter, replica: int) -> tuple[int, int]:
         """Return which elements of a parameter, flattened, a replica has the state of: (first, last
         + 1)."""
         return element_range(entry, self.buckets, replica)
 
-    def whole_states(self, entry: Entry, writer: int) -> dict[str, torch.Tensor]:
+    def whole_states(self, entry: NamedParameter, writer: int) -> dict[str, torch.Tensor]:
         """Return a parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others
         must call it, too.
 
@@ -188,11 +188,11 @@ class AdamW(ModelOptimizer):
             states[name] = tensor.view(entry.parameter.shape)
         return states
 
-    def _group(self, entries: list[Entry], weight_decay: float) -> dict:
+    def _group(self, entries: list[NamedParameter], weight_decay: float) -> dict:
         params, names = [e.parameter for e in entries], [e.name for e in entries]
         return {"params": params, "names": names, **self.defaults, "weight_decay": weight_decay}
 
-    def _new_state(self, entry: Entry, offload: bool) -> dict[str, torch.Tensor]:
+    def _new_state(self, entry: NamedParameter, offload: bool) -> dict[str, torch.Tensor]:
         mine = self._mine(entry.parameter.detach(), entry)
         state = {
             name: torch.zeros(mine.shape, dtype=torch.float32, device=self.device)
@@ -230,7 +230,7 @@ class AdamW(ModelOptimizer):
                     "convert a model before its optimizer is made, or make a new one"
                 )
 
-    def _mine(self, tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    def _mine(self, tensor: torch.Tensor, entry: NamedParameter) -> torch.Tensor:
         """Return the elements of a tensor of the parameter's shape that this replica updates."""
         return tensor.view(-1)[slice(*self.ranges[entry.name])]
 
@@ -263,7 +263,9 @@ class AdamW(ModelOptimizer):
             return None
         return clip_scale(norm, self.clip_grad)
 
-    def _update(self, entries: list[Entry], group: dict, scale: torch.Tensor | None) -> None:
+    def _update(
+        self, entries: list[NamedParameter], group: dict, scale: torch.Tensor | None
+    ) -> None:
         """Update the elements that this replica has, by the settings of their group. scale: the
         gradients are divided by it."""
         rows = [self._row(entry) for entry in entries]
@@ -275,7 +277,7 @@ class AdamW(ModelOptimizer):
         copied = [row for row in rows if row.states[0] is not row.weights]
         copy_each([row.weights for row in copied], [row.states[0] for row in copied])
 
-    def _row(self, entry: Entry) -> Row:
+    def _row(self, entry: NamedParameter) -> Row:
         """Return what this replica has of a parameter: its weights, gradient and state."""
         weights, state = self._mine(entry.parameter, entry), self.state[entry.name]
         states = (state.get(MASTER, weights), *(state[moment] for moment in MOMENTS))

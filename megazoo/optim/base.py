@@ -5,7 +5,7 @@ import torch
 from megazoo.errors import UserError
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 from megazoo.torch_internals import zero_each
 
 # States of a parameter, in checkpoints by these names: AdamW's moments, Muon's momentum, and the
@@ -25,7 +25,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     called: it would import torch._dynamo (70 MB).
     """
 
-    entries: list[Entry]
+    entries: list[NamedParameter]
     buckets: GradientBuckets
     state: dict[str, dict[str, torch.Tensor]]
     steps: torch.Tensor

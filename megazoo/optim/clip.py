@@ -9,8 +9,8 @@ from megazoo.errors import UserError, check_number
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.failure import failing_together
-from megazoo.parallel.module import Entry
+from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import volume
 from megazoo.torch_internals import norm_of_each, scale_each
 
@@ -26,7 +26,7 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
     yet.
     """
     check_model(model, "clip_grad_norm(model, max_norm)")
-    with failing_together(model.ctx):
+    with propagate_errors(model.ctx):
         check_max_norm("max_norm", max_norm)
         buckets, entries = model.fit_buckets(), model.trained_entries()
         buckets.check()
@@ -37,7 +37,7 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def global_norm(entries: list[Entry], buckets: GradientBuckets) -> torch.Tensor:
+def global_norm(entries: list[NamedParameter], buckets: GradientBuckets) -> torch.Tensor:
     """Compute the 2-norm of the whole model's gradient, fp32: copies over tp or between tied stages
     count once.
 
@@ -62,7 +62,7 @@ def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.where(norm > max_norm, (norm + 1e-6) / max_norm, 1.0)
 
 
-def element_range(entry: Entry, buckets: GradientBuckets, replica: int) -> tuple[int, int]:
+def element_range(entry: NamedParameter, buckets: GradientBuckets, replica: int) -> tuple[int, int]:
     """Return of which elements of a parameter, flattened, a replica has the summed gradient:
     (first, last + 1)."""
     if not buckets.sharded:
@@ -70,7 +70,7 @@ def element_range(entry: Entry, buckets: GradientBuckets, replica: int) -> tuple
     return buckets.range_of(entry.parameter, replica)
 
 
-def _counted(entry: Entry, buckets: GradientBuckets) -> list[torch.Tensor]:
+def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tensor]:
     """Return the parts of the gradient whose elements this rank counts, as views of it."""
     gradient, pieces = entry.parameter.grad, entry.counted_pieces(buckets.ctx)
     if not buckets.sharded:
@@ -86,7 +86,7 @@ def _counted(entry: Entry, buckets: GradientBuckets) -> list[torch.Tensor]:
     return [gradient.view(-1)[start:stop] for start, stop in ours if start < stop]
 
 
-def counts_whole(entry: Entry, ctx: ParallelContext) -> bool:
+def counts_whole(entry: NamedParameter, ctx: ParallelContext) -> bool:
     """Say whether all elements of this rank's part of a parameter count: none is another's copy."""
     pieces = entry.counted_pieces(ctx)
     return sum(volume(piece.box) for piece in pieces) == entry.parameter.numel()

@@ -7,7 +7,7 @@ import torch
 
 from megazoo.errors import UserError, advise
 from megazoo.optim.base import MASTER
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 
 PIECE_ELEMENTS = 1 << 22  # 16 MB of fp32: what is compared or read at once
 
@@ -28,7 +28,7 @@ class MasterWeights:
     def __init__(self):
         self._versions: dict[str, int] = {}
 
-    def note(self, entries: list[Entry]) -> None:
+    def note(self, entries: list[NamedParameter]) -> None:
         """Note that the masters of these parameters are up to date."""
         self._versions = versions_of(entries)
 
@@ -54,12 +54,12 @@ class MasterWeights:
         self.note(optimizer.entries)
 
 
-def versions_of(entries: list[Entry]) -> dict[str, int]:
+def versions_of(entries: list[NamedParameter]) -> dict[str, int]:
     """Return how often each parameter was written, by its name."""
     return {entry.name: entry.parameter._version for entry in entries}
 
 
-def _take_from(source, optimizer, entries: list[Entry]) -> None:
+def _take_from(source, optimizer, entries: list[NamedParameter]) -> None:
     """Give masters the values of a source that holds more precision than the parameters."""
     for entry in entries:
         if not _is_more_precise(source, entry):
@@ -72,7 +72,7 @@ def _take_from(source, optimizer, entries: list[Entry]) -> None:
 
 
 def _pieces(
-    optimizer, entry: Entry
+    optimizer, entry: NamedParameter
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]:
     """Yield this replica's master of a parameter a piece at a time: the master's elements, the
     parameter's on the same device, and which of the parameter's they are, first and last + 1."""
@@ -85,7 +85,7 @@ def _pieces(
         yield master[start - first : stop - first], there, (start, stop)
 
 
-def _is_more_precise(source, entry: Entry) -> bool:
+def _is_more_precise(source, entry: NamedParameter) -> bool:
     """Return whether a source holds a parameter's values in more precision than the parameter."""
     spec = source.specs.get(entry.name)
     if spec is None or spec.shape != entry.spec.shape:

@@ -15,8 +15,8 @@ from megazoo.optim.clip import check_model, element_range
 from megazoo.optim.newton_schulz import cost_of, orthogonalised
 from megazoo.optim.whole_matrices import Matrix, WholeMatrices
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.failure import failing_together
-from megazoo.parallel.module import Entry
+from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.module import NamedParameter
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, Adapter)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,7 +75,7 @@ class Muon(AdamW):
             "ns_steps": ns_steps,
             "weight_decay": weight_decay,
         }
-        with failing_together(model.ctx):
+        with propagate_errors(model.ctx):
             _check_settings(self._muon, adamw, ns_dtype)
         self._linear = linear_names(model)
         super().__init__(model, **adamw, clip_grad=clip_grad, zero=zero, loss_scale=loss_scale)
@@ -108,7 +108,7 @@ class Muon(AdamW):
         cost = sum(cost_of(matrix.rows, matrix.columns) for matrix in mine)
         return 2.0 * self.param_groups[0]["ns_steps"] * cost
 
-    def _new_state(self, entry: Entry, offload: bool) -> dict[str, torch.Tensor]:
+    def _new_state(self, entry: NamedParameter, offload: bool) -> dict[str, torch.Tensor]:
         if entry.name not in self._linear:
             return super()._new_state(entry, offload)
         mine = self._mine(entry.parameter.detach(), entry)
@@ -117,7 +117,9 @@ class Muon(AdamW):
             state[MASTER] = mine.float()
         return state
 
-    def _update(self, entries: list[Entry], group: dict, scale: torch.Tensor | None) -> None:
+    def _update(
+        self, entries: list[NamedParameter], group: dict, scale: torch.Tensor | None
+    ) -> None:
         if "momentum" not in group:
             super()._update(entries, group, scale)
             return
@@ -154,7 +156,7 @@ class Muon(AdamW):
         self.whole.apply(step_of, direction_of, change)
 
 
-def _range_of(buckets: GradientBuckets, entry: Entry, replica: int) -> tuple[int, int]:
+def _range_of(buckets: GradientBuckets, entry: NamedParameter, replica: int) -> tuple[int, int]:
     """Return which elements of a parameter, flattened, a replica has the state of."""
     return element_range(entry, buckets, replica)
 

@@ -14,7 +14,7 @@ import torch
 
 from megazoo.parallel.collectives import exchange_parts
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import Piece
 
 
@@ -26,7 +26,7 @@ class Matrix:
     whole parameter. owner: the rank along the gradient axis, and along tp, that works on it.
     """
 
-    entry: Entry
+    entry: NamedParameter
     part: int
     first: int
     rows: int
@@ -52,7 +52,9 @@ class Matrix:
         ]
 
 
-def matrices_of(entries: list[Entry], ctx: ParallelContext, cost: Callable) -> list[Matrix]:
+def stepped_matrices(
+    entries: list[NamedParameter], ctx: ParallelContext, cost: Callable
+) -> list[Matrix]:
     """Return the matrices of linear weights, each with an owner; the same list on all ranks of a
     stage.
 
@@ -82,20 +84,20 @@ def matrices_of(entries: list[Entry], ctx: ParallelContext, cost: Callable) -> l
 class WholeMatrices:
     """Applies a function to whole matrices, of which this rank has parts.
 
-    cost: as in `matrices_of`. ranges: of each parameter, by its name and a rank along the gradient
-    axis, which elements of the tp rank's flattened part that rank has; None where every replica has
-    all of it.
+    cost: as in `stepped_matrices`. ranges: of each parameter, by its name and a rank along the
+    gradient axis, which elements of the tp rank's flattened part that rank has; None where every
+    replica has all of it.
     """
 
     def __init__(
         self,
-        entries: list[Entry],
+        entries: list[NamedParameter],
         ctx: ParallelContext,
         cost: Callable[[int, int], float],
-        ranges: Callable[[Entry, int], tuple[int, int]] | None,
+        ranges: Callable[[NamedParameter, int], tuple[int, int]] | None,
     ):
         self.ctx, self.replicas, self.ranges = ctx, ctx.gradient_axis, ranges
-        self.matrices = matrices_of(entries, ctx, cost)
+        self.matrices = stepped_matrices(entries, ctx, cost)
         self.rounds = _rounds(self.matrices)
         self.me = (self.replicas.rank, ctx.tp_rank)
 

@@ -3,10 +3,10 @@
 Layers and models stand on this; it knows neither. Read first: context.py, shard.py, module.py.
 """
 
-from megazoo.lazy import lazily
+from megazoo.lazy import lazy_attributes
 
 # What needs torch is imported when it is first used: the flags' help names the schedules without.
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     __name__,
     {
         "ParallelContext": "megazoo.parallel.context",

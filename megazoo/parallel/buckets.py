@@ -67,16 +67,16 @@ class GradientBuckets:
     The replicas are the ranks along `ctx.gradient_axis`. Buckets are filled in the reverse of the
     parameters' order, roughly the order of backward, each with at most `bucket_elements` (None is
     `elements_for(ctx)`) or a single larger parameter. After `start(n)` a bucket is made, and
-    leaves, as soon as each of its parameters has received the gradients of n backwards; `finish`
-    waits for all. No memory is taken before: gradients come while activations go. One replica alone
-    needs no buckets.
+    leaves, as soon as each of its parameters has received the gradients of n backwards;
+    `wait_for_sums` waits for all. No memory is taken before: gradients come while activations go.
+    One replica alone needs no buckets.
     The sum needs no division: the loss is already a part of the global batch's mean.
     late: parameters whose gradients are not whole after the last backward, because parts over tp or
-    tied copies are still to be summed: their buckets leave in `finish`.
+    tied copies are still to be summed: their buckets leave in `wait_for_sums`.
     unsummed: those of which a user's own backward leaves parts over tp, too.
 
     The order of calls, in engine/step.py: `start`, the backwards, `complete`; the sums over tp and
-    between tied stages; `finish`; and `stop`, whatever happens.
+    between tied stages; `wait_for_sums`; and `stop`, whatever happens.
 
     With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1,
     Rajbhandari et al. 2020): the elements `range_of(parameter)` of each parameter. It updates
@@ -186,16 +186,16 @@ class GradientBuckets:
             return sum(self.sizes) * torch.float32.itemsize
         return sum(parameter.numel() for parameter in self.place) * torch.float32.itemsize
 
-    def complete(self) -> None:
+    def fill_missing(self) -> None:
         """Give a gradient of zeros to parameters that have received none: after the last backward,
-        before `finish`."""
+        before `wait_for_sums`."""
         for parameter in self.place:
             if parameter.grad is None:
                 parameter.grad = torch.zeros(
                     parameter.shape, dtype=torch.float32, device=parameter.device
                 )
 
-    def finish(self, loss_scale: float = 1.0) -> None:
+    def wait_for_sums(self, loss_scale: float = 1.0) -> None:
         """Sum what has not left yet (parameters without a gradient hold their bucket back), wait
         for all sums, and divide by the loss scale."""
         self._launch(len(self.members))
@@ -223,7 +223,7 @@ class GradientBuckets:
     def average(self) -> None:
         """Replace every gradient by its mean over the replicas; parameters that have none count as
         zero."""
-        self.complete()
+        self.fill_missing()
         for index in range(len(self.members) if self.axis.size > 1 else 0):
             bucket = self._filled(index)
             all_reduce(bucket, self.axis.group)

@@ -157,7 +157,7 @@ class ParallelContext:
         if initialized := not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ:
                 return replace(here, device=device)
-            with meeting():
+            with rendezvous_errors():
                 _initialize(device, world, timeout)
         context = here._connected(device, timeout)
         groups = [context.joint_group, *(axis.group for axis in context.axes)]
@@ -246,7 +246,7 @@ class ParallelContext:
         return self._joint
 
     @cached_property
-    def folded(self) -> "ParallelContext":
+    def cp_as_dp(self) -> "ParallelContext":
         """The same ranks with those along cp counted along dp, each with whole sequences of its
         own: for generation, whose sequences grow by a token at a time."""
         if self.cp_size == 1:
@@ -348,7 +348,7 @@ def current_context() -> ParallelContext:
 
 
 @contextmanager
-def meeting():
+def rendezvous_errors():
     """Raise UserError if the ranks do not find each other within this block."""
     try:
         yield

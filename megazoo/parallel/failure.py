@@ -39,7 +39,7 @@ _latest = {"call": (0, "none")}  # see calls_made; one value, so that threads re
 
 
 @contextmanager
-def failing_together(ctx: ParallelContext, in_replica: bool = False):
+def propagate_errors(ctx: ParallelContext, in_replica: bool = False):
     """Raise an exception that one rank raises within this block, which all ranks enter together, on
     all.
 
@@ -68,14 +68,14 @@ def failing_together(ctx: ParallelContext, in_replica: bool = False):
         _thread.inside = False
 
 
-def together(function: Callable) -> Callable:
+def on_all_ranks(function: Callable) -> Callable:
     """Decorate a function that all ranks call together, its first argument being what has their
-    `ctx`, as a model has: see `failing_together`. First the ranks compare the call, its arguments
+    `ctx`, as a model has: see `propagate_errors`. First the ranks compare the call, its arguments
     and the `terms()` of that first argument: see agreement.py."""
     return _together(function, in_replica=False)
 
 
-def together_in_replica(function: Callable) -> Callable:
+def on_replica_ranks(function: Callable) -> Callable:
     """Decorate, as `together`, a function that the ranks of a replica call together."""
     return _together(function, in_replica=True)
 
@@ -87,7 +87,7 @@ def _together(function: Callable, in_replica: bool) -> Callable:
     def call(model, *args, **kwargs):
         if not in_replica:
             _note(name)
-        with failing_together(model.ctx, in_replica) as together, _one_thread(model.ctx, name):
+        with propagate_errors(model.ctx, in_replica) as together, _one_thread(model.ctx, name):
             if together:
                 bound = signature.bind(model, *args, **kwargs)
                 bound.apply_defaults()

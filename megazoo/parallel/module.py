@@ -44,8 +44,8 @@ class ShardedModule(nn.Module):
     """A module whose parameters know how they are cut: `specs` has the cut of each by its name.
 
     ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward uses
-    `self.replicated(name)` for a parameter of which, in some layout, the backward of a tp rank
-    gives only a part of the gradient (`ParameterSpec.has_partial_gradient`). The cuts survive
+    `self.synced_parameter(name)` for a parameter of which, in some layout, the backward of a tp
+    rank gives only a part of the gradient (`ParameterSpec.has_partial_gradient`). The cuts survive
     deepcopy, to() and to_empty().
 
     sums_later: whoever runs backward sums those parts, once for many backwards, as train_batch
@@ -66,7 +66,7 @@ class ShardedModule(nn.Module):
         # parameters of which backward on this rank gives only a part of the gradient
         self._partial: set[str] = set()
 
-    def replicated(self, name: str) -> torch.Tensor | None:
+    def synced_parameter(self, name: str) -> torch.Tensor | None:
         """Return the parameter as the forward should use it: where each tp rank's backward gives a
         part of its gradient, the parts are summed, here or at the end of train_batch.
 
@@ -78,8 +78,6 @@ class ShardedModule(nn.Module):
         if name not in self._partial or self.sums_later:
             return parameter
         return _summed_over_copies(parameter, self.specs[name], self.ctx)
-
-    whole = replicated  # its name in the first version
 
     def add_parameter(self, name: str, spec: ParameterSpec) -> None:
         """Register this rank's part of a parameter, with initial values unless it is on the meta
@@ -114,7 +112,7 @@ class ShardedModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class Entry:
+class NamedParameter:
     """A parameter of this rank under its global name.
 
     pp_ranks: the pipeline ranks that hold it, several if it is tied; the first is its owner.

@@ -239,7 +239,7 @@ class Planner(Builder):
             metered.recompute(training.recompute, training.recompute_interval)
             buckets = metered.gradient_buckets  # they say of what precision gradients are
             queue = WeightQueue(buckets.received) if split else None
-            with metered.gradients_later(queue):
+            with metered.deferred_sums(queue):
                 for key, number in new.items():
                     how = metered, metered.stages[number], training, queue, table
                     if self.quick:

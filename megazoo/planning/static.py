@@ -60,11 +60,11 @@ def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str)
     replicas, buckets = ctx.gradient_axis.group, model.gradient_buckets
     before = ctx.tp_group.sent if ctx.tp_group else 0.0
     before_dp = replicas.sent if replicas else 0.0
-    buckets.complete()
+    buckets.fill_missing()
     sum_over_copies(
         [(e.parameter.grad, e.spec) for e in trained if e.spec.has_partial_gradient(ctx)], ctx
     )
-    buckets.finish()
+    buckets.wait_for_sums()
     sums = replicas.sent - before_dp if replicas else 0.0
     if buckets.sharded:
         buckets.gather()

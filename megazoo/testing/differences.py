@@ -13,7 +13,7 @@ import torch
 
 from megazoo.errors import Advice
 from megazoo.layers import CausalSelfAttention
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 from megazoo.testing.distances import gradients_of, parameter_distances
 from megazoo.testing.parts import part_of
 from megazoo.testing.reference import Reference, with_rows
@@ -79,7 +79,7 @@ def find_differences(model, reference: Reference, tolerance: float) -> Findings:
     return found
 
 
-def _difference_of_weight(entry: Entry, whole: torch.Tensor, ctx) -> Difference:
+def _difference_of_weight(entry: NamedParameter, whole: torch.Tensor, ctx) -> Difference:
     """Compare this rank's part of a weight with that of the whole one."""
     found = Difference()
     for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank):

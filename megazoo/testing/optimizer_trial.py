@@ -26,7 +26,7 @@ def make_optimizer(name: str, model, zero: int) -> AdamW:
     return Muon(model, **OF_MATRICES, adamw=SETTINGS, clip_grad=CLIP, zero=zero)
 
 
-def matrices_of(name: str, model) -> dict[str, tuple[int, ...]]:
+def matrix_rows_of(name: str, model) -> dict[str, tuple[int, ...]]:
     """Return the weights that an optimizer steps as matrices, and how many rows each matrix of one
     has, one below the other: q, k and v of a fused projection."""
     if name == "adamw":
@@ -48,7 +48,7 @@ def beside_plain_steps(
     """Return how far weights are from those of plain AdamW and Muon, and from those of an AdamW
     that decays all that is trained.
 
-    initial, gradients: as in `plain_steps`. matrices: as `matrices_of` gives them.
+    initial, gradients: as in `plain_steps`. matrices: as `matrix_rows_of` gives them.
     """
     ours = {entry.name for entry in model.entries()}  # a module's own parameters are not stepped
     initial = {name: weight for name, weight in initial.items() if name in ours}
@@ -93,7 +93,8 @@ def plain_muon(
     weight_decay: float,
 ) -> dict[str, torch.Tensor]:
     """Return the weights after Muon's steps, with Nesterov's correction, in double precision
-    (Jordan et al. 2024). Arguments: as in `plain_adamw`; matrices: as `matrices_of` gives them."""
+    (Jordan et al. 2024). Arguments: as in `plain_adamw`; matrices: as `matrix_rows_of` gives
+    them."""
     weights = {name: weight.double() for name, weight in initial.items()}
     moments = {name: torch.zeros_like(weights[name]) for name in matrices}
     for of_step, scale in zip(gradients, scales, strict=True):

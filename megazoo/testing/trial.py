@@ -41,7 +41,7 @@ from megazoo.testing.optimizer_trial import (
     LOSS_SCALE,
     beside_plain_steps,
     make_optimizer,
-    matrices_of,
+    matrix_rows_of,
     skips_overflow,
 )
 
@@ -156,7 +156,7 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
         record.initial = _copies(model)
         record.logits, record.labelled = _evaluated(model, micro_batches=1)
         record.rows = _losses_of_rows(model)
-        record.matrices = matrices_of(subject.optimizer, model)
+        record.matrices = matrix_rows_of(subject.optimizer, model)
         optimizer = make_optimizer(subject.optimizer, model, zero=0)
         for loss in _train(model, Layout(), steps, record, micro_batches=1):
             record.losses.append(loss)

@@ -37,9 +37,9 @@ def stepped(
             optimizer = kind(model, **settings)
             buckets = model.gradient_buckets
             buckets.start(1)
-            buckets.complete()
+            buckets.fill_missing()
             seen()
-            buckets.finish(2.0 if dtype == torch.float16 else 1.0)
+            buckets.wait_for_sums(2.0 if dtype == torch.float16 else 1.0)
             summed = seen()
             clip_grad_norm(model, 1.0) if own else optimizer.step()
             return summed, seen()

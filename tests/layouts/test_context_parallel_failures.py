@@ -97,12 +97,12 @@ def a_loss_divided_by_cp():
 
 def gradients_times(power: int):
     """Times cp, or divided by it."""
-    finish = GradientBuckets.finish
+    finish = GradientBuckets.wait_for_sums
 
     def wrong(self, loss_scale=1.0):
         finish(self, loss_scale / self.ctx.cp_size**power)
 
-    return patch.object(GradientBuckets, "finish", wrong)
+    return patch.object(GradientBuckets, "wait_for_sums", wrong)
 
 
 def the_longest_row_over_cp():

@@ -313,8 +313,8 @@ def reduced_in_small_buckets():
     model._buckets = GradientBuckets(
         [entry.parameter for entry in model.entries()], ctx, bucket_elements=2000
     )
-    left, finish = [], model.gradient_buckets.finish
-    model.gradient_buckets.finish = lambda scale: (
+    left, finish = [], model.gradient_buckets.wait_for_sums
+    model.gradient_buckets.wait_for_sums = lambda scale: (
         left.append(model.gradient_buckets.launched) or finish(scale)
     )
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))

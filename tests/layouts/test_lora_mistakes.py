@@ -15,7 +15,7 @@ from megazoo.layers.lora import Adapter, Adapters
 from megazoo.models import adapters
 from megazoo.models.registry import find_config
 from megazoo.optim import adamw
-from megazoo.parallel.module import Entry, initialize
+from megazoo.parallel.module import NamedParameter, initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.regions import reduce_from_tensor_parallel
 from megazoo.parallel.shard import ParameterSpec
@@ -57,13 +57,13 @@ def copies_of_heads_not_summed():
 
 def summed_twice():
     """In a row-parallel layer what is between the factors is summed, and its output, too."""
-    widened = Adapter.widened
+    widened = Adapter.project_up
 
     def summed(self, inner):
         inner = reduce_from_tensor_parallel(inner, self.ctx) if self.dropout.parallel else inner
         return widened(self, inner)
 
-    return mock.patch.object(Adapter, "widened", summed)
+    return mock.patch.object(Adapter, "project_up", summed)
 
 
 def other_masks_on_each_rank():
@@ -95,7 +95,7 @@ def copies_in_the_norm():
     def all_pieces(self, ctx):
         return self.spec.pieces(ctx.tp_size, ctx.tp_rank)
 
-    return mock.patch.object(Entry, "counted_pieces", all_pieces)
+    return mock.patch.object(NamedParameter, "counted_pieces", all_pieces)
 
 
 def decay_of_what_is_frozen():

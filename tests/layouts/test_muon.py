@@ -16,7 +16,7 @@ from megazoo.models.registry import FAMILIES, find_config
 from megazoo.optim import AdamW, Muon
 from megazoo.optim.muon import linear_names
 from megazoo.optim.newton_schulz import cost_of
-from megazoo.optim.whole_matrices import matrices_of
+from megazoo.optim.whole_matrices import stepped_matrices
 from megazoo.testing import Layout
 from tests.support.layouts import LAYOUTS, in_layout
 from tests.support.sampling import marked_slow, pairs_covered
@@ -326,7 +326,7 @@ def test_every_matrix_has_one_owner_and_the_work_is_balanced():
     linear = linear_names(model)
     entries = [entry for entry in model.entries() if entry.name in linear]
     load_of = {}
-    matrices = matrices_of(entries, ctx, cost_of)
+    matrices = stepped_matrices(entries, ctx, cost_of)
     for matrix in matrices:
         load_of[matrix.owner] = load_of.get(matrix.owner, 0) + cost_of(matrix.rows, matrix.columns)
     assert len({(m.entry.name, m.part) for m in matrices}) == len(matrices) == 32 * 7

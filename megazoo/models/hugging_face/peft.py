@@ -22,7 +22,7 @@ from megazoo.checkpoint.tensor_files import TensorFiles
 from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
 from megazoo.errors import UserError
 from megazoo.files import brief
-from megazoo.models.adapted import AdapterSource, Matrix, adapted, matrices_of, short_names
+from megazoo.models.adapted import AdapterSource, Matrix, adaptable_matrices, adapted, short_names
 from megazoo.models.adapters import CLASSIFIER_HEAD, LoRASettings, Target, labels_of
 from megazoo.models.hugging_face.adapter_config import read_config
 from megazoo.models.hugging_face.directory import some_of
@@ -50,7 +50,7 @@ class PEFTDirectory(AdapterSource):
         self._file = weights_file(path)
         self._config = read_config(path / ADAPTER_CONFIG)
         self._names = self.files.names(self._file)
-        all_matrices = matrices_of(whole)
+        all_matrices = adaptable_matrices(whole)
         by_name = {
             tensor_name(matrix.target, factor): matrix
             for matrix in all_matrices
@@ -234,7 +234,7 @@ def write_adapters(
     source: has the adapters of `whole`, by their global names, and a classifier's head. settings:
     the adapters'.
     """
-    matrices, tensors = adapted(matrices_of(whole), settings), {}
+    matrices, tensors = adapted(adaptable_matrices(whole), settings), {}
 
     for matrix in matrices:
         for factor, spec in matrix.specs(settings.rank_of(matrix.target)).items():
@@ -257,8 +257,8 @@ def peft_config(
     whole: nn.Module, settings: LoRASettings, base_model_name_or_path: str | None = None
 ) -> dict[str, Any]:
     """Return what adapter_config.json says of a model's adapters."""
-    targets = [matrix.target for matrix in matrices_of(whole)]
-    here = [matrix.target for matrix in adapted(matrices_of(whole), settings)]
+    targets = [matrix.target for matrix in adaptable_matrices(whole)]
+    here = [matrix.target for matrix in adapted(adaptable_matrices(whole), settings)]
     is_classifier = labels_of(whole) > 0
     ranks = {target: settings.rank_of(target) for target in here}
     alphas = {target: _plain(settings.alpha_of(target)) for target in here}

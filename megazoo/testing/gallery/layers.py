@@ -352,4 +352,4 @@ def adapter_after_the_sum():
 
         return summed
 
-    return replaced(Adapter, "widened", make)
+    return replaced(Adapter, "project_up", make)

@@ -9,7 +9,7 @@ from megazoo.optim.adamw import AdamW
 from megazoo.optim.clip import clip_scale
 from megazoo.optim.whole_matrices import WholeMatrices
 from megazoo.parallel.collectives import all_reduce
-from megazoo.parallel.module import Entry
+from megazoo.parallel.module import NamedParameter
 from megazoo.testing.gallery.planting import bug, replaced
 
 
@@ -48,7 +48,7 @@ def copies_in_the_norm():
     def make(_):
         return lambda self, ctx: self.spec.pieces(ctx.tp_size, ctx.tp_rank)
 
-    return replaced(Entry, "counted_pieces", make)
+    return replaced(NamedParameter, "counted_pieces", make)
 
 
 @bug(

@@ -27,7 +27,7 @@ def gradients_divided_by_cp():
 
         return divided
 
-    return replaced(GradientBuckets, "finish", make)
+    return replaced(GradientBuckets, "wait_for_sums", make)
 
 
 @bug(

@@ -15,8 +15,8 @@ from megazoo.errors import UserError
 from megazoo.layers import (
     CausalSelfAttention,
     KVCache,
-    OfChunks,
-    OfWindows,
+    MaskPerChunk,
+    MaskPerWindow,
     Packed,
     Rotary,
     attention,
@@ -80,7 +80,7 @@ def test_packed_documents_have_the_window_too(monkeypatch):
 
 def test_masks_of_chunks_need_the_window():
     with pytest.raises(UserError, match="does not hide what is beyond a window of 3"):
-        built(3)(torch.randn(1, 8, HEADS * SIZE), mask=OfChunks((None, None)))
+        built(3)(torch.randn(1, 8, HEADS * SIZE), mask=MaskPerChunk((None, None)))
 
 
 def masks_of(config, dtype=torch.float32, **fields):
@@ -91,7 +91,7 @@ def masks_of(config, dtype=torch.float32, **fields):
 
 def test_layers_of_one_window_share_a_mask():
     model, masks = masks_of(MIXED)
-    assert isinstance(masks, OfWindows)
+    assert isinstance(masks, MaskPerWindow)
     assert {layer.attention.window for layer in model.layers.values()} == {None, 5}
     assert masks.masks.keys() == {None, 5}
     assert masks.masks[None] is None

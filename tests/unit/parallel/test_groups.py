@@ -99,8 +99,8 @@ def folded(ctx):
     """Where this rank is with cp folded into dp, and whether torch knows of more groups then."""
     known = dist.distributed_c10d._world.pg_map
     before = len(known)
-    there = ctx.folded
-    assert ctx.folded is there
+    there = ctx.cp_as_dp
+    assert ctx.cp_as_dp is there
     members = {name: dist.get_process_group_ranks(there.axis(name).group) for name in AXES}
     place = {name: there.axis(name).rank for name in AXES}
     return members, place, there.place_of(there.rank), len(known) - before
