@@ -49,8 +49,9 @@ from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
-class LlamaConfig(ModelConfig):
-    """The defaults are LLaMA-1's smallest, 7 billion parameters."""
+class LlamaFamilyConfig(ModelConfig):
+    """Sizes and settings of LLaMA and of the families that are built on it. The defaults are those
+    of LLaMA 1 with 7 billion parameters."""
 
     vocab_size: int = 32000
     max_positions: int = 2048  # rope_scaling may take the model further: see megazoo.layers.Rotary
@@ -64,21 +65,30 @@ class LlamaConfig(ModelConfig):
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary
-    attention_bias: bool = False  # on qkv and output
-    mlp_bias: bool = False  # on gate_up and down
     attention_dropout: float = 0.0  # of the attention probabilities
     tie_embeddings: bool = False
+    # A family that has biases by choice makes fields of these.
+    attention_bias = False
+    mlp_bias = False
 
     def __post_init__(self):
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
+
+
+@dataclass(frozen=True)
+class LlamaConfig(LlamaFamilyConfig):
+    """LLaMA, with biases if asked for."""
+
+    attention_bias: bool = False  # on qkv and output
+    mlp_bias: bool = False  # on gate_up and down
 
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> "LlamaConfig":
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
-        return hugging_face.write_config(self)
+        return hugging_face.write_config(self, "llama")
 
 
 LLAMA3_SCALING = {
@@ -90,7 +100,7 @@ LLAMA3_SCALING = {
 }
 
 
-def _rotary(c: LlamaConfig) -> Rotary:
+def _rotary(c: LlamaFamilyConfig) -> Rotary:
     head_size = c.head_size or c.hidden_size // c.heads
     return Rotary(head_size, c.rope_theta, c.max_positions, c.rope_scaling)
 
@@ -99,7 +109,7 @@ class Block(nn.Module):
     """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
     depth. index: of the layer in the whole model."""
 
-    def __init__(self, config: LlamaConfig, index: int):
+    def __init__(self, config: LlamaFamilyConfig, index: int):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
@@ -109,8 +119,8 @@ class Block(nn.Module):
             c.kv_heads,
             c.head_size or None,
             dropout=c.attention_dropout,
-            bias=c.attention_bias,
             output_std=residual_std,
+            **self.attention_settings(c, index),
         )
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
         self.mlp = GatedMLP(
@@ -120,6 +130,10 @@ class Block(nn.Module):
             bias=c.mlp_bias,
             output_std=residual_std,
         )
+
+    def attention_settings(self, config: LlamaFamilyConfig, index: int) -> dict:
+        """Return the arguments of CausalSelfAttention in which the families differ."""
+        return {"bias": config.attention_bias}
 
     def forward(
         self,

@@ -1,92 +1,46 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): a LLaMA with biases on queries, keys and values.
 
-    x = x + attention(attention_norm(x))                            each layer
-    x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))
-
-The rest of the forward, the weights and how tensor parallelism cuts them are LLaMA's: see llama.py.
-Layers after the first `full_layers` can have a window; those that were published have none.
+Everything else is as in llama.py. Layers after the first `full_layers` can have a window; the
+published models have none.
 """
 
-import math
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from megazoo.engine.microbatch import MicroBatch
-from megazoo.layers import CausalSelfAttention, GatedMLP, MaskPerWindow, RMSNorm, activation_named
-from megazoo.layers.fused import CosAndSin
-from megazoo.models.config import ModelConfig
+from megazoo.models import llama
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.hugging_face.windows import read_layer_types, write_layer_types
-from megazoo.models.llama import Llama
 from megazoo.models.registry import register
 
 
 @dataclass(frozen=True)
-class Qwen2Config(ModelConfig):
-    """The defaults are transformers'."""
+class Qwen2Config(llama.LlamaFamilyConfig):
+    """The defaults are those of transformers."""
 
     vocab_size: int = 151936
     max_positions: int = 32768
-    hidden_size: int = 4096
-    layers: int = 32
-    heads: int = 32
     kv_heads: int = 32  # 0: as many as heads
-    head_size: int = 0  # 0: hidden_size / heads
     ffn_size: int = 22016
-    activation: str = "silu"
-    norm_epsilon: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary
-    window: int = 0  # tokens that a query looks at, itself included; 0: all before it
+    window: int = 0  # tokens that a query attends to, itself included; 0: all before it
     full_layers: int = 0  # the first ones, which have no window
-    attention_dropout: float = 0.0  # of the attention probabilities
-    tie_embeddings: bool = False
-
-    def __post_init__(self):
-        if not self.kv_heads:
-            object.__setattr__(self, "kv_heads", self.heads)
 
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> "Qwen2Config":
-        values = hugging_face.read_config(fields, cls, hugging_face.FIELDS_WITHOUT_BIASES)
+        values = hugging_face.read_config(fields, cls)
         return cls(**values, **read_layer_types(fields, values["layers"]))
 
     def to_hugging_face(self) -> dict:
-        config = hugging_face.write_config(
-            self, "qwen2", "Qwen2", hugging_face.FIELDS_WITHOUT_BIASES
-        )
-        return {**config, **write_layer_types(self)}
+        return hugging_face.write_config(self, "qwen2") | write_layer_types(self)
 
 
-class Block(nn.Module):
-    """A layer: [batch, sequence, hidden] -> the same. index: of it in the whole model."""
-
-    def __init__(self, config: Qwen2Config, index: int):
-        super().__init__()
-        c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
-        window = c.window if index >= c.full_layers else 0
-        self.attention_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
-        self.attention = CausalSelfAttention(
-            c.hidden_size, c.heads, c.kv_heads, c.head_size or None, window=window or None,
-            dropout=c.attention_dropout, bias=True, output_bias=False, output_std=residual_std,
-        )  # fmt: skip
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
-        activation = activation_named(c.activation)
-        self.mlp = GatedMLP(c.hidden_size, c.ffn_size, activation, output_std=residual_std)
-
-    def forward(
-        self, x: torch.Tensor, batch: MicroBatch, rotary: CosAndSin, mask: MaskPerWindow | None
-    ) -> torch.Tensor:
-        seed = batch.dropout_seed
-        x = x + self.attention(self.attention_norm(x), seed, rotary, mask, batch.cache)
-        return x + self.mlp(self.mlp_norm(x))
+class Block(llama.Block):
+    def attention_settings(self, config: Qwen2Config, index: int) -> dict:
+        window = config.window if index >= config.full_layers else 0
+        return {"window": window or None, "bias": True, "output_bias": False}
 
 
 @register("qwen2")
-class Qwen2(Llama):
+class Qwen2(llama.Llama):
     Config, Block = Qwen2Config, Block
     presets = {
         "qwen2-tiny": Qwen2Config(

@@ -1,6 +1,7 @@
 """LLaMA in Hugging Face's files: the names of its tensors, and the fields of its config.json; and
 what the families have of it that are built on it."""
 
+import dataclasses
 from typing import Any
 
 from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
@@ -42,23 +43,18 @@ FIELDS = {
     "attention_dropout": "attention_dropout",
     "tie_word_embeddings": "tie_embeddings",
 }
-BIASES = ("attention_bias", "mlp_bias")
-FIELDS_WITHOUT_BIASES = {theirs: ours for theirs, ours in FIELDS.items() if theirs not in BIASES}
 
 
-def read_config(
-    fields: ConfigReader, defaults: type, names: dict[str, str] = FIELDS
-) -> dict[str, Any]:
-    """Return the values of a LlamaConfig, or of one that has as much. defaults: its class, whose
-    defaults are transformers'. names: Hugging Face's fields and its own. UserError for what is not
-    supported."""
+def read_config(fields: ConfigReader, config_class: type) -> dict[str, Any]:
+    """Return the values of a config of the LLaMA family. config_class: its class, whose defaults
+    are those of transformers. UserError for what is not supported."""
     fields.only("partial_rotary_factor", 1.0)
-    theta, scaling = _read_rotary(fields, defaults.rope_theta)
-    values = fields.renamed(names, defaults)
+    theta, scaling = _read_rotary(fields, config_class.rope_theta)
+    values = fields.renamed(_names_of(config_class), config_class)
     if "num_key_value_heads" in fields.nulls:
         values["kv_heads"] = 0
     whole = values["head_size"] * values["heads"] == values["hidden_size"]
-    if whole and not defaults.head_size:
+    if whole and not config_class.head_size:
         values["head_size"] = 0
     return {**values, **fields.head(), "rope_theta": theta, "rope_scaling": scaling}
 
@@ -77,15 +73,19 @@ def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | No
     return theta, None
 
 
-def write_config(
-    config, model_type: str = "llama", name: str = "Llama", names: dict[str, str] = FIELDS
-) -> dict[str, Any]:
-    """Return what config.json says of a LlamaConfig, or of one that has as much. model_type, name:
-    of transformers' model. names: as in `read_config`."""
-    values = {theirs: getattr(config, ours) for theirs, ours in names.items()}
+def _names_of(config_class: type) -> dict[str, str]:
+    """Return the fields of Hugging Face's config that a class has, and their names in it."""
+    has = {field.name for field in dataclasses.fields(config_class)}
+    return {theirs: ours for theirs, ours in FIELDS.items() if ours in has}
+
+
+def write_config(config, model_type: str) -> dict[str, Any]:
+    """Return the config.json of a config of the LLaMA family. model_type: of the model in
+    transformers."""
+    values = {theirs: getattr(config, ours) for theirs, ours in _names_of(type(config)).items()}
     values["head_dim"] = config.head_size or config.hidden_size // config.heads
     values["rms_norm_eps"] = float(config.norm_epsilon)
     scaling = config.rope_scaling or {}
     rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
-    head = head_to_hugging_face(config, f"{name}ForCausalLM")
+    head = head_to_hugging_face(config, f"{model_type.capitalize()}ForCausalLM")
     return {**head, "model_type": model_type, **values, "rope_parameters": rope}

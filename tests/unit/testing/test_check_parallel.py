@@ -73,7 +73,14 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path):
     )
     (tmp_path / "bug.py").write_text(FAILS)
     done = run_tool(
-        "check_parallel.py", "--model", "gpt2", "--layouts", "tp2", "--import", tmp_path / "bug.py"
+        "check_parallel.py",
+        "--model",
+        "gpt2",
+        "--shrink",
+        "--layouts",
+        "tp2",
+        "--import",
+        tmp_path / "bug.py",
     )
     assert (done.returncode, done.stderr) == (
         1,
