@@ -93,7 +93,7 @@ def checksum_of(entries: Iterable[NamedParameter], model, dtype: torch.dtype) ->
         total = sum(_sum_of_entry(entry, model.ctx, dtype) for entry in entries)
         _known[model] = _Sums(values, _signed(total))
     total = torch.tensor(_known[model].total)  # on the CPU, of whatever device
-    all_reduce_over(total, (model.ctx.axis("tp"), model.ctx.axis("pp")))
+    all_reduce_over(total, (model.ctx.tp, model.ctx.pp))
     return f"{total.item() % 2**64:016x}"
 
 

@@ -41,7 +41,7 @@ def files_of_rank(
     Each parameter is written once: by the first replica; a replicated one by tp rank 0, a tied one
     by the first stage that has it. The replicas share the writing of the optimizer's states.
     """
-    ctx, replicas = model.ctx, model.ctx.gradient_axis
+    ctx, replicas = model.ctx, model.ctx.token_axis
     owned = [entry for entry in model.saved_entries() if entry.pp_ranks[0] == ctx.pp_rank]
     entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
     place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}
@@ -118,7 +118,7 @@ def write_manifest(
         "format": FORMAT_VERSION,
         "family": family,
         "config": asdict(config),
-        "layout": {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.gradient_axis.size},
+        "layout": {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.token_axis.size},
         "files": files,
         "tensors": tensors,
         **adapters,

@@ -91,7 +91,7 @@ def run_pipeline(
     two differ, and only the first is independent of the layout.
     """
     ctx, last = model.ctx, model.stages[-1].last
-    others = (ctx.token_axis if global_batch else ctx.axis("cp")).group
+    others = (ctx.token_axis if global_batch else ctx.cp).group
     labelled = count_labels(model, batches, others)
     table = program(
         schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)

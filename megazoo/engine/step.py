@@ -194,9 +194,7 @@ class TrainingStep:
         if buckets.fault != UNSUMMED:
             buckets.check()
         pending = torch.tensor(float(buckets.fault == UNSUMMED), device=self.ctx.device)
-        all_reduce_over(
-            pending, [self.ctx.axis("pp"), self.ctx.gradient_axis], op=dist.ReduceOp.MAX
-        )
+        all_reduce_over(pending, [self.ctx.pp, self.ctx.token_axis], op=dist.ReduceOp.MAX)
         if pending:
             buckets.fill_missing()
             entries = self.trained_entries()

@@ -138,7 +138,7 @@ class Freezing:
         """Note that the model has other parameters than before, or others that are trained. Every
         rank calls it."""
         self._frozen_ties = None
-        if self.ctx.mesh is not None and self.ctx.gradient_axis.size > 1:
+        if self.ctx.mesh is not None and self.ctx.token_axis.size > 1:
             self.fit_buckets()  # they notice a backward whose gradients nobody sums
 
     def buckets_to_train(self) -> GradientBuckets:

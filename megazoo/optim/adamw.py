@@ -83,7 +83,7 @@ class AdamW(ModelOptimizer):
         self.loss_scale, self.skipped = model.loss_scale, False
         self.device = torch.device("cpu") if offload else self.ctx.device
         self.entries = model.trained_entries()
-        self.replicas = self.ctx.gradient_axis
+        self.replicas = self.ctx.token_axis
         self.sharded = bool(zero) and self.replicas.size > 1
         self.buckets: GradientBuckets = model.fit_buckets()
         self.buckets.sharded = self.sharded

@@ -52,8 +52,8 @@ def global_norm(entries: list[NamedParameter], buckets: GradientBuckets) -> torc
     else:
         for parts in counted:
             total += sum(map(square_sum, parts))
-    shared_out = [ctx.gradient_axis] if buckets.sharded else []
-    all_reduce_over(total, [ctx.axis("tp"), ctx.axis("pp"), *shared_out])
+    shared_out = [ctx.token_axis] if buckets.sharded else []
+    all_reduce_over(total, [ctx.tp, ctx.pp, *shared_out])
     return total.sqrt().float()
 
 
@@ -81,7 +81,7 @@ def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tens
         width = gradient[0].numel()
         rows = [piece.index()[0] for piece in pieces]
         ranges = [(each.start * width, each.stop * width) for each in rows]
-    first, last = element_range(entry, buckets, buckets.ctx.gradient_axis.rank)
+    first, last = element_range(entry, buckets, buckets.ctx.token_axis.rank)
     ours = [(max(first, start), min(last, stop)) for start, stop in ranges]
     return [gradient.view(-1)[start:stop] for start, stop in ours if start < stop]
 

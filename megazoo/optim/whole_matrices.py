@@ -71,7 +71,7 @@ def stepped_matrices(
             Matrix(entry, number, firsts[number], size, columns)
             for number, size in enumerate(parts)
         ]
-    ranks = [(d, t) for d in range(ctx.gradient_axis.size) for t in range(ctx.tp_size)]
+    ranks = [(d, t) for d in range(ctx.token_axis.size) for t in range(ctx.tp_size)]
     load = dict.fromkeys(ranks, 0)
     owned = []
     for matrix in sorted(matrices, key=lambda m: -cost(m.rows, m.columns)):
@@ -96,7 +96,7 @@ class WholeMatrices:
         cost: Callable[[int, int], float],
         ranges: Callable[[NamedParameter, int], tuple[int, int]] | None,
     ):
-        self.ctx, self.replicas, self.ranges = ctx, ctx.gradient_axis, ranges
+        self.ctx, self.replicas, self.ranges = ctx, ctx.token_axis, ranges
         self.matrices = stepped_matrices(entries, ctx, cost)
         self.rounds = _rounds(self.matrices)
         self.me = (self.replicas.rank, ctx.tp_rank)

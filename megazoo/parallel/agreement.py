@@ -91,16 +91,16 @@ def sharing_axis(ctx: ParallelContext, *rows: torch.Tensor | None) -> Axis:
     """Return the ranks that share the work on rows: those of all replicas, if all were given the
     same ones; else those along cp, and each replica works on its own. Every rank calls it; the
     stages of a pipeline with the same rows: otherwise UserError."""
-    dp, pp = ctx.axis("dp"), ctx.axis("pp")
+    dp, pp = ctx.dp, ctx.pp
     if dp.size * pp.size == 1 or not dist.is_initialized():
-        return ctx.gradient_axis
+        return ctx.token_axis
     mine = {f"rows {i}": fingerprint(each, bits=True) for i, each in enumerate(rows)}
     if pp.size > 1 and not _are_equal(mine, pp):
         raise UserError(
             "the stages of a pipeline were given different rows: give all ranks of a replica the "
             "same ones"
         )
-    return ctx.gradient_axis if dp.size == 1 or _are_equal(mine, dp) else ctx.axis("cp")
+    return ctx.token_axis if dp.size == 1 or _are_equal(mine, dp) else ctx.cp
 
 
 def fingerprint(value, bits: bool | None = None) -> Any:

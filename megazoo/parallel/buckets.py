@@ -49,7 +49,7 @@ def elements_for(ctx: ParallelContext) -> int:
     """
     if ctx.device.type != "cuda":
         return BUCKET_ELEMENTS
-    return max(CUDA_BUCKET_ELEMENTS, SHARD_ELEMENTS * ctx.gradient_axis.size)
+    return max(CUDA_BUCKET_ELEMENTS, SHARD_ELEMENTS * ctx.token_axis.size)
 
 
 def accumulate_in_fp32(parameter: nn.Parameter) -> None:
@@ -64,7 +64,7 @@ def accumulate_in_fp32(parameter: nn.Parameter) -> None:
 class GradientBuckets:
     """Sums the gradients over the replicas, in buckets of which each parameter's becomes a view.
 
-    The replicas are the ranks along `ctx.gradient_axis`. Buckets are filled in the reverse of the
+    The replicas are the ranks along `ctx.token_axis`. Buckets are filled in the reverse of the
     parameters' order, roughly the order of backward, each with at most `bucket_elements` (None is
     `elements_for(ctx)`) or a single larger parameter. After `start(n)` a bucket is made, and
     leaves, as soon as each of its parameters has received the gradients of n backwards;
@@ -94,7 +94,7 @@ class GradientBuckets:
         late: Container[nn.Parameter] = (),
         unsummed: Container[nn.Parameter] = (),
     ):
-        self.ctx, self.axis, self.sharded = ctx, ctx.gradient_axis, False
+        self.ctx, self.axis, self.sharded = ctx, ctx.token_axis, False
         self.counting = False  # between start and finish
         self.fault: str | None = None  # why a step must not take the gradients as they are
         self.shared_out = False  # the last batch left each replica its own part of the sums

@@ -61,8 +61,9 @@ class Axis:
 class ParallelContext:
     """One rank's place in the mesh of all ranks, and the groups through which it talks.
 
-    `axis("tp")` says how many ranks lie along an axis, which of them this is, and how they talk;
-    tp_size, tp_rank and tp_group are short for that, and so for each of AXES.
+    tp, pp, cp, dp: the axes of the mesh. ctx.tp.size is the number of ranks along one, ctx.tp.rank
+    the place of this rank, ctx.tp.group their process group; tp_size, tp_rank and tp_group are
+    short for these.
 
     A context is an explicit value: layers take the ambient one when they are built (`with ctx:`)
     and keep it. The default is a world of one, which needs no process group. A virtual context has
@@ -84,6 +85,14 @@ class ParallelContext:
     name: str = field(default="", repr=False)  # the same on all ranks, and of no other context
     calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
     timeout: timedelta = field(default=DEFAULT_TIMEOUT, repr=False)  # of every wait on every group
+    tp: Axis = field(init=False, repr=False)
+    pp: Axis = field(init=False, repr=False)
+    cp: Axis = field(init=False, repr=False)
+    dp: Axis = field(init=False, repr=False)
+    # The ranks that have different tokens and the same parameters: dp and cp as one axis. The loss,
+    # the count of its labels and the gradients are summed over it, ZeRO-1 shards the optimizer over
+    # it, and each of its ranks draws its own dropout masks.
+    token_axis: Axis = field(init=False, repr=False)
 
     def __post_init__(self):
         place = self.place_of(self.rank)
@@ -91,12 +100,10 @@ class ParallelContext:
             name: Axis(size, place[name], self._group_along(name, size, place[name]))
             for name, size in zip(AXES, self.sizes, strict=True)
         }
-        object.__setattr__(self, "_axes", axes)
-        object.__setattr__(self, "_joint", self._joint_axis())
-        for name, axis in axes.items():  # tp_size, tp_rank, tp_group, and so on
-            for what in ("size", "rank", "group"):
-                object.__setattr__(self, f"{name}_{what}", getattr(axis, what))
-        if axes["tp"].size == 1:
+        axes["token_axis"] = self._joined(axes["dp"], axes["cp"])
+        for name, axis in axes.items():
+            object.__setattr__(self, name, axis)  # of a frozen dataclass
+        if self.tp.size == 1:
             object.__setattr__(self, "sequence_parallel", False)
 
     @classmethod
@@ -220,30 +227,60 @@ class ParallelContext:
 
     def axis(self, name: str) -> Axis:
         """Return the axis of that name, one of AXES."""
-        return self._axes[name]
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}[name]
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All axes, in the order of AXES: what is reduced over each of them is over the world."""
-        return tuple(self._axes.values())
+        return self.pp, self.dp, self.cp, self.tp
 
     @property
-    def token_axis(self) -> Axis:
-        """The ranks that have different tokens, those along dp and cp together, as one axis.
-
-        The loss and the count of its labels are summed over it, and each of its ranks draws dropout
-        masks of its own.
-        """
-        return self._joint
+    def tp_size(self) -> int:
+        return self.tp.size
 
     @property
-    def gradient_axis(self) -> Axis:
-        """The ranks that have the same parameters, and gradients that are to be summed: those along
-        dp and cp together, as one axis.
+    def tp_rank(self) -> int:
+        return self.tp.rank
 
-        They share out the optimizer's state and update (ZeRO-1).
-        """
-        return self._joint
+    @property
+    def tp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self.tp.group
+
+    @property
+    def pp_size(self) -> int:
+        return self.pp.size
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp.rank
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self.pp.group
+
+    @property
+    def cp_size(self) -> int:
+        return self.cp.size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.cp.rank
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self.cp.group
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp.size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.rank
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self.dp.group
 
     @cached_property
     def cp_as_dp(self) -> "ParallelContext":
@@ -251,12 +288,17 @@ class ParallelContext:
         own: for generation, whose sequences grow by a token at a time."""
         if self.cp_size == 1:
             return self
-        size = dict(zip(AXES, self.sizes, strict=True)) | {"dp": self._joint.size, "cp": 1}
+        size = dict(zip(AXES, self.sizes, strict=True)) | {"dp": self.token_axis.size, "cp": 1}
         sizes, mesh = tuple(size[name] for name in AXES), None
         if self.mesh is not None:
             groups = [axis.group for axis in self.axes if axis.size == 1]
             alone = groups[0] if groups else solitary_group(self.timeout)
-            group = {"pp": self.pp_group, "dp": self._joint.group, "cp": alone, "tp": self.tp_group}
+            group = {
+                "pp": self.pp_group,
+                "dp": self.token_axis.group,
+                "cp": alone,
+                "tp": self.tp_group,
+            }
             mesh = DeviceMesh.from_group(
                 [group[name] for name in AXES],
                 self.device.type,
@@ -291,7 +333,7 @@ class ParallelContext:
         """Return the rank in the world of the one that has the given ranks along the axes named,
         rank_at(pp=3), and this rank's along all others."""
         here = 0
-        for name, axis in self._axes.items():
+        for name, axis in zip(AXES, self.axes, strict=True):
             here = here * axis.size + ranks.get(name, axis.rank)
         return here
 
@@ -309,9 +351,8 @@ class ParallelContext:
             return VirtualGroup(size, rank) if size > 1 else None
         return self.mesh.get_group(name)
 
-    def _joint_axis(self) -> Axis:
+    def _joined(self, dp: Axis, cp: Axis) -> Axis:
         """Return dp and cp as one axis. Its rank is that in the mesh, where cp is next to dp."""
-        dp, cp = self._axes["dp"], self._axes["cp"]
         if cp.size == 1 or dp.size == 1:
             return dp if cp.size == 1 else cp
         size, rank = dp.size * cp.size, dp.rank * cp.size + cp.rank

@@ -301,7 +301,7 @@ class Planner(Builder):
         key = (
             parallel.tp,
             model.ctx.sequence_parallel,
-            model.ctx.gradient_axis.size,
+            model.ctx.token_axis.size,
             parallel.zero,
             parallel.offload_optimizer,
             training.dtype,

@@ -30,7 +30,7 @@ def test_an_axis_says_what_its_short_names_say():
             assert getattr(ctx, f"{name}_{what}") is getattr(axis, what)
         assert (axis.group.size(), axis.group.rank()) == (axis.size, axis.rank)
     assert ctx.axes == tuple(ctx.axis(name) for name in context_module.AXES)
-    assert ParallelContext().axis("tp").group is None
+    assert ParallelContext().tp.group is None
 
 
 def test_a_rank_and_its_place_say_the_same():
@@ -41,15 +41,6 @@ def test_a_rank_and_its_place_say_the_same():
     assert [ctx.rank_at(pp=pp) for pp in range(3)] == [1, 9, 17]  # its own dp and tp
     other = replace(ctx, rank=ctx.rank_at(dp=3, tp=0))
     assert (other.pp_rank, other.dp_rank, other.tp_rank) == (2, 3, 0)
-
-
-def test_an_axis_more_is_one_entry(monkeypatch):
-    monkeypatch.setattr(context_module, "AXES", ("pp", "dp", "cp", "ep", "tp"))
-    ctx = ParallelContext((2, 1, 1, 2, 2), rank=5)
-    assert (ctx.pp_rank, ctx.ep_rank, ctx.tp_rank, ctx.world_size) == (1, 0, 1, 8)
-    assert (ctx.ep_size, ctx.ep_group.size(), ctx.axis("ep").rank) == (2, 2, 0)
-    assert ctx.rank_at(ep=1) == 7
-    assert ctx.place_of(7) == {"pp": 1, "dp": 0, "cp": 0, "ep": 1, "tp": 1}
 
 
 def test_each_stage_is_one_ranks():
