@@ -92,7 +92,7 @@ def add_by(model: nn.Module, settings: LoRASettings) -> nn.Module:
             layer.lora.train(layer.training)
     if ours:
         model.lora = settings
-        model.parameters_changed()
+        model.engine.parameters_changed()
     return model
 
 
@@ -175,7 +175,7 @@ def load_from(model: nn.Module, source: AdapterSource) -> None:
         source.close()
     if isinstance(model, Model):
         model.read_from = (*model.read_from, source)
-        model.parameters_changed()
+        model.engine.parameters_changed()
 
 
 def _check_same(model: nn.Module, source: AdapterSource) -> None:
@@ -217,7 +217,7 @@ def merge(model: nn.Module) -> nn.Module:
     model.requires_grad_(True)
     if isinstance(model, Model):
         model.lora = None
-        model.parameters_changed()
+        model.engine.parameters_changed()
     return model
 
 

@@ -34,8 +34,7 @@ class PipelineModel(Protocol):
 
     stages: those of this rank. hidden_size, dtype: of the activations between stages. outputs,
     loss_of and label_count are called on the last stage only, with what forward_stage returns
-    there: see `megazoo.models.heads`. A model may say `first_trained_stage`, too: the index of the
-    first stage of the pipeline that trains anything, 0 by default.
+    there: see `megazoo.models.heads`. engine: of a model that is trained.
     """
 
     ctx: ParallelContext
@@ -153,7 +152,8 @@ class PipelineRun:
         self.loss_scale, self.backward_is_next = loss_scale, backward_is_next
         self.collect, self.loss_fn, self.weight_queue = collect, loss_fn, weight_queue
         self.stages = {stage.index: stage for stage in model.stages}
-        self.first_trained_stage = getattr(model, "first_trained_stage", 0)
+        engine = getattr(model, "engine", None)
+        self.first_trained_stage = engine.first_trained_stage if engine else 0
         # by the action that consumes it: what is received, and the work to wait for
         self.arrived: dict[Action, tuple] = {}
         # by the action, of another rank, that consumes it

@@ -29,7 +29,7 @@ def run_stepwise(
         labelled = count_labels(model, batches, ctx.token_axis.group)
     # The gradient of the loss is known before backward, unless float16 has a scaler of the user's
     # own, whose scale comes with it.
-    known = model.dtype != torch.float16 or model.loss_scale is not None
+    known = model.dtype != torch.float16 or model.engine.loss_scale is not None
     run = StepwiseRun(model, batches, labelled, loss_scale=loss_scale, backward_is_next=known)
     for number in range(len(batches)):
         with propagate_errors(ctx):

@@ -90,7 +90,7 @@ def evaluate_rows(
         return tally(model.full_logits(outputs, batch), batch.targets, problem)[None]
 
     with model.without_dropout():
-        batches = model.micro_batches(Batch(input_ids, labels), num_microbatches)
+        batches = model.engine.micro_batches(Batch(input_ids, labels), num_microbatches)
         result = run_pipeline(model, batches, collect=counted)
     counts = torch.zeros(width, dtype=torch.float64, device=ctx.device)
     if result.collected is not None:

@@ -82,7 +82,7 @@ def _of_every_row(
     ctx, rows = model.ctx, len(batch.input_ids)
     if sharing.size > 1:  # refuse, on every rank, what any would
         with model.without_dropout():
-            model.micro_batches(batch, 1)
+            model.engine.micro_batches(batch, 1)
     mine = share_of(range(rows), sharing.size, sharing.rank)
     values = torch.zeros(rows, columns, dtype=torch.float64, device=ctx.device)
     if mine:
@@ -92,7 +92,7 @@ def _of_every_row(
         with model.without_dropout():
             targets = None if batch.targets is None else batch.targets[part]
             taken = replace(batch, input_ids=batch.input_ids[part], targets=targets)
-            batches = model.micro_batches(taken, count)
+            batches = model.engine.micro_batches(taken, count)
             result = run_pipeline(model, batches, global_batch=False, collect=of_rows).collected
         if result is not None:
             values[part] = result

@@ -1,6 +1,6 @@
 """What the stages of every model share: building, ties, layers, and the calls that users make.
 
-The forward of a stage stands, whole, in the model's own file; what runs it is in engine/step.py."""
+The model's own file has the forward of a stage. engine/training.py runs it."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from megazoo.checkpoint.source import TensorSource
+from megazoo.engine.calls import BatchCalls
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.engine.step import TrainingStep
+from megazoo.engine.training import TrainingEngine
 from megazoo.errors import UserError, advise, check_number
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
@@ -43,7 +44,7 @@ from megazoo.parallel.stages import Stage, cut_into_stages, rank_of, stages_of
 from megazoo.parallel.staging import Upload
 
 
-class Model(TrainingStep, LastStage, Freezing, nn.Module):
+class Model(BatchCalls, LastStage, Freezing, nn.Module):
     """This rank's stages of a language model. A family adds its Config, its Block, and
     `forward_stage`.
 
@@ -52,6 +53,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
     layer 17 of the whole model.
     """
 
+    _engine: TrainingEngine | None = None
     family: str  # the name that it is registered by
     Config: type[ModelConfig]
     Block: type[nn.Module]  # a layer: Block(config, its index in the whole model)
@@ -153,7 +155,7 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
                     setattr(module, name, nn.Parameter(empty))
         for parameter in model.parameters():
             accumulate_in_fp32(parameter)
-        model.parameters_changed()
+        model.engine.parameters_changed()
         return model
 
     @classmethod
@@ -200,6 +202,13 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
             model = cls._planned(config, ctx, seed)
             place_plain(model, "meta")
             return model
+
+    @property
+    def engine(self) -> TrainingEngine:
+        """What trains this model. A copy of the model has an engine of its own."""
+        if self._engine is None or self._engine.model is not self:
+            self._engine = TrainingEngine(self, self._engine)
+        return self._engine
 
     def _apply(self, fn, recurse: bool = True) -> "Model":
         """Convert the model, as half() and to() do. Gradients stay fp32."""
@@ -252,8 +261,8 @@ class Model(TrainingStep, LastStage, Freezing, nn.Module):
         """Say that the parameter `name` (a global name) is one, though several stages build it: -1
         is the last stage.
 
-        After the last backward the stages sum its gradients (engine/step.py); it counts once in the
-        norm, and a checkpoint has it once.
+        After the last backward the stages sum its gradients (engine/training.py); it counts once in
+        the norm, and a checkpoint has it once.
         """
         indices = [stage % self.ctx.stage_count for stage in stages]
         ranks = tuple(dict.fromkeys(rank_of(index, self.ctx.pp_size) for index in indices))

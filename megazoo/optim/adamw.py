@@ -77,15 +77,15 @@ class AdamW(ModelOptimizer):
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         with propagate_errors(self.ctx):
             _check_settings(self.defaults, clip_grad, zero)
-            model.agree_on_frozen()
+            model.engine.agree_on_frozen()
         if model.dtype == torch.float16:
-            model.loss_scale = loss_scale or LossScale()
-        self.loss_scale, self.skipped = model.loss_scale, False
+            model.engine.loss_scale = loss_scale or LossScale()
+        self.loss_scale, self.skipped = model.engine.loss_scale, False
         self.device = torch.device("cpu") if offload else self.ctx.device
         self.entries = model.trained_entries()
         self.replicas = self.ctx.token_axis
         self.sharded = bool(zero) and self.replicas.size > 1
-        self.buckets: GradientBuckets = model.fit_buckets()
+        self.buckets: GradientBuckets = model.engine.fit_buckets()
         self.buckets.sharded = self.sharded
         self.ranges = {
             entry.name: self.range_of(entry, self.replicas.rank) for entry in self.entries
@@ -204,7 +204,7 @@ class AdamW(ModelOptimizer):
 
     def _check_gradients(self) -> None:
         """Raise UserError unless the gradients that are there are whole, and this optimizer's."""
-        self.buckets = self.model.fit_buckets()
+        self.buckets = self.model.engine.fit_buckets()
         if not self.buckets.are_of(entry.parameter for entry in self.entries):
             raise UserError(
                 f"parameters were frozen or unfrozen after {type(self).__name__} was made: make a "

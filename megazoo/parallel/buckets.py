@@ -75,8 +75,8 @@ class GradientBuckets:
     tied copies are still to be summed: their buckets leave in `wait_for_sums`.
     unsummed: those of which a user's own backward leaves parts over tp, too.
 
-    The order of calls, in engine/step.py: `start`, the backwards, `complete`; the sums over tp and
-    between tied stages; `wait_for_sums`; and `stop`, whatever happens.
+    The order of calls, in engine/training.py: `start`, the backwards, `fill_missing`; the sums over
+    tp and between tied stages; `wait_for_sums`; and `stop`, whatever happens.
 
     With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1,
     Rajbhandari et al. 2020): the elements `range_of(parameter)` of each parameter. It updates

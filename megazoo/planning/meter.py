@@ -178,7 +178,7 @@ def costs_of(
     with _DeviceKernels(), meter:
         if not stage.first:
             received = torch.empty(shape, dtype=dtype, device=META)
-            received.requires_grad_(stage.index > model.first_trained_stage)
+            received.requires_grad_(stage.index > model.engine.first_trained_stage)
         output = model.forward_stage(batch.input_ids if stage.first else received, batch, stage)
         if stage.last:
             labelled = torch.ones((), device=META)

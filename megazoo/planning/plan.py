@@ -237,9 +237,9 @@ class Planner(Builder):
             dtype = getattr(torch, training.dtype)
             metered = self.build_in(ctx, training.train_only, dtype)
             metered.recompute(training.recompute, training.recompute_interval)
-            buckets = metered.gradient_buckets  # they say of what precision gradients are
+            buckets = metered.engine.buckets  # they say of what precision gradients are
             queue = WeightQueue(buckets.received) if split else None
-            with metered.deferred_sums(queue):
+            with metered.engine.deferred_sums(queue):
                 for key, number in new.items():
                     how = metered, metered.stages[number], training, queue, table
                     if self.quick:

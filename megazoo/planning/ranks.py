@@ -71,12 +71,12 @@ class Builder:
             model.lora = self.lora
         self._freeze(model, train_only)
         if self.lora or train_only:
-            model.first_trained_stage = self.first_trained_stage(ctx, train_only)
+            model.engine.first_trained_stage = self.first_trained_stage(ctx, train_only)
         return model
 
     def first_trained_stage(self, ctx: ParallelContext, train_only: str | None) -> int:
         """Return the index of the first stage of the pipeline that trains anything, as all ranks
-        would find it together: see `Freezing.agree_on_frozen`. ctx: of any rank."""
+        would find it together: see `TrainingEngine.agree_on_frozen`. ctx: of any rank."""
         key = (ctx.pp_size, ctx.virtual_size, ctx.stage_layers, train_only)
         if key not in self._first_trained:
             first = ctx.stage_count
@@ -91,7 +91,7 @@ class Builder:
                 if self.lora:
                     attach(model, self.lora)
                 self._freeze(model, train_only)
-                first = min(first, model.first_trained_here())
+                first = min(first, model.engine.first_trained_here())
             self._first_trained[key] = first
         return self._first_trained[key]
 
@@ -149,7 +149,7 @@ def stage_keys(model: Model) -> list[tuple]:
     for stage in model.stages:
         outside = tuple(layers.get(None, ())) if stage.first or stage.last else ()
         inside = tuple(tuple(layers[number]) for number in stage.layers)
-        passes = stage.index > model.first_trained_stage
+        passes = stage.index > model.engine.first_trained_stage
         keys.append((stage.first, stage.last, passes, outside, inside))
     return keys
 

@@ -57,7 +57,7 @@ def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str)
         if MOMENTS[0] in state
         for name in (*MOMENTS, MOMENTS[0])
     )
-    replicas, buckets = ctx.token_axis.group, model.gradient_buckets
+    replicas, buckets = ctx.token_axis.group, model.engine.buckets
     before = ctx.tp_group.sent if ctx.tp_group else 0.0
     before_dp = replicas.sent if replicas else 0.0
     buckets.fill_missing()

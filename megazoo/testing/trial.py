@@ -182,7 +182,7 @@ def train_on_a_rank(
         ctx = layout.context()
         draws = dropout_draws(subject.config, layout.schedule, ctx)
         model, record = _build(subject, ctx), Record()
-        model.loss_scale = LossScale(LOSS_SCALE)  # which nothing may be seen of
+        model.engine.loss_scale = LossScale(LOSS_SCALE)  # which nothing may be seen of
         weights = _copies(model)
         found = Findings(
             coordinates={name: ctx.axis(name).rank for name in ("tp", "cp", "pp", "dp")},

@@ -131,7 +131,7 @@ def in_low_precision(dtype, layout):
         state = optimizer.state[entry.name]
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
         assert torch.equal(state["master"].view_as(entry.parameter).to(dtype), entry.parameter)
-    return losses, None if model.loss_scale is None else model.loss_scale.value
+    return losses, None if model.engine.loss_scale is None else model.engine.loss_scale.value
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def unfreezes_the_embedding():
     megazoo.lora.add(model, rank=3, targets=("layers.4.mlp.down",))
     ids, _ = make_batch(0)
     model.train_batch(ids, labels=ids, num_microbatches=2)
-    assert model.first_trained_stage == 1
+    assert model.engine.first_trained_stage == 1
     if model.has_first:
         model.embedding.requires_grad_(True)
     with pytest.raises(UserError) as told, mock.patch.object(failure, "PATIENCE", 0.3):
@@ -338,7 +338,7 @@ def unfreezes_and_agrees():
     model.train_batch(ids, labels=ids, num_microbatches=2)
     if model.has_first:
         model.embedding.requires_grad_(True)
-    model.agree_on_frozen()
+    model.engine.agree_on_frozen()
     model.train_batch(ids, labels=ids, num_microbatches=2)
     return not model.has_first or bool(model.embedding.weight.grad.any())
 

@@ -43,7 +43,7 @@ def factor_not_summed():
 
 
 def no_sums():
-    return mock.patch("megazoo.engine.step.sum_over_copies")
+    return mock.patch("megazoo.engine.training.sum_over_copies")
 
 
 def copies_of_heads_not_summed():

@@ -98,7 +98,7 @@ def train(
             assert torch.equal(entry.parameter, before[entry.name]), entry.name
             assert entry.parameter.grad is None, entry.name
         assert (entry.name in optimizer.state) != frozen
-        assert (entry.parameter in model.gradient_buckets.place) != frozen
+        assert (entry.parameter in model.engine.buckets.place) != frozen
         pieces = entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
         parts[entry.name] = [
             (piece.box, entry.parameter.detach()[piece.index()]) for piece in pieces
@@ -267,7 +267,7 @@ def tie_unfrozen(on_both: bool):
     if not on_both:
         torch.distributed.destroy_process_group()
         return str(caught.value), None
-    model.agree_on_frozen()
+    model.engine.agree_on_frozen()
     model.train_batch(ids, targets=targets)
     return str(caught.value), model.embedding.weight.grad
 

@@ -381,7 +381,7 @@ def test_a_replica_without_a_backward_takes_part(ranks):
 def norm_after_freezing(layout, sync) -> float:
     ctx = context(**layout)
     model, ids = small(ctx), replica_rows(make_batch(0)[0], ctx)
-    model.parameters_changed()  # makes the buckets, which see the backward
+    model.engine.parameters_changed()  # makes the buckets, which see the backward
     model(ids, labels=ids).loss.backward()
     model.freeze(r"layers\.0")
     if sync:

@@ -253,7 +253,7 @@ class Own(GPT2):
     }
 
     def forward_stage(self, x, batch, stage):
-        if self.ctx.rank == 1 and self._calls > 2:
+        if self.ctx.rank == 1 and self.engine.calls > 2:
             raise megazoo.UserError("what this rank has met")
         return super().forward_stage(x, batch, stage)
 """

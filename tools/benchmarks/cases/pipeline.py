@@ -114,7 +114,7 @@ def of_a_micro_batch(microbatches: int, pairs: int) -> tuple[list[float], list[f
     )
     model = megazoo.from_config(config, ctx)
     ids = torch.randint(0, 256, (microbatches, 32))
-    batches, (stage,) = model.micro_batches(Batch(ids, ids), microbatches), model.stages
+    batches, (stage,) = model.engine.micro_batches(Batch(ids, ids), microbatches), model.stages
 
     def compute():
         for parameter in model.parameters():

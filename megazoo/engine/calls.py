@@ -1,0 +1,205 @@
+"""The calls that users make of a model to run batches. All but the forward are the engine's: see
+training.py."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megazoo.engine.batch import Batch
+from megazoo.engine.microbatch import Output
+from megazoo.engine.pipeline import count_labels, run_pipeline
+from megazoo.engine.stepwise import with_backward
+from megazoo.errors import UserError
+from megazoo.parallel.agreement import Terms
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import on_all_ranks, on_replica_ranks
+from megazoo.parallel.regions import reduce_from_context
+
+
+class BatchCalls:
+    """The part of `Model` that runs batches, in any layout."""
+
+    def terms(self) -> Terms:
+        """Return what ranks that call this model together have alike."""
+        settings = {"family": self.family, "seed": self.seed, "training mode": self.training}
+        # dropout masks are drawn by the number of training calls
+        terms = Terms(rows={"the number of training calls": self.engine.calls})
+        terms.take({f"the model's {name}": value for name, value in settings.items()})
+        terms.take_config(self.config)
+        return terms
+
+    @on_replica_ranks
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        document_ids: torch.Tensor | None = None,
+        return_logits: bool = False,
+    ) -> Output:
+        """Run one batch; call it with the same inputs on every rank of a replica.
+
+        Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every
+        rank. Without, or with return_logits, or where the loss needs them whole anyway (pp, tp and
+        cp are 1, or a classifier): logits [batch, sequence, vocabulary] ([batch, labels] of a
+        classifier) on every rank of the last stage. They live as long as the output: where memory
+        is short keep its loss only. The loss can be differentiated when pp is 1, with
+        `sync_gradients` after backward; `train_batch` and `microbatches` train in every layout.
+        """
+        batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
+        (micro_batch,) = self.engine.micro_batches(batch, 1)
+        together = self.ctx.pp_size * self.ctx.tp_size * self.ctx.cp_size == 1
+        whole = self.num_labels or together
+        collect = self.full_logits if return_logits or labels is None or whole else None
+        if self.ctx.pp_size > 1:
+            result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
+            loss, logits = with_backward(result.loss, _refuse_backward), result.collected
+        else:
+            x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
+            outputs, loss, logits = self.outputs(x, micro_batch), None, None
+            if labels is not None:
+                count = count_labels(self, [micro_batch], self.ctx.cp_group).clamp(min=1)
+                loss = self.loss_of(x, micro_batch, outputs=outputs)
+                loss = reduce_from_context(loss, self.ctx) / count.float()
+            if collect:
+                logits = collect(outputs, micro_batch)
+        return Output(None if labels is None else loss, logits)
+
+    @on_all_ranks
+    def train_batch(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        targets: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        sequence_length: int | None = None,
+        num_microbatches: int = 1,
+        schedule: str = "1f1b",
+        step: int | None = None,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of this replica's batch; returns the mean loss over the global
+        batch's labelled tokens.
+
+        Inputs: see `Batch`; stages between the first and the last need none. num_microbatches must
+        divide the batch. step: numbers the draw of the dropout masks; by default it counts the
+        calls. loss_fn(logits fp32 [rows, sequence, vocabulary], labels as given): a loss of your
+        own, on the last stage: the mean of a micro-batch. What is returned, and differentiated, is
+        the mean over the global batch: micro-batches weigh as many labelled tokens as they have
+        (rows, if the labels are not of tokens). A module's own parameters are yours to step.
+        Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the
+        same on all replicas.
+        """
+        batch = Batch(
+            input_ids,
+            labels,
+            targets,
+            attention_mask,
+            position_ids,
+            document_ids,
+            sequence_length,
+        )
+        return self.engine.train_batch(batch, num_microbatches, schedule, step, loss_fn)
+
+    def microbatches(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        num_microbatches: int = 1,
+        **inputs: torch.Tensor,
+    ) -> Iterator[Output]:
+        """For a loop of your own: `for out in model.microbatches(**batch): out.loss.backward()`.
+
+        Yields after each micro-batch's forward. Every rank of the pipeline must go through it to
+        its end, and call backward where one does; then p.grad is what `train_batch` leaves there.
+        out.loss: the micro-batch's part of the mean that train_batch returns, the same on every
+        rank: they add up to it. inputs: as there. One micro-batch is under way at a time;
+        train_batch keeps all stages busy.
+        """
+        given = {"input_ids": input_ids, "labels": labels, **inputs}
+        return self.engine.microbatches(given, num_microbatches)
+
+    @on_all_ranks
+    @torch.no_grad()
+    def sync_gradients(self) -> None:
+        """Make gradients whole after a backward of your own, `model(ids,
+        labels=ids).loss.backward()`, before the step.
+
+        They become the mean over the replicas of each one's gradient, as torch's
+        DistributedDataParallel has it; those of a parameter that is tied between stages, the sum of
+        its copies'. (Copies over tp are summed in backward.) Every rank calls it, once a step.
+        After `train_batch` and `microbatches`, which sum by themselves, it does nothing.
+        """
+        self.engine.sync_gradients()
+
+    @on_all_ranks
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        targets: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        sequence_length: int | None = None,
+        num_microbatches: int = 1,
+        return_count: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in
+        train_batch.
+
+        return_count: also their number, 0-dimensional fp64: what the batch weighs in a mean over
+        several.
+        """
+        batch = Batch(
+            input_ids,
+            labels,
+            targets,
+            attention_mask,
+            position_ids,
+            document_ids,
+            sequence_length,
+        )
+        result = self.engine.eval_batch(batch, num_microbatches)
+        return (result.loss, result.labelled) if return_count else result.loss
+
+    @contextmanager
+    def without_dropout(self):
+        """Within this block every module is in evaluation mode; afterwards each is as it was."""
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    @contextmanager
+    def using_context(self, ctx: ParallelContext):
+        """Within this block the model and its modules have another context, of the same ranks."""
+        before = self.ctx
+        modules = [m for m in self.modules() if getattr(m, "ctx", None) is before]
+        for module in modules:
+            module.ctx = ctx
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.ctx = before
+
+
+def _refuse_backward(_: float) -> None:
+    """The backward of a pipeline's loss: one stage alone has no way back to the others."""
+    raise UserError(
+        "the loss of model(...) can't go backward through a pipeline: call model.train_batch(...), "
+        "or in a loop of your own model.microbatches(...)"
+    )

@@ -1,0 +1,356 @@
+"""What trains a model: the gradient buckets, the agreement of all ranks on frozen parameters, the
+numbers of the dropout draws, and the sums that follow the last backward."""
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazoo.engine.batch import Batch
+from megazoo.engine.microbatch import MicroBatch, Output
+from megazoo.engine.pipeline import Result, run_pipeline
+from megazoo.engine.stepwise import run_stepwise
+from megazoo.errors import UserError, advise
+from megazoo.layers.linear import refuse_rounded
+from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
+from megazoo.parallel.collectives import all_gather_objects, all_reduce, all_reduce_over
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.deferred import AT_ONCE, WeightQueue
+from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.module import NamedParameter, ShardedModule, sum_over_copies
+from megazoo.parallel.p2p import sum_between_stages
+from megazoo.parallel.schedule import schedule_named, splits_backward
+
+
+class TrainingEngine:
+    """Trains one model, which holds it as `model.engine`; it holds the model weakly.
+
+    before: the engine of the model that this one is a copy of. calls: the number of batches that
+    trained, by which dropout masks are drawn. loss_scale: the LossScale of float16, which the
+    optimizer sets. first_trained_stage: the index of the first stage of the pipeline that trains
+    anything; the stages before it need no gradient.
+    """
+
+    def __init__(self, model, before: "TrainingEngine | None" = None):
+        self._reference: Callable[[], Any] = weakref.ref(model)
+        self.calls = before.calls if before else 0
+        self.loss_scale = before.loss_scale if before else None
+        self.first_trained_stage = 0
+        self._buckets: GradientBuckets | None = None
+        self._frozen_ties: set[str] | None = None  # tied parameters that are frozen, once agreed
+        self._advised = False  # of training in evaluation mode
+        self._compared = False  # the first gradients of plain parameters, over tp
+
+    def __reduce__(self):
+        return _copied, (self.calls, self.loss_scale)
+
+    @property
+    def model(self):
+        """The model; None for the engine of a model that was copied, until it has its own."""
+        return self._reference()
+
+    @property
+    def ctx(self) -> ParallelContext:
+        return self.model.ctx
+
+    def train_batch(
+        self,
+        batch: Batch,
+        num_microbatches: int,
+        schedule: str,
+        step: int | None,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Run forward and backward of a replica's batch; see `Model.train_batch`."""
+        splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
+        buckets = self.buckets_to_train()
+        micro_batches = self.micro_batches(batch, num_microbatches, step, loss_fn is not None)
+        self._require_labels(micro_batches)
+        queue = WeightQueue(buckets.received) if splits else None
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        buckets.start(num_microbatches, queue.weights if queue else ())
+        try:
+            with self.deferred_sums(queue):
+                result = run_pipeline(
+                    self.model,
+                    micro_batches,
+                    schedule_named(schedule),
+                    loss_fn=loss_fn,
+                    loss_scale=scale,
+                    weight_queue=queue,
+                )
+            self._finish_gradients(buckets, scale)
+        finally:
+            buckets.stop()
+        return result.loss
+
+    def microbatches(
+        self, given: dict[str, torch.Tensor | None], num_microbatches: int
+    ) -> Iterator[Output]:
+        """Yield after the forward of each micro-batch; see `Model.microbatches`."""
+        with propagate_errors(self.ctx) as call:
+            if call:
+                call.agree("microbatches", self.model, {**given, "micro-batches": num_microbatches})
+            buckets = self.buckets_to_train()
+            batch = Batch(**given)
+            micro_batches = self.micro_batches(batch, num_microbatches)
+            self._require_labels(micro_batches)
+        buckets.start(num_microbatches)
+        try:
+            scale = self.loss_scale.value if self.loss_scale else 1.0
+            with self.deferred_sums(None):
+                yield from run_stepwise(self.model, micro_batches, scale)
+            with propagate_errors(self.ctx):
+                self._finish_gradients(buckets, scale)
+        except GeneratorExit:
+            with suppress(UserError), propagate_errors(self.ctx):  # others may still be in the loop
+                raise UserError("it left its loop over model.microbatches()") from None
+            raise
+        finally:
+            buckets.stop()
+
+    def eval_batch(self, batch: Batch, num_microbatches: int) -> Result:
+        """Run the forward of a replica's batch without dropout; see `Model.eval_batch`."""
+        with self.model.without_dropout():
+            micro_batches = self.micro_batches(batch, num_microbatches)
+            self._require_labels(micro_batches)
+            return run_pipeline(self.model, micro_batches)
+
+    def sync_gradients(self) -> None:
+        """Make gradients whole after a custom backward; see `Model.sync_gradients`."""
+        made, buckets = self._buckets is None, self.fit_buckets()
+        if made and any(parameter.grad is not None for parameter in buckets.place):
+            buckets.fault = UNSUMMED  # of a backward that no hook has seen
+        if buckets.fault != UNSUMMED:
+            buckets.check()
+        pending = torch.tensor(float(buckets.fault == UNSUMMED), device=self.ctx.device)
+        all_reduce_over(pending, [self.ctx.pp, self.ctx.token_axis], op=dist.ReduceOp.MAX)
+        if pending:
+            buckets.fill_missing()
+            entries = self.model.trained_entries()
+            self._sum_parts([entry for entry in entries if entry.spec.plain])
+            self._sum_tied(entries)
+            buckets.average()
+
+    def micro_batches(
+        self, batch: Batch, count: int, step: int | None = None, own_loss: bool = False
+    ) -> list[MicroBatch]:
+        """Check a replica's batch, and cut it into `count`. step, own_loss: see `train_batch`."""
+        self.ctx.require_ranks()
+        self.calls += self.model.training
+        return batch.micro_batches(
+            count,
+            self.ctx,
+            self.model.task,
+            longest=self.model.longest_sequence(self.model.config),
+            own_loss=own_loss,
+            seed=self.model.seed,
+            step=self.calls if step is None else step,
+        )
+
+    def _advise_of_mode(self) -> None:
+        """Say once that a model is trained whose dropout is off."""
+        if self.model.training or self._advised:
+            return
+        self._advised = True
+        if any(getattr(module, "probability", 0) for module in self.model.modules()):
+            advise(
+                "the model is trained in evaluation mode, without its dropout: model.train() turns "
+                "it on"
+            )
+
+    def _require_labels(self, batches: list[MicroBatch]) -> None:
+        if self.model.stages[-1].last and batches[0].targets is None and batches[0].labels is None:
+            raise UserError("the last stage needs labels or targets")
+
+    def agree_on_frozen(self) -> None:
+        """Freeze on every rank what any rank has frozen its part or copy of; all ranks call it
+        together.
+
+        A tied parameter of which one stage's copy learned and the other's did not would be two.
+        AdamW calls it, and the first batch that is trained on. UserError if nothing is left to
+        train.
+        """
+        entries = list(self.model.entries())
+        frozen = {entry.name for entry in entries if not entry.parameter.requires_grad}
+        told = [(frozen, len(entries), self.first_trained_here())]
+        if self.ctx.mesh is not None:
+            told = all_gather_objects(told[0], self.ctx)
+        if all(len(names) == count for names, count, _ in told):
+            refuse_rounded(self.model, "trained")
+            raise UserError("every parameter is frozen: there is nothing to train")
+        frozen = set().union(*(names for names, _, _ in told))
+        for entry in entries:
+            if entry.name in frozen:
+                entry.parameter.requires_grad_(False)
+        self.first_trained_stage = min(first for _, _, first in told)
+        self._frozen_ties = self._tied_and_frozen()
+
+    def first_trained_here(self) -> int:
+        """Return the index of this rank's first stage with a parameter that is trained; the number
+        of all stages if there is none.
+
+        What belongs to no layer is the first or the last stage's; where a rank has neither, it may
+        be of any.
+        """
+        found = [re.match(r"layers\.(\d+)\.", entry.name) for entry in self.model.trained_entries()]
+        layers = {int(match[1]) for match in found if match}
+        trained = [stage.index for stage in self.model.stages if layers & set(stage.layers)]
+        if not all(found):
+            ends = [stage.index for stage in self.model.stages if stage.first or stage.last]
+            trained += ends[:1] or [self.model.stages[0].index]
+        return min(trained, default=self.ctx.stage_count)
+
+    def _tied_and_frozen(self) -> set[str]:
+        return {
+            entry.name
+            for entry in self.model.entries()
+            if len(entry.pp_ranks) > 1 and not entry.parameter.requires_grad
+        }
+
+    @property
+    def buckets(self) -> GradientBuckets:
+        """What sums the gradients over the replicas, made for the parameters that are not frozen;
+        see `fit_buckets`."""
+        return self._buckets or self.fit_buckets()
+
+    def fit_buckets(self) -> GradientBuckets:
+        """Make the gradient buckets anew if parameters were frozen or unfrozen since they were
+        made; returns them."""
+        entries = self.model.trained_entries()
+        if self._buckets is None or not self._buckets.are_of(entry.parameter for entry in entries):
+            late = {
+                entry.parameter
+                for entry in entries
+                if len(entry.pp_ranks) > 1 or entry.spec.has_partial_gradient(self.ctx)
+            }
+            unsummed = {e.parameter for e in entries if e.spec.plain and e.parameter in late}
+            parameters = [entry.parameter for entry in entries]
+            buckets = GradientBuckets(parameters, self.ctx, late=late, unsummed=unsummed)
+            if self._buckets:
+                self._buckets.give_way_to(buckets)
+            self._buckets = buckets
+        return self._buckets
+
+    def parameters_changed(self) -> None:
+        """Note that the model has other parameters than before, or others that are trained. Every
+        rank calls it."""
+        self._frozen_ties = None
+        if self.ctx.mesh is not None and self.ctx.token_axis.size > 1:
+            self.fit_buckets()  # they notice a backward whose gradients nobody sums
+
+    def buckets_to_train(self) -> GradientBuckets:
+        """Fit the gradient buckets, once all ranks agree on what is frozen."""
+        self._advise_of_mode()
+        if self._frozen_ties is None:
+            self.agree_on_frozen()
+        if self._tied_and_frozen() != self._frozen_ties:
+            raise UserError(
+                "a tied parameter was frozen or unfrozen after training began: make a new "
+                "megazoo.optim.AdamW, or call model.engine.agree_on_frozen() on every rank"
+            )
+        if self.first_trained_here() < self.first_trained_stage:  # it would get no gradient
+            raise UserError(
+                "a parameter before all that are trained was unfrozen after training began: make a "
+                "new megazoo.optim.AdamW, or call model.engine.agree_on_frozen() on every rank"
+            )
+        return self.fit_buckets()
+
+    def forget_gradients(self) -> None:
+        """Note that all gradients were freed or zeroed."""
+        if self._buckets:
+            self._buckets.forget()
+
+    @contextmanager
+    def deferred_sums(self, queue: WeightQueue | None):
+        """Within this block gradients of copies over tp stay partial: they are summed once for all
+        micro-batches.
+
+        queue: where the gradients of linear weights wait, if they do.
+        """
+        modules = [module for module in self.model.modules() if isinstance(module, ShardedModule)]
+        for module in modules:
+            module.sums_later, module.weight_queue = True, queue or AT_ONCE
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.sums_later, module.weight_queue = False, None
+
+    def _finish_gradients(self, buckets: GradientBuckets, loss_scale: float) -> None:
+        """Make the gradients whole after the last backward.
+
+        In this order: parts of a gradient are summed over the tp ranks; a tied parameter's
+        gradients between its stages; then, over the replicas, what has not been summed during
+        backward.
+        """
+        entries = self.model.trained_entries()
+        buckets.fill_missing()
+        self._sum_parts(entries)
+        self._sum_tied(entries)
+        buckets.wait_for_sums(loss_scale)
+
+    def _sum_parts(self, entries: list[NamedParameter]) -> None:
+        """Sum the gradients of which each tp rank has a part."""
+        partial = [
+            (entry.parameter.grad, entry.spec)
+            for entry in entries
+            if entry.spec.has_partial_gradient(self.ctx)
+        ]
+        if not self._compared and self.ctx.tp_size > 1:
+            self._compared = self._compare_plain(entries)
+        sum_over_copies(partial, self.ctx)
+
+    def _compare_plain(self, entries: list[NamedParameter]) -> bool:
+        """Raise UserError for a plain parameter whose gradient would be wrong; return whether these
+        gradients can show it.
+
+        The gradients must be equal on the tp ranks. Under sequence parallelism each rank has a part
+        of a sum, and equal parts mean that each rank has computed the whole. A batch for which the
+        gradients of other modules are equal, too, shows nothing: its tokens are all the same.
+        """
+        plain = [entry for entry in entries if entry.spec.plain]
+        if not plain:
+            return True
+        if not self.ctx.sequence_parallel:
+            for entry in filter(self._differs, plain):
+                raise UserError(
+                    f"the gradients of {entry.name} differ between the tp ranks: it is used "
+                    "inside a tensor-parallel region, where each rank has other features; make it "
+                    "by a ShardedModule, whose ParameterSpec says partial=True"
+                )
+            return True
+        others = (entry for entry in entries if entry.spec.shard is None and not entry.spec.plain)
+        if not any(map(self._differs, others)):
+            return False
+        for entry in plain:
+            if entry.parameter.grad.any() and not self._differs(entry):
+                raise UserError(
+                    f"the gradients of {entry.name} are the same on all tp ranks under sequence "
+                    "parallelism: it is used where each rank has the whole sequence, and they "
+                    "would be summed; use it where each has its part, or turn "
+                    "sequence_parallel off"
+                )
+        return True
+
+    def _differs(self, entry: NamedParameter) -> bool:
+        """Return whether a parameter's gradients differ between the tp ranks."""
+        extremes = torch.stack([entry.parameter.grad, -entry.parameter.grad])
+        all_reduce(extremes, self.ctx.tp_group, dist.ReduceOp.MAX)
+        return (extremes.sum(0).abs().max() > 1e-3 * extremes.abs().max()).item()
+
+    def _sum_tied(self, entries: list[NamedParameter]) -> None:
+        for entry in entries:
+            if len(entry.pp_ranks) > 1:
+                sum_between_stages(entry.parameter.grad, list(entry.pp_ranks), self.ctx)
+
+
+def _copied(calls: int, loss_scale) -> TrainingEngine:
+    """Return the engine that a copied model comes with: one of no model."""
+    engine = TrainingEngine.__new__(TrainingEngine)
+    engine._reference, engine.calls, engine.loss_scale = lambda: None, calls, loss_scale
+    return engine
