@@ -1,5 +1,5 @@
-"""The calls that users make of a model to run batches. All but the forward are the engine's: see
-training.py."""
+"""The calls that users make of a model to run batches. Those that train or evaluate are one line
+each: see training.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,7 +124,7 @@ class BatchCalls:
         train_batch keeps all stages busy.
         """
         given = {"input_ids": input_ids, "labels": labels, **inputs}
-        return self.engine.microbatches(given, num_microbatches)
+        yield from self.engine.microbatches(given, num_microbatches)
 
     @on_all_ranks
     @torch.no_grad()

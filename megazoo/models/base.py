@@ -175,9 +175,11 @@ class Model(BatchCalls, LastStage, Freezing, nn.Module):
     def _elsewhere(cls, config, ctx: ParallelContext, pp_rank: int | None) -> "Model":
         """Make, without memory, the stages of a rank of the pipeline; of None, the whole model."""
         size = {"tp": ctx.tp_size, "sequence_parallel": ctx.sequence_parallel}
+        size |= {"cp": ctx.cp_size, "cp_method": ctx.cp_method}
         if pp_rank is not None:
             size |= {"pp": ctx.pp_size, "virtual": ctx.virtual_size}
-            size |= {"rank": pp_rank * ctx.tp_size, "stage_layers": ctx.stage_layers}
+            rank = pp_rank * ctx.cp_size * ctx.tp_size
+            size |= {"rank": rank, "stage_layers": ctx.stage_layers}
         return cls.on_meta(config, ParallelContext.virtual(**size))
 
     @classmethod
@@ -205,8 +207,9 @@ class Model(BatchCalls, LastStage, Freezing, nn.Module):
 
     @property
     def engine(self) -> TrainingEngine:
-        """What trains this model. A copy of the model has an engine of its own."""
-        if self._engine is None or self._engine.model is not self:
+        """What trains this model. A deep copy has its own; a shallow copy, which has the same
+        parameters, shares it."""
+        if self._engine is None or self._engine.model is None:
             self._engine = TrainingEngine(self, self._engine)
         return self._engine
 

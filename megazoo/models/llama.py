@@ -112,6 +112,7 @@ class Block(nn.Module):
     def __init__(self, config: LlamaFamilyConfig, index: int):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
+        settings = {"bias": c.attention_bias} | self.attention_settings(c, index)
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
         self.attention = CausalSelfAttention(
             c.hidden_size,
@@ -120,7 +121,7 @@ class Block(nn.Module):
             c.head_size or None,
             dropout=c.attention_dropout,
             output_std=residual_std,
-            **self.attention_settings(c, index),
+            **settings,
         )
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
         self.mlp = GatedMLP(
@@ -132,8 +133,8 @@ class Block(nn.Module):
         )
 
     def attention_settings(self, config: LlamaFamilyConfig, index: int) -> dict:
-        """Return the arguments of CausalSelfAttention in which the families differ."""
-        return {"bias": config.attention_bias}
+        """Return more arguments of CausalSelfAttention, for a family that needs them."""
+        return {}
 
     def forward(
         self,

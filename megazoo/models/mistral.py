@@ -33,7 +33,7 @@ class MistralConfig(llama.LlamaFamilyConfig):
 
 class Block(llama.Block):
     def attention_settings(self, config: MistralConfig, index: int) -> dict:
-        return {"window": config.window or None, "bias": False}
+        return {"window": config.window or None}
 
 
 @register("mistral")

@@ -99,31 +99,37 @@ def check_stages(model: nn.Module, elsewhere: Callable[[int | None], nn.Module])
     """
     if model.ctx.pp_size == 1:
         return
-    ranks_of: dict[str, list[int]] = {}
-    tied = set()
+    parameters, tied = [], set()
     for rank in range(model.ctx.pp_size):
         there = elsewhere(rank)
         tied |= there.tied.keys()
-        for name, _ in there.named_parameters(remove_duplicate=False):
-            ranks_of.setdefault(name, []).append(rank)
-    for name, ranks in ranks_of.items():
-        if len(ranks) > 1 and name not in tied:
-            raise UserError(
-                f"{name} is built on pp ranks {ranks[0]} and {ranks[1]}: build it where has_first "
-                "or has_last says so, or tie it"
-            )
+        parameters.append(dict(there.named_parameters(remove_duplicate=False)))
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in elsewhere(None).named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    for first, *others in names_of.values():
-        for name in others:
-            ranks = sorted({*ranks_of.get(first, ()), *ranks_of.get(name, ())})
-            if len(ranks) > 1:
-                raise UserError(
-                    f"{name} is {first}, too, in one process, but not on pp ranks {ranks[0]} and "
-                    f"{ranks[1]}: build what they share under one name, outside of the layers, and "
-                    "tie it"
-                )
+    built = dict.fromkeys(name for own in parameters for name in own)
+    for names in [*([name] for name in built), *names_of.values()]:
+        ranks = [rank for rank, own in enumerate(parameters) if own.keys() & names]
+        if len(ranks) < 2 or _are_tied(names, [parameters[rank] for rank in ranks], tied):
+            continue
+        if len(names) == 1:
+            raise UserError(
+                f"{names[0]} is built on pp ranks {ranks[0]} and {ranks[1]}: build it where "
+                "has_first or has_last says so, or tie it"
+            )
+        raise UserError(
+            f"{names[-1]} is {names[0]}, too, in one process, but not on pp ranks {ranks[0]} and "
+            f"{ranks[-1]}: build what they share under one name, outside of the layers, and tie it"
+        )
+
+
+def _are_tied(names: list[str], ranks: list[dict[str, nn.Parameter]], tied: set[str]) -> bool:
+    """Return whether all these names are those of one tied parameter, on each rank that has it.
+    ranks: the parameters of each, by name."""
+    return any(
+        all(own[name] is own.get(one) for own in ranks for name in own.keys() & names)
+        for one in tied
+    )
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:

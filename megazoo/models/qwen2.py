@@ -23,6 +23,7 @@ class Qwen2Config(llama.LlamaFamilyConfig):
     ffn_size: int = 22016
     window: int = 0  # tokens that a query attends to, itself included; 0: all before it
     full_layers: int = 0  # the first ones, which have no window
+    attention_bias = True  # on qkv
 
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> "Qwen2Config":
@@ -36,7 +37,7 @@ class Qwen2Config(llama.LlamaFamilyConfig):
 class Block(llama.Block):
     def attention_settings(self, config: Qwen2Config, index: int) -> dict:
         window = config.window if index >= config.full_layers else 0
-        return {"window": window or None, "bias": True, "output_bias": False}
+        return {"window": window or None, "output_bias": False}
 
 
 @register("qwen2")

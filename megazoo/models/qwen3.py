@@ -35,8 +35,7 @@ class Block(qwen2.Block):
         window = super().attention_settings(config, index)["window"]
         size = config.head_size or config.hidden_size // config.heads
         norms = [RMSNorm(size, config.norm_epsilon, parallel=True) for _ in "qk"]
-        bias = config.attention_bias
-        return {"q_norm": norms[0], "k_norm": norms[1], "window": window, "bias": bias}
+        return {"q_norm": norms[0], "k_norm": norms[1], "window": window}
 
 
 def _published(hidden: int, layers: int, heads: int, ffn: int, tied: bool = False) -> Qwen3Config:

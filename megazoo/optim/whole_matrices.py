@@ -23,7 +23,7 @@ class Matrix:
     """A matrix, [rows, columns] in all.
 
     entry: the parameter that it is a part of. part: its number there. first: its first row in the
-    whole parameter. owner: the rank along the gradient axis, and along tp, that works on it.
+    whole parameter. owner: the rank along the token axis, and along tp, that works on it.
     """
 
     entry: NamedParameter
@@ -85,7 +85,7 @@ class WholeMatrices:
     """Applies a function to whole matrices, of which this rank has parts.
 
     cost: as in `stepped_matrices`. ranges: of each parameter, by its name and a rank along the
-    gradient axis, which elements of the tp rank's flattened part that rank has; None where every
+    token axis, which elements of the tp rank's flattened part that rank has; None where every
     replica has all of it.
     """
 

@@ -82,8 +82,8 @@ class GradientBuckets:
     Rajbhandari et al. 2020): the elements `range_of(parameter)` of each parameter. It updates
     these, and `gather` gives them to all.
 
-    A backward outside of start and finish is a user's own. Its gradients are this rank's alone
-    until `average`. `check` tells whether a step may take the gradients that are there.
+    A backward outside of start and wait_for_sums is a user's own. Its gradients are this rank's
+    alone until `average`. `check` tells whether a step may take the gradients that are there.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GradientBuckets:
         unsummed: Container[nn.Parameter] = (),
     ):
         self.ctx, self.axis, self.sharded = ctx, ctx.token_axis, False
-        self.counting = False  # between start and finish
+        self.counting = False  # between start and wait_for_sums
         self.fault: str | None = None  # why a step must not take the gradients as they are
         self.shared_out = False  # the last batch left each replica its own part of the sums
         self._hooks: list = []

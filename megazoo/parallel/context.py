@@ -227,12 +227,12 @@ class ParallelContext:
 
     def axis(self, name: str) -> Axis:
         """Return the axis of that name, one of AXES."""
-        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}[name]
+        return dict(zip(AXES, self.axes, strict=True))[name]
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All axes, in the order of AXES: what is reduced over each of them is over the world."""
-        return self.pp, self.dp, self.cp, self.tp
+        return tuple(getattr(self, name) for name in AXES)
 
     @property
     def tp_size(self) -> int:

@@ -76,7 +76,7 @@ def on_all_ranks(function: Callable) -> Callable:
 
 
 def on_replica_ranks(function: Callable) -> Callable:
-    """Decorate, as `together`, a function that the ranks of a replica call together."""
+    """Decorate, as `on_all_ranks`, a function that the ranks of a replica call together."""
     return _together(function, in_replica=True)
 
 

@@ -236,6 +236,7 @@ class Comparison:
             2 * sum(each[name] > self.tolerance for name in trained & each.keys())
             > len(trained & each.keys())
             for each in weights
+            if trained & each.keys()
         )
         for name in self._differing(weights, self.expected.weights[step]):
             where = self._where(weights, name)

@@ -181,10 +181,11 @@ def refused(config, layout):
             "the gradients of layers.0.around.weight are the same on all tp ranks",
         ),
         ("on every stage", "pp2", "everywhere.weight is built on pp ranks 0 and 1: build it where"),
+        ("aliased", "pp2", "nothing is refused"),
         (
             "shared",
             "pp2",
-            "layers.2.mlp.up.weight is layers.0.mlp.up.weight, too, in one process, but not on pp "
+            "layers.3.mlp.up.weight is layers.0.mlp.up.weight, too, in one process, but not on pp "
             "ranks 0 and 1: build what they share under one name, outside of the layers, and tie",
         ),
     ],

@@ -2,6 +2,7 @@
 summed refused."""
 
 import copy
+import pickle
 from functools import cache
 from itertools import product
 
@@ -394,3 +395,25 @@ def test_freezing_does_not_forget_that_gradients_are_not_summed(ranks):
     assert ranks(norm_after_freezing, 2, dict(dp=2), sync=True) == [pytest.approx(expected)] * 2
     with pytest.raises(RankError, match=FORGOTTEN):
         ranks(norm_after_freezing, 2, dict(dp=2), sync=False)
+
+
+def test_a_loop_keeps_its_model():
+    """Nobody else does."""
+    ids, _ = make_batch(0)
+    losses = []
+    for output in megazoo.from_config(tiny_config(), seed=3).microbatches(ids, labels=ids):
+        output.loss.backward()
+        losses.append(output.loss.item())
+    assert len(losses) == 1
+
+
+def test_a_deep_copy_has_its_own_engine_and_a_shallow_one_shares_it():
+    model = megazoo.from_config(tiny_config(), seed=3)
+    ids, _ = make_batch(0)
+    model.train_batch(ids, labels=ids)
+    assert copy.copy(model).engine is model.engine
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.engine.model is other
+        assert other.engine.calls == 1
+        assert torch.equal(other.train_batch(ids, labels=ids), model.train_batch(ids, labels=ids))
+        model.engine.calls = 1
