@@ -30,8 +30,12 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise UserError for a plain module or parameter that can't be the same in every layout, and
-    for one that a ShardedModule has without saying how it is cut."""
+    """Raise UserError for a plain module or parameter that can't be the same in every layout, for
+    one that a ShardedModule has without saying how it is cut, and for one that an attribute of
+    Model hides."""
+    for name in (*model._modules, *model._parameters, *model._buffers):
+        if hasattr(type(model), name):
+            raise UserError(f"{name} is an attribute of every Model: give this part another name")
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, ShardedModule) and (unknown := own.keys() - module.specs.keys()):

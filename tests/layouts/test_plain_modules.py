@@ -150,6 +150,7 @@ MISTAKES = [
         "no spec",
         r"layers\.0\.attention\.qkv\.extra has no ParameterSpec: a ShardedModule makes its",
     ),
+    ("hidden", "engine is an attribute of every Model: give this part another name"),
     ("scalar", r"layers\.0\.scalar has no dimension: give it the shape \[1\]"),
 ]
 

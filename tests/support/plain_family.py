@@ -87,6 +87,8 @@ class Plain(gpt2.GPT2):
             self.final = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         if config.mistake == "on every stage":
             self.everywhere = RMSNorm(config.hidden_size)
+        elif config.mistake == "hidden":
+            self.engine = nn.Linear(config.hidden_size, config.hidden_size)
         elif config.mistake == "aliased" and hasattr(self, "embedding"):  # which is tied
             self.alias = self.embedding
         elif config.mistake == "shared" and self.layers:
