@@ -11,8 +11,7 @@ The mathematics stand in megazoo/layers/lora.py (Hu et al. 2021).
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch import nn
@@ -22,8 +21,8 @@ from megazoo.checkpoint.directories import output_directory
 from megazoo.checkpoint.ownership import foreign_to_adapter
 from megazoo.checkpoint.places import MANIFEST, TRAINER
 from megazoo.checkpoint.reader import Checkpoint
-from megazoo.checkpoint.saving import run_together
-from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.saving import run_together, write_together
+from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.layers.linear import refuse_rounded
@@ -114,27 +113,23 @@ def save(
         raise UserError("the model has no adapters to save: megazoo.lora.add gives it some")
     if not isinstance(model, Model) and ctx.pp_size > 1:
         raise UserError("adapters of a module of your own are saved with pp 1 only")
-    settings, together = settings_of(model), partial(run_together, directory=directory, ctx=ctx)
+    settings = settings_of(model)
 
-    def begin() -> Path:
-        return stack.enter_context(output_directory(directory, lambda: _check_place(directory)))
+    def begin() -> AbstractContextManager[Path]:
+        return output_directory(directory, lambda: _check_place(directory))
 
-    def complete() -> None:
+    def files() -> Files:
+        return files_of_rank(_Saved(model), lambda entry: entry.parameter, None)
+
+    def complete(staging: Path, written: list[dict]) -> None:
         write_manifest(staging, LORA, settings, ctx, written, {}, {}, adapters={})
         shards = Checkpoint(staging, verify=False)
         write_adapters(shards, without_memory(model), settings, staging, base_model_name_or_path)
-        files = (name for part in written for name in part["files"])
-        for name in (MANIFEST, TRAINER, *files):
+        for name in (MANIFEST, TRAINER, *(name for part in written for name in part["files"])):
             (staging / name).unlink()
-        stack.close()
 
-    together(lambda: _check_nothing_is_lost(model))
-    with ExitStack() as stack:  # of rank 0: it removes what was begun, if one fails
-        staging, *_ = together(begin, only_rank_zero=True)
-        files = files_of_rank(_Saved(model), lambda entry: entry.parameter, None)
-        written = together(lambda: write_rank(staging, files, ctx))
-        together(lambda: check_rank(staging, written[ctx.rank]))
-        together(complete, only_rank_zero=True)
+    run_together(lambda: _check_nothing_is_lost(model), directory, ctx)
+    write_together(directory, ctx, begin=begin, files=files, complete=complete)
 
 
 def load(model: nn.Module, directory: str | Path, *, verify: bool = True) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -241,33 +241,60 @@ def _remove_if_empty(directory: Path) -> None:
 def _write_step(
     directory: Path, step: int, contents: _StepContents, keep_last: int, group=None
 ) -> Path:
-    """Write a step from all ranks together; returns its path. group: see `run_together`."""
-    ctx, together = contents.ctx, partial(run_together, directory=directory, group=group)
+    """Write a step from all ranks; returns its path. group: see `run_together`."""
 
-    def begin() -> Path:
-        return stack.enter_context(
-            new_step(directory, step, keep_last, contents.trainer.get("run"))
-        )
-
-    def complete() -> None:
+    def complete(staging: Path, written: list[dict]) -> None:
         write_manifest(
             staging,
             contents.family,
             contents.config,
-            ctx,
+            contents.ctx,
             written,
             contents.trainer,
             contents.sidecar_files,
             contents.adapters,
         )
-        stack.close()
 
-    with ExitStack() as stack:  # of rank 0: it removes what was begun, if one fails
-        staging, *_ = together(begin, ctx=ctx, only_rank_zero=True)
-        written = together(lambda: write_rank(staging, contents.files, ctx), ctx=ctx)
-        together(lambda: check_rank(staging, written[ctx.rank]), ctx=ctx)
-        together(complete, ctx=ctx, only_rank_zero=True)
+    write_together(
+        directory,
+        contents.ctx,
+        begin=lambda: new_step(directory, step, keep_last, contents.trainer.get("run")),
+        files=lambda: contents.files,
+        complete=complete,
+        group=group,
+    )
     return directory / step_name(step)
+
+
+def write_together(
+    directory: Path,
+    ctx: ParallelContext,
+    *,
+    begin: Callable[[], AbstractContextManager[Path]],
+    files: Callable[[], Files],
+    complete: Callable[[Path, list[dict]], None],
+    group=None,
+) -> None:
+    """Write a directory from all ranks. If one rank fails, all raise the same UserError, and rank 0
+    removes what was begun.
+
+    begin: on rank 0, the block in which the directory is written, under another name, which it
+    gives. files: on each rank, what that rank writes, as `write_rank` takes it. complete(the
+    directory, what each rank has written): on rank 0, after each rank has checked its own files.
+    group: see `run_together`.
+    """
+    run = partial(run_together, directory=directory, ctx=ctx, group=group)
+    with ExitStack() as stack:
+        staging, *_ = run(lambda: stack.enter_context(begin()), only_rank_zero=True)
+        mine = files()
+        written = run(lambda: write_rank(staging, mine, ctx))
+        run(lambda: check_rank(staging, written[ctx.rank]))
+
+        def end() -> None:
+            complete(staging, written)
+            stack.close()
+
+        run(end, only_rank_zero=True)
 
 
 def run_together(

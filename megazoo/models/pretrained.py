@@ -1,8 +1,7 @@
 """Models from checkpoints and Hugging Face directories, and back: what users call."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,8 +16,8 @@ from megazoo.checkpoint.places import (
     find_checkpoint,
     present,
 )
-from megazoo.checkpoint.saving import run_together
-from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.saving import write_together
+from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.layers.linear import refuse_rounded
@@ -220,30 +219,26 @@ def save_parallelized(
             "and megazoo.lora.merge(model) makes one of both, which can be saved"
         )
     refuse_rounded(model, "saved")
-    together = partial(run_together, directory=directory, ctx=ctx)
 
-    def begin() -> Path:
+    def begin() -> AbstractContextManager[Path]:
         if merge_checkpoints:
             hugging_face_config(model.config)  # raises before anything is written
             parse_size(max_shard_size)
-        return stack.enter_context(output_directory(directory, lambda: _check_ours(directory)))
+        return output_directory(directory, lambda: _check_ours(directory))
 
-    def complete() -> None:
-        files = model.sidecar_files
-        write_manifest(staging, model.family, model.config, ctx, written, {}, files, adapters={})
+    def complete(staging: Path, written: list[dict]) -> None:
+        sidecars = model.sidecar_files
+        write_manifest(staging, model.family, model.config, ctx, written, {}, sidecars, adapters={})
         if merge_checkpoints:
             write_model(SavedModel(staging, verify=False), staging, max_shard_size=max_shard_size)
             shards = (name for part in written for name in part["files"])
             for name in (MANIFEST, TRAINER, *shards):
                 (staging / name).unlink()
-        stack.close()
 
-    with ExitStack() as stack:  # of rank 0: it removes what was begun, if one fails
-        staging, *_ = together(begin, only_rank_zero=True)
-        files = files_of_rank(model, lambda entry: entry.parameter, None)
-        written = together(lambda: write_rank(staging, files, ctx))
-        together(lambda: check_rank(staging, written[ctx.rank]))
-        together(complete, only_rank_zero=True)
+    def files() -> Files:
+        return files_of_rank(model, lambda entry: entry.parameter, None)
+
+    write_together(directory, ctx, begin=begin, files=files, complete=complete)
 
 
 def _check_ours(directory: Path) -> None:
