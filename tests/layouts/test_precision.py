@@ -256,7 +256,7 @@ def test_training_follows_fp32(fp32_curve, tmp_path, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2800)  # three runs of 900 s each, at most
 def test_the_default_job_at_tp2_pp2_follows_fp32(ranks, tmp_path):
     """In bfloat16 over 200 steps, by means of ten: at its rate fp32 has spikes of single steps. In
     float16 over 20: a step takes several seconds on a CPU that has no instructions for it."""
