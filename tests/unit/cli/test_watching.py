@@ -102,6 +102,7 @@ def loses_a_neighbour():
             time.sleep(0.01)
         all_gather_objects(None, ctx)
         watching.close()
+        all_gather_objects(None, ctx)  # nobody watches any more
         stand_in.kill()
     return said.getvalue()
 
