@@ -259,7 +259,7 @@ def test_the_launcher_ends_as_the_first_rank_that_failed(tmp_path, words, code, 
 def test_the_launcher_ends_at_a_second_ctrl_c_whatever_its_ranks_do(start, tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
     program = start(tmp_path / "ranks.py", "deaf", "deaf")
-    while program.out != ["deaf\n", "deaf\n"]:
+    while "".join(program.out).count("deaf") < 2:  # the ranks may write into each other's line
         program.wait_for("deaf")
         time.sleep(0.1)
     program.interrupt()
