@@ -21,7 +21,7 @@ class BatchCalls:
     """The part of `Model` that runs batches, in any layout."""
 
     def terms(self) -> Terms:
-        """Return what ranks that call this model together have alike."""
+        """Return what must be equal on the ranks that call this model."""
         settings = {"family": self.family, "seed": self.seed, "training mode": self.training}
         # dropout masks are drawn by the number of training calls
         terms = Terms(rows={"the number of training calls": self.engine.calls})
@@ -115,13 +115,13 @@ class BatchCalls:
         num_microbatches: int = 1,
         **inputs: torch.Tensor,
     ) -> Iterator[Output]:
-        """For a loop of your own: `for out in model.microbatches(**batch): out.loss.backward()`.
+        """For a custom loop: `for out in model.microbatches(**batch): out.loss.backward()`.
 
         Yields after each micro-batch's forward. Every rank of the pipeline must go through it to
         its end, and call backward where one does; then p.grad is what `train_batch` leaves there.
         out.loss: the micro-batch's part of the mean that train_batch returns, the same on every
-        rank: they add up to it. inputs: as there. One micro-batch is under way at a time;
-        train_batch keeps all stages busy.
+        rank: they add up to it. inputs: as in `train_batch`. One micro-batch is under way at a
+        time; train_batch keeps all stages busy.
         """
         given = {"input_ids": input_ids, "labels": labels, **inputs}
         yield from self.engine.microbatches(given, num_microbatches)
@@ -129,12 +129,12 @@ class BatchCalls:
     @on_all_ranks
     @torch.no_grad()
     def sync_gradients(self) -> None:
-        """Make gradients whole after a backward of your own, `model(ids,
+        """Synchronize the gradients after a custom backward, `model(ids,
         labels=ids).loss.backward()`, before the step.
 
-        They become the mean over the replicas of each one's gradient, as torch's
-        DistributedDataParallel has it; those of a parameter that is tied between stages, the sum of
-        its copies'. (Copies over tp are summed in backward.) Every rank calls it, once a step.
+        They become the mean over the replicas, as in torch's DistributedDataParallel. The gradients
+        of a parameter that is tied between stages are summed over its copies. (Copies over tp are
+        summed in backward.) Every rank calls it, once a step.
         After `train_batch` and `microbatches`, which sum by themselves, it does nothing.
         """
         self.engine.sync_gradients()
@@ -198,7 +198,7 @@ class BatchCalls:
 
 
 def _refuse_backward(_: float) -> None:
-    """The backward of a pipeline's loss: one stage alone has no way back to the others."""
+    """Raise UserError: the loss of a pipeline has no backward through the other stages."""
     raise UserError(
         "the loss of model(...) can't go backward through a pipeline: call model.train_batch(...), "
         "or in a loop of your own model.microbatches(...)"

@@ -34,7 +34,8 @@ class PipelineModel(Protocol):
 
     stages: those of this rank. hidden_size, dtype: of the activations between stages. outputs,
     loss_of and label_count are called on the last stage only, with what forward_stage returns
-    there: see `megazoo.models.heads`. engine: of a model that is trained.
+    there: see `megazoo.models.heads`. A model that is trained also has `engine`, its
+    TrainingEngine.
     """
 
     ctx: ParallelContext

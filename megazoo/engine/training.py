@@ -177,17 +177,17 @@ class TrainingEngine:
         """
         entries = list(self.model.entries())
         frozen = {entry.name for entry in entries if not entry.parameter.requires_grad}
-        told = [(frozen, len(entries), self.first_trained_here())]
+        of_ranks = [(frozen, len(entries), self.first_trained_here())]
         if self.ctx.mesh is not None:
-            told = all_gather_objects(told[0], self.ctx)
-        if all(len(names) == count for names, count, _ in told):
+            of_ranks = all_gather_objects(of_ranks[0], self.ctx)
+        if all(len(names) == count for names, count, _ in of_ranks):
             refuse_rounded(self.model, "trained")
             raise UserError("every parameter is frozen: there is nothing to train")
-        frozen = set().union(*(names for names, _, _ in told))
+        frozen = set().union(*(names for names, _, _ in of_ranks))
         for entry in entries:
             if entry.name in frozen:
                 entry.parameter.requires_grad_(False)
-        self.first_trained_stage = min(first for _, _, first in told)
+        self.first_trained_stage = min(first for _, _, first in of_ranks)
         self._frozen_ties = self._tied_and_frozen()
 
     def first_trained_here(self) -> int:
@@ -219,8 +219,8 @@ class TrainingEngine:
         return self._buckets or self.fit_buckets()
 
     def fit_buckets(self) -> GradientBuckets:
-        """Make the gradient buckets anew if parameters were frozen or unfrozen since they were
-        made; returns them."""
+        """Rebuild the gradient buckets if parameters were frozen or unfrozen since they were built;
+        returns them."""
         entries = self.model.trained_entries()
         if self._buckets is None or not self._buckets.are_of(entry.parameter for entry in entries):
             late = {
