@@ -53,19 +53,21 @@ class BatchCalls:
         (micro_batch,) = self.engine.micro_batches(batch, 1)
         together = self.ctx.pp_size * self.ctx.tp_size * self.ctx.cp_size == 1
         whole = self.num_labels or together
-        collect = self.full_logits if return_logits or labels is None or whole else None
+        collects = return_logits or labels is None or whole
         if self.ctx.pp_size > 1:
+            collect = self.output_head.full_outputs if collects and self.has_last else None
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
             loss, logits = with_backward(result.loss, _refuse_backward), result.collected
         else:
+            head = self.output_head
             x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
-            outputs, loss, logits = self.outputs(x, micro_batch), None, None
+            outputs, loss, logits = head.outputs(x, micro_batch), None, None
             if labels is not None:
                 count = count_labels(self, [micro_batch], self.ctx.cp_group).clamp(min=1)
-                loss = self.loss_of(x, micro_batch, outputs=outputs)
+                loss = head.loss(x, micro_batch, outputs=outputs)
                 loss = reduce_from_context(loss, self.ctx) / count.float()
-            if collect:
-                logits = collect(outputs, micro_batch)
+            if collects:
+                logits = head.full_outputs(outputs, micro_batch)
         return Output(None if labels is None else loss, logits)
 
     @on_all_ranks

@@ -32,10 +32,9 @@ MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest on
 class PipelineModel(Protocol):
     """What a run asks of a model: `megazoo.models.Model` is one.
 
-    stages: those of this rank. hidden_size, dtype: of the activations between stages. outputs,
-    loss_of and label_count are called on the last stage only, with what forward_stage returns
-    there: see `megazoo.models.heads`. A model that is trained also has `engine`, its
-    TrainingEngine.
+    stages: those of this rank. hidden_size, dtype: of the activations between stages. output_head:
+    of the rank with the last stage, whose output it takes: see `megazoo.models.outputs`. A model
+    that is trained also has `engine`, its TrainingEngine.
     """
 
     ctx: ParallelContext
@@ -45,13 +44,8 @@ class PipelineModel(Protocol):
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor: ...
 
-    def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor: ...
-
-    def loss_of(
-        self, x: torch.Tensor, batch: MicroBatch, factor: torch.Tensor | None = None, **options
-    ) -> torch.Tensor: ...
-
-    def label_count(self, batch: MicroBatch) -> torch.Tensor | int: ...
+    @property
+    def output_head(self): ...
 
 
 @dataclass
@@ -122,7 +116,7 @@ def count_labels(model: PipelineModel, batches: list[MicroBatch], group) -> torc
     0-dimensional; 0 on ranks without the last stage."""
     labelled = torch.zeros((), dtype=torch.float64, device=model.ctx.device)
     if model.stages[-1].last:
-        labelled += sum(model.label_count(batch) for batch in batches)
+        labelled += sum(model.output_head.label_count(batch) for batch in batches)
         all_reduce(labelled, group)
     return labelled
 
@@ -209,14 +203,14 @@ class PipelineRun:
     def _end(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor | None:
         """Return a micro-batch's part of the mean loss, from what the last stage returned; None
         without labels. Collects from its outputs."""
-        outputs = None
+        head, outputs = self.model.output_head, None
         if self.collect:
-            outputs = self.model.outputs(x, batch)
+            outputs = head.outputs(x, batch)
             self.collected.append(self.collect(outputs, batch))
         if batch.targets is None and batch.labels is None:
             return None
         factor = self.loss_scale / self.labelled if self.backward_is_next else None
-        loss = self.model.loss_of(x, batch, factor, outputs=outputs, loss_fn=self.loss_fn)
+        loss = head.loss(x, batch, factor, outputs=outputs, loss_fn=self.loss_fn)
         loss = loss / self.labelled
         self.losses.append(loss.detach().double())
         return loss

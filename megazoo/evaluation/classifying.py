@@ -87,7 +87,7 @@ def evaluate_rows(
 
     def counted(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the tally of a micro-batch: fp64 [1, 5]."""
-        return tally(model.full_logits(outputs, batch), batch.targets, problem)[None]
+        return tally(model.output_head.full_outputs(outputs, batch), batch.targets, problem)[None]
 
     with model.without_dropout():
         batches = model.engine.micro_batches(Batch(input_ids, labels), num_microbatches)
@@ -116,5 +116,5 @@ def classify(model, input_ids: torch.Tensor) -> torch.Tensor:
         model,
         Batch(input_ids),
         model.num_labels,
-        lambda outputs, batch: model.full_logits(outputs, batch).double(),
+        lambda outputs, batch: model.output_head.full_outputs(outputs, batch).double(),
     )

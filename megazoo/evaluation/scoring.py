@@ -48,8 +48,9 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
 
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the log-likelihood, the tokens and greedy of each row: fp64 [batch, 3]."""
-        losses, labelled = model.token_losses(outputs, batch), batch.targets != IGNORE_INDEX
-        best = model.full_logits(outputs, batch).argmax(dim=-1)
+        head, labelled = model.output_head, batch.targets != IGNORE_INDEX
+        losses = head.token_losses(outputs, batch)
+        best = head.full_outputs(outputs, batch).argmax(dim=-1)
         # what sequence parallelism pads has no logits
         best = F.pad(best, (0, labelled.shape[1] - best.shape[1]))
         greedy = (~labelled | (batch.targets == best)).all(dim=1)

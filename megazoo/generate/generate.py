@@ -155,7 +155,8 @@ def _output(model, x: torch.Tensor, batch: MicroBatch, stage: Stage, chooses: bo
     x = model.forward_stage(x, batch, stage)
     if not stage.last or not chooses:
         return x
-    return model.full_logits(model.outputs(x, batch), batch)[:, -1].float()
+    head = model.output_head
+    return head.full_outputs(head.outputs(x, batch), batch)[:, -1].float()
 
 
 def _new_tokens(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from megazoo.layers import fused_cross_entropy
 from megazoo.layers.fused import replaced_by
+from megazoo.layers.loss_terms import PLAIN, LossTerms, soft_capped
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.regions import reduce_from_tensor_parallel
@@ -23,6 +24,7 @@ def vocab_parallel_cross_entropy(
     targets: torch.Tensor,
     vocab_start: int = 0,
     *,
+    terms: LossTerms = PLAIN,
     ctx: ParallelContext | None = None,
 ) -> torch.Tensor:
     """Return the loss of every token, in nats, without gathering the logits.
@@ -32,6 +34,7 @@ def vocab_parallel_cross_entropy(
         targets: int64 [tokens], global token ids, the same on every tp rank; IGNORE_INDEX carries
             no loss.
         vocab_start: the token id of this rank's first column.
+        terms: label smoothing and z-loss, if any.
         ctx: parallel context; the ambient one by default.
 
     Returns fp32 [tokens], the same on every rank, 0 where ignored. Computed in fp32. Two small
@@ -39,7 +42,7 @@ def vocab_parallel_cross_entropy(
     Source: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
     columns, here, ignored = _columns_of(targets, vocab_start, logits.shape[-1])
-    return token_losses(logits, columns, here, ignored, ctx or current_context())
+    return token_losses(logits, columns, here, ignored, ctx or current_context(), terms)
 
 
 @replaced_by(fused_cross_entropy.token_losses)
@@ -49,11 +52,14 @@ def token_losses(
     here: torch.Tensor,
     ignored: torch.Tensor,
     ctx: ParallelContext,
+    terms: LossTerms = PLAIN,
 ) -> torch.Tensor:
-    """Return -log(softmax(logits)[target]) of every token; the last three as _columns_of has them.
+    """Return -log(softmax(logits)[target]) of every token; columns, here and ignored as _columns_of
+    returns them.
 
     That is log(sum(exp(logits - m))) - (logits[target] - m), where m is the greatest logit of all
-    ranks, the sum goes over all of them, and one rank has the target.
+    ranks, the sum goes over all of them, and one rank has the target. With label smoothing the mean
+    of all logits stands for a share of the target's.
     """
     logits = logits.float()
     peak = logits.detach().amax(dim=-1)
@@ -61,7 +67,13 @@ def token_losses(
     shifted = logits - peak[:, None]
     total = reduce_from_tensor_parallel(shifted.exp().sum(dim=-1), ctx)
     target = shifted.gather(-1, columns[:, None])[:, 0].masked_fill(~here, 0)
-    return (total.log() - reduce_from_tensor_parallel(target, ctx)).masked_fill(ignored, 0)
+    if terms.label_smoothing:
+        mean = shifted.sum(dim=-1) / terms.vocab_size
+        target = torch.lerp(target, mean, terms.label_smoothing)
+    losses = total.log() - reduce_from_tensor_parallel(target, ctx)
+    if terms.z_loss:
+        losses = losses + terms.z_loss * (total.log() + peak).square()
+    return losses.masked_fill(ignored, 0)
 
 
 def linear_cross_entropy(
@@ -72,16 +84,18 @@ def linear_cross_entropy(
     *,
     rows: int,
     factor: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    terms: LossTerms = PLAIN,
     ctx: ParallelContext | None = None,
 ) -> torch.Tensor:
-    """Return the sum of vocab_parallel_cross_entropy(x W^T, targets), of logits that never exist
-    together.
+    """Return the sum of vocab_parallel_cross_entropy(soft_capped(x W^T), targets), of logits that
+    never exist together.
 
     Args:
         x: [tokens, hidden], the same on every tp rank; its gradient is this rank's part of a sum
             over them.
         weight: [this rank's part of the vocabulary, hidden].
-        targets, vocab_start, ctx: as there.
+        targets, vocab_start, terms, ctx: as there. soft_cap: of the logits, if any.
         rows: the tokens whose logits are made at once, the same on every tp rank.
         factor: what the sum's gradient will be, 0-dimensional fp32: x's and the weight's are
             computed with it while the logits are there. (If it is another one, they are scaled; 0
@@ -93,7 +107,7 @@ def linear_cross_entropy(
     """
     columns, here, ignored = _columns_of(targets, vocab_start, len(weight))
     ctx = ctx or current_context()
-    return summed_losses(x, weight, columns, here, ignored, ctx, rows, factor)
+    return summed_losses(x, weight, columns, here, ignored, ctx, rows, factor, soft_cap, terms)
 
 
 @replaced_by(fused_cross_entropy.summed_losses)
@@ -106,10 +120,13 @@ def summed_losses(
     ctx: ParallelContext,
     rows: int,
     factor: torch.Tensor | None,
+    soft_cap: float | None = None,
+    terms: LossTerms = PLAIN,
 ) -> torch.Tensor:
-    """Return the sum of token_losses(x W^T). rows, factor: for the twin alone, see
+    """Return the sum of token_losses(soft_capped(x W^T)). rows, factor: for the twin alone, see
     linear_cross_entropy."""
-    return token_losses(F.linear(x, weight), columns, here, ignored, ctx).sum()
+    logits = soft_capped(F.linear(x, weight), soft_cap)
+    return token_losses(logits, columns, here, ignored, ctx, terms).sum()
 
 
 def piece_rows(device: torch.device, vocab_rows: int) -> int:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
 from megazoo.layers.linear import column_parallel_linear
+from megazoo.layers.loss_terms import PLAIN, LossTerms, soft_capped
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import (
@@ -19,7 +20,7 @@ from megazoo.parallel.shard import ParameterSpec, Shard
 
 class _VocabParallel(ShardedModule):
     """A [vocabulary, hidden] matrix whose rows are cut over tp: this rank holds the tokens from
-    `start` to `start + rows`.
+    `start` to `start + rows`. tied_to: a module that has the matrix, if this one has none.
 
     tp need not divide the vocabulary: the first ranks hold one token more. There is no padding, so
     none has to be masked in the loss, kept out of sampling, or stripped from a checkpoint.
@@ -29,52 +30,31 @@ class _VocabParallel(ShardedModule):
         self,
         vocab_size: int,
         hidden_size: int,
-        *,
-        std: float = 0.02,
-        ctx: ParallelContext | None = None,
+        std: float,
+        ctx: ParallelContext | None,
+        tied_to: "_VocabParallel | None" = None,
     ):
         super().__init__(ctx)
         tp_size, tp_rank = self.ctx.tp_size, self.ctx.tp_rank
         if vocab_size < tp_size:
             raise UserError(f"a vocabulary of {vocab_size} can't be cut over tp {tp_size}")
         shard = Shard(0, (vocab_size,))
-        self.add_parameter("weight", ParameterSpec((vocab_size, hidden_size), shard, std=std))
+        self._tied_to = (tied_to,)  # in a tuple: torch would register it, and its weight, again
+        if tied_to is None:
+            self.add_parameter("weight", ParameterSpec((vocab_size, hidden_size), shard, std=std))
         (cut,) = shard.cuts(tp_size, tp_rank)
         self.start, self.rows = cut.global_start, cut.length
         self.sizes = shard.sizes_of_ranks(tp_size)
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """This rank's rows: [rows, hidden]."""
+        (tied_to,) = self._tied_to
+        return self.weight if tied_to is None else tied_to.weight
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""
-        return column_parallel_linear(x, self.weight, None, self.ctx, self.weight_queue, align=True)
-
-    def loss_sum(
-        self, x: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the sum of the losses of `logits(x)`, which are made a few tokens at a time: see
-        linear_cross_entropy."""
-        x = enter_tensor_parallel(x, self.ctx).flatten(0, -2)
-        return linear_cross_entropy(
-            x,
-            self.weight,
-            targets.flatten(),
-            self.start,
-            rows=self.tokens_at_once,
-            factor=factor,
-            ctx=self.ctx,
-        )
-
-    def loss_saves_memory(self, tokens: int, differentiated: bool) -> bool:
-        """Return whether loss_sum takes less memory than all logits of so many tokens.
-
-        differentiated: beside the logits there would be their gradient; in its place loss_sum keeps
-        the weight's, in fp32.
-        """
-        return tokens >= 2 * (self.tokens_at_once + (self.weight.shape[1] if differentiated else 0))
-
-    @property
-    def tokens_at_once(self) -> int:
-        """The tokens whose logits loss_sum makes at once, the same on every tp rank."""
-        return piece_rows(self.weight.device, self.sizes[0])
+        return column_parallel_linear(x, self.matrix, None, self.ctx, self.weight_queue, align=True)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""
@@ -82,8 +62,8 @@ class _VocabParallel(ShardedModule):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Token embedding with the vocabulary cut over tp; `logits` uses the same matrix as a tied
-    output head.
+    """Token embedding with the vocabulary cut over tp. A tied head uses the same matrix: see
+    VocabParallelHead.
 
     Args:
         vocab_size: true size of the vocabulary; need not divide by tp.
@@ -98,6 +78,16 @@ class VocabParallelEmbedding(_VocabParallel):
     Source: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
 
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
+        super().__init__(vocab_size, hidden_size, std, ctx)
+
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.ctx.tp_size == 1:
             return F.embedding(token_ids, self.weight)
@@ -110,13 +100,68 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class VocabParallelHead(_VocabParallel):
-    """Untied output head, no bias: [..., hidden_size] -> this rank's logits (see `gather_logits`).
+    """Output head, no bias: [..., hidden_size] -> this rank's logits (see `gather_logits`).
 
-    Args and cut as in VocabParallelEmbedding.
+    Args and cut as in VocabParallelEmbedding, and:
+        embedding: the token embedding, if the head is tied to it: then its matrix makes the logits,
+            and the head has no parameter.
+        soft_cap: a smooth bound of the logits, if any: see `soft_capped`.
     """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        embedding: VocabParallelEmbedding | None = None,
+        soft_cap: float | None = None,
+        std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
+        super().__init__(vocab_size, hidden_size, std, ctx, embedding)
+        self.vocab_size, self.soft_cap = vocab_size, soft_cap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.logits(x)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""
+        return soft_capped(super().logits(x), self.soft_cap)
+
+    def loss_in_pieces(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        factor: torch.Tensor | None,
+        terms: LossTerms = PLAIN,
+    ) -> torch.Tensor:
+        """Return the sum of the losses of `logits(x)`, which are made a few tokens at a time: see
+        linear_cross_entropy."""
+        x = enter_tensor_parallel(x, self.ctx).flatten(0, -2)
+        return linear_cross_entropy(
+            x,
+            self.matrix,
+            targets.flatten(),
+            self.start,
+            rows=self.tokens_at_once,
+            factor=factor,
+            soft_cap=self.soft_cap,
+            terms=terms,
+            ctx=self.ctx,
+        )
+
+    def pieces_save_memory(self, tokens: int, differentiated: bool) -> bool:
+        """Return whether loss_in_pieces takes less memory than all logits of so many tokens.
+
+        differentiated: beside the logits there would be their gradient; in its place loss_in_pieces
+        keeps the weight's, in fp32.
+        """
+        return tokens >= 2 * (self.tokens_at_once + (self.matrix.shape[1] if differentiated else 0))
+
+    @property
+    def tokens_at_once(self) -> int:
+        """The tokens whose logits loss_in_pieces makes at once, the same on every tp rank."""
+        return piece_rows(self.matrix.device, self.sizes[0])
 
 
 class PositionEmbedding(ShardedModule):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megazoo.layers.aligned import aligned, empty_aligned
 from megazoo.layers.fused_linear import linear
+from megazoo.layers.loss_terms import PLAIN, LossTerms, soft_capped
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
@@ -23,21 +24,22 @@ def token_losses(
     here: torch.Tensor,
     ignored: torch.Tensor,
     ctx: ParallelContext,
+    terms: LossTerms = PLAIN,
 ) -> torch.Tensor:
     """Compute the loss of every token, a chunk of tokens at a time: a copy of all the logits in
     fp32 never exists.
 
     Same as: cross_entropy.token_losses.
     """
-    return _TokenLosses.apply(logits, columns, here, ignored, ctx.tp_group)
+    return _TokenLosses.apply(logits, columns, here, ignored, ctx.tp_group, terms)
 
 
 class _TokenLosses(torch.autograd.Function):
     """Forward: loss = log(sum(exp(logits))) - logits[target]. Backward: softmax(logits) -
-    one_hot(target)."""
+    one_hot(target). Label smoothing s and z-loss z change both: see `_gradient`."""
 
     @staticmethod
-    def forward(ctx, logits, columns, here, ignored, group):
+    def forward(ctx, logits, columns, here, ignored, group, terms):
         def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
             sums = torch.empty_like(peak)
             for part, scratch in _chunks(logits):
@@ -45,8 +47,9 @@ class _TokenLosses(torch.autograd.Function):
                 sums[part] = shifted.exp_().sum(dim=-1)
             return sums
 
-        losses, peak, total = _losses(logits, columns, here, group, sum_exponentials)
+        losses, peak, total = _losses(logits, columns, here, group, sum_exponentials, terms)
         ctx.save_for_backward(logits, columns, here, total.log() + peak, ignored)
+        ctx.terms = terms
         return losses.masked_fill(ignored, 0)
 
     @staticmethod
@@ -55,10 +58,31 @@ class _TokenLosses(torch.autograd.Function):
         grad_output = grad_output.float().masked_fill(ignored, 0)
         grad = empty_aligned(logits.shape, logits)
         for part, scratch in _chunks(logits):
-            probabilities = torch.sub(logits[part], log_normaliser[part, None], out=scratch).exp_()
-            probabilities.scatter_add_(-1, columns[part, None], -here[part, None].float())
+            normaliser = log_normaliser[part]
+            probabilities = torch.sub(logits[part], normaliser[:, None], out=scratch).exp_()
+            weights = torch.ones_like(normaliser)
+            _to_gradient(probabilities, weights, columns[part], here[part], normaliser, ctx.terms)
             torch.mul(probabilities, grad_output[part, None], out=grad[part])
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
+
+
+def _to_gradient(
+    weighted: torch.Tensor,
+    weights: torch.Tensor,
+    columns: torch.Tensor,
+    here: torch.Tensor,
+    log_normaliser: torch.Tensor,
+    terms: LossTerms,
+) -> None:
+    """Turn weights x softmax(logits) into weights x the gradient of the losses, in place: softmax
+    (1 + 2 z log(sum(exp(logits)))) - (1 - s) one_hot(target) - s / vocabulary, for label smoothing
+    s and z-loss z. weights: fp32 [tokens]."""
+    if terms.z_loss:
+        weighted.mul_((1 + 2 * terms.z_loss * log_normaliser)[:, None])
+    if terms.label_smoothing:
+        weighted.sub_((weights * (terms.label_smoothing / terms.vocab_size))[:, None])
+        weights = weights * (1 - terms.label_smoothing)
+    weighted.scatter_add_(-1, columns[:, None], -(weights * here)[:, None])
 
 
 def summed_losses(
@@ -70,6 +94,8 @@ def summed_losses(
     ctx: ParallelContext,
     rows: int,
     factor: torch.Tensor | None,
+    soft_cap: float | None = None,
+    terms: LossTerms = PLAIN,
 ) -> torch.Tensor:
     """Sum the losses of x W^T, whose logits are made `rows` tokens at a time.
 
@@ -78,12 +104,14 @@ def summed_losses(
     The logits of each piece become their own gradient on the spot. Neither they nor x are kept:
     what is kept are the gradients of x and of the weight.
     """
-    return _SummedLosses.apply(x, weight, columns, here, ignored, ctx.tp_group, rows, factor)
+    return _SummedLosses.apply(
+        x, weight, columns, here, ignored, ctx.tp_group, rows, factor, soft_cap, terms
+    )
 
 
 class _SummedLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, columns, here, ignored, group, rows, factor):
+    def forward(ctx, x, weight, columns, here, ignored, group, rows, factor, soft_cap, terms):
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         wanted = [factor is not None and needs for needs in ctx.needs_input_grad[:2]]
         dtype, weight_grad = product_dtype(x), None
@@ -94,20 +122,26 @@ class _SummedLosses(torch.autograd.Function):
             """Add these tokens' losses and gradients; their logits are gone when it returns."""
             nonlocal weight_grad
             inputs = x[part].to(dtype)
-            logits = linear(inputs, wide, align=True).to(x.dtype).float()
+            logits = linear(inputs, wide, align=True).to(x.dtype)
+            if soft_cap is not None:
+                logits = soft_capped(logits, soft_cap)
+                slope = 1 - (logits / soft_cap).square()  # the cap's derivative
+            logits = logits.float()
 
             def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
                 return logits.sub_(peak[:, None]).exp_().sum(dim=-1)
 
-            losses[part], _, total = _losses(
-                logits, columns[part], here[part], group, sum_exponentials
+            losses[part], peak, total = _losses(
+                logits, columns[part], here[part], group, sum_exponentials, terms
             )
             if not any(wanted):
                 return
             weights = factor * ~ignored[part]
-            logits.mul_((weights / total)[:, None]).scatter_add_(
-                -1, columns[part, None], -(weights * here[part])[:, None]
-            )
+            logits.mul_((weights / total)[:, None])
+            log_normaliser = total.log() + peak
+            _to_gradient(logits, weights, columns[part], here[part], log_normaliser, terms)
+            if soft_cap is not None:
+                logits.mul_(slope)
             logits = aligned(logits.to(x.dtype)).to(dtype)  # by now these are their gradient
             if wanted[0]:
                 x_grad[part] = logits @ wide
@@ -124,7 +158,7 @@ class _SummedLosses(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # so that autograd can take them as they are
         ratio = grad_output / ctx.factor
         scaled = (None if gradient is None else gradient.mul_(ratio) for gradient in gradients)
-        return *scaled, None, None, None, None, None, None
+        return *scaled, *[None] * 8
 
 
 def _losses(
@@ -133,6 +167,7 @@ def _losses(
     here: torch.Tensor,
     group,
     sum_exponentials: Callable[[torch.Tensor], torch.Tensor],
+    terms: LossTerms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return losses, greatest logits, and sums of exp(logits - greatest) over all ranks: fp32
     [tokens] each.
@@ -143,9 +178,15 @@ def _losses(
     all_reduce(peak, group, op=dist.ReduceOp.MAX)  # before the exponential, on every rank alike
     peak = peak.float()
     target = (logits.gather(-1, columns[:, None])[:, 0].float() - peak).masked_fill(~here, 0)
+    if terms.label_smoothing:
+        sum_of_logits = logits.sum(dim=-1, dtype=torch.float32) - logits.shape[-1] * peak
+        target = torch.lerp(target, sum_of_logits / terms.vocab_size, terms.label_smoothing)
     sums = torch.stack([sum_exponentials(peak), target])
     all_reduce(sums, group)
-    return sums[0].log() - sums[1], peak, sums[0]
+    losses = sums[0].log() - sums[1]
+    if terms.z_loss:
+        losses = losses + terms.z_loss * (sums[0].log() + peak).square()
+    return losses, peak, sums[0]
 
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,21 @@ from megazoo.engine.training import TrainingEngine
 from megazoo.errors import UserError, advise, check_number
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
-from megazoo.layers import ClassificationHead, VocabParallelEmbedding, VocabParallelHead
+from megazoo.layers import VocabParallelEmbedding
 from megazoo.layers.context_parallel import check_layers
 from megazoo.layers.dropout import dropout_seed
 from megazoo.models.adapters import LoRASettings
 from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
-from megazoo.models.heads import LastStage
 from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.outputs import (
+    ClassifierHead,
+    LanguageModelHead,
+    LanguageModeling,
+    OutputHead,
+    SequenceClassification,
+    task_of,
+)
 from megazoo.models.plain import (
     check_plain,
     check_stages,
@@ -43,8 +50,18 @@ from megazoo.parallel.shard import ParameterSpec
 from megazoo.parallel.stages import Stage, cut_into_stages, rank_of, stages_of
 from megazoo.parallel.staging import Upload
 
+# A family or a user that overrides these on the model would not be heard.
+OF_THE_HEAD = ("outputs", "full_logits", "token_losses", "loss_sum", "label_count", "loss_of")
 
-class Model(BatchCalls, LastStage, Freezing, nn.Module):
+
+def _of_the_head(what: str) -> UserError:
+    return UserError(
+        f"{what} would have no effect: the head makes outputs and loss; override it in a subclass "
+        "of megazoo.models.outputs.LanguageModelHead, and give that to add_head"
+    )
+
+
+class Model(BatchCalls, Freezing, nn.Module):
     """This rank's stages of a language model. A family adds its Config, its Block, and
     `forward_stage`.
 
@@ -69,8 +86,12 @@ class Model(BatchCalls, LastStage, Freezing, nn.Module):
     read_from: Sequence[TensorSource] = ()  # the sources of the weights, until the first step
 
     def __init_subclass__(cls, **options):
-        """Complete the family's Config, if it does not inherit from ModelConfig."""
+        """Complete the family's Config, if it does not inherit from ModelConfig. UserError for what
+        the head does."""
         super().__init_subclass__(**options)
+        for name in OF_THE_HEAD:
+            if hasattr(cls, name):
+                raise _of_the_head(f"{cls.__name__}.{name}")
         if "Config" in vars(cls):
             add_missing_fields(cls.Config)
 
@@ -87,6 +108,12 @@ class Model(BatchCalls, LastStage, Freezing, nn.Module):
         # tokenizer files and the like that came with the weights, on rank 0
         self.sidecar_files: dict[str, bytes] = {}
         self.generation: dict = {}  # what its generation_config.json says
+
+    def __setattr__(self, name: str, value) -> None:
+        """Set an attribute; UserError for what the head does."""
+        if name in OF_THE_HEAD:
+            raise _of_the_head(f"the {name} that is set on a model")
+        super().__setattr__(name, value)
 
     # What a family defines.
 
@@ -109,7 +136,7 @@ class Model(BatchCalls, LastStage, Freezing, nn.Module):
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
         """Run one stage: token ids (first stage) or activations in; activations out, of the last
-        stage those that `outputs` takes: [batch, sequence, hidden]."""
+        stage those that the head takes: [batch, sequence, hidden]."""
         raise NotImplementedError
 
     # Build.
@@ -231,16 +258,31 @@ class Model(BatchCalls, LastStage, Freezing, nn.Module):
         return self.stages[-1].last
 
     @property
-    def head_is_tied(self) -> bool:
-        """Whether the embedding is the output head, too; a classifier has a head of its own."""
+    def num_labels(self) -> int:
+        """Of a classifier of sequences; 0 for a language model."""
+        return self.config.num_labels
+
+    @property
+    def task(self) -> LanguageModeling | SequenceClassification:
+        """What the model is for, by its config."""
+        return task_of(self.config)
+
+    @property
+    def output_head(self) -> OutputHead:
+        """What the last stage ends in: `score` of a classifier, `head` of a language model."""
+        return self.score if self.num_labels else self.head
+
+    def _ties_head(self) -> bool:
+        """Return whether the embedding's matrix makes the logits; a classifier has its own."""
         return self.config.tie_embeddings and not self.num_labels
 
     def add_embedding(self) -> None:
         """Make the token embedding, on the first stage; and where it is tied to the head a copy
         that stays equal, on the last."""
-        if self.has_first or (self.has_last and self.head_is_tied):
+        tied = self._ties_head()
+        if self.has_first or (self.has_last and tied):
             self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
-        if self.head_is_tied:
+        if tied:
             self.tie("embedding.weight", 0, -1)
 
     def add_layers(self) -> None:
@@ -250,15 +292,18 @@ class Model(BatchCalls, LastStage, Freezing, nn.Module):
             {str(index): self.Block(self.config, index) for index in indices}
         )
 
-    def add_head(self) -> None:
-        """Make what the last stage ends in: a classifier's scores, or the matrix of the logits,
-        unless that is the embedding's."""
+    def add_head(self, head: type[LanguageModelHead] = LanguageModelHead, **options) -> None:
+        """Make what the last stage ends in: a classifier's scores, or the logits and their loss.
+
+        head: the class of a language model's head. options: its arguments, such as soft_cap.
+        """
         if not self.has_last:
             return
         if self.num_labels:
-            self.score = ClassificationHead(self.config.hidden_size, self.num_labels)
-        elif not self.head_is_tied:
-            self.head = VocabParallelHead(self.config.vocab_size, self.config.hidden_size)
+            self.score = ClassifierHead(self.config)
+        else:
+            embedding = self.embedding if self._ties_head() else None
+            self.head = head(self.config, embedding=embedding, **options)
 
     def tie(self, name: str, *stages: int) -> None:
         """Say that the parameter `name` (a global name) is one, though several stages build it: -1

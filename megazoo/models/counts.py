@@ -54,7 +54,7 @@ def flops_per_token(
     all_trained = all(parameter.requires_grad for parameter in model.parameters())
     flops, passes = _flops(model, all_trained, seq_length)
     if not model.num_labels:
-        flops += _of_product(model.output_head.weight, passes)
+        flops += _of_product(model.output_head.matrix, passes)
     return flops
 
 

@@ -183,7 +183,10 @@ def costs_of(
         if stage.last:
             labelled = torch.ones((), device=META)
             at_once = backward_follows(table, stage.index)
-            output = model.loss_of(output, batch, 1.0 / labelled if at_once else None) / labelled
+            output = (
+                model.output_head.loss(output, batch, 1.0 / labelled if at_once else None)
+                / labelled
+            )
     if not stage.last:  # the output has been sent; only its graph remains
         output.data = torch.empty(1, dtype=output.dtype, device=META)
     costs["F"] = meter.take()
@@ -232,7 +235,7 @@ def forward_flops(model: Model, rows: int, sequence: int) -> int:
     with torch.no_grad(), _DeviceKernels(), meter:
         for stage in model.stages:
             output = model.forward_stage(ids, batch, stage)
-        model.loss_of(output, batch)
+        model.output_head.loss(output, batch)
     return meter.take().flops
 
 

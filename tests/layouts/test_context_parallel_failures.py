@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megazoo.engine import batch as batches
 from megazoo.layers import ALiBi, CausalSelfAttention, alibi_slopes, attention, masks
 from megazoo.layers.context_parallel import _GatheredAgain
-from megazoo.models.heads import LastStage
+from megazoo.models.outputs import LanguageModelHead
 from megazoo.parallel import regions
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.sequence import SequenceCut
@@ -87,10 +87,10 @@ def labels_rolled_after_the_cut():
 
 
 def a_loss_divided_by_cp():
-    loss_of = LastStage.loss_of
+    loss_of = LanguageModelHead.loss
     return patch.object(
-        LastStage,
-        "loss_of",
+        LanguageModelHead,
+        "loss",
         lambda self, *what, **more: loss_of(self, *what, **more) / self.ctx.cp_size,
     )
 
@@ -153,13 +153,13 @@ def padding_that_sees_nothing():
 
 def a_mean_over_a_ranks_own_labels():
     """0 / 0 where a rank has none."""
-    loss_of, count = LastStage.loss_of, LastStage.label_count
+    loss_of, count = LanguageModelHead.loss, LanguageModelHead.label_count
 
     def mean(self, x, batch, *what, **more):
         own = torch.as_tensor(count(self, batch))
         return loss_of(self, x, batch, *what, **more) / own * own
 
-    return patch.object(LastStage, "loss_of", mean)
+    return patch.object(LanguageModelHead, "loss", mean)
 
 
 def tokens_of_rank_0():

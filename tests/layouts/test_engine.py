@@ -65,8 +65,8 @@ def plain_autograd_gradients(model="gpt2", microbatches=MICROBATCHES):
     labelled = (targets != -100).sum().float()
     for x, y in zip(ids.chunk(microbatches), targets.chunk(microbatches), strict=True):
         batch = MicroBatch(tuple(x.shape), x, y)
-        logits = model.outputs(model.forward_stage(x, batch, model.stages[0]), batch)
-        (model.loss_sum(logits, batch) / labelled).backward()
+        logits = model.output_head.outputs(model.forward_stage(x, batch, model.stages[0]), batch)
+        (model.output_head.loss_sum(logits, batch) / labelled).backward()
     return gradients(model)
 
 
@@ -90,7 +90,7 @@ def library_gradients(layout, microbatches):
 
     def loss(x, y):
         batch = MicroBatch(tuple(y.shape), None, y)
-        return model.loss_sum(model.outputs(x, batch), batch) / labelled
+        return model.output_head.loss(x, batch) / labelled
 
     stages = [
         PipelineStage(

@@ -269,9 +269,11 @@ def assembled(parts):
 @contextmanager
 def short_pieces():
     """Yields what counts the losses that are made in pieces."""
-    module, head = "megazoo.layers.cross_entropy", embedding._VocabParallel
-    counted = mock.patch.object(head, "loss_sum", autospec=True, side_effect=head.loss_sum)
-    always = mock.patch.object(head, "loss_saves_memory", return_value=True)
+    module, head = "megazoo.layers.cross_entropy", embedding.VocabParallelHead
+    counted = mock.patch.object(
+        head, "loss_in_pieces", autospec=True, side_effect=head.loss_in_pieces
+    )
+    always = mock.patch.object(head, "pieces_save_memory", return_value=True)
     pieces = (
         mock.patch.dict(f"{module}.PIECE_ELEMENTS", cpu=0),
         mock.patch(f"{module}.PIECE_ROWS", 5),

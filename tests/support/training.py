@@ -214,18 +214,21 @@ def train_and_keep_gradients(config, layout: dict, *args, **kwargs):
     """As train; also returns every step's gradients, {name: [(box, this rank's part)]}."""
     history, gradients = [], []
     for loss, norm, model in _steps(config, layout, *args, **kwargs):
-        tp = model.ctx.tp_size, model.ctx.tp_rank
         history.append((loss, norm))
-        pieces = {
-            entry.name: (entry.parameter.grad, entry.spec.pieces(*tp)) for entry in model.entries()
-        }
-        gradients.append(
-            {
-                n: [(p.box, grad[p.index()].clone()) for p in parts]
-                for n, (grad, parts) in pieces.items()
-            }
-        )
+        gradients.append(gradients_of(model))
     return history, gradients
+
+
+def gradients_of(model) -> dict:
+    """A model's gradients, {name: [(box, this rank's part)]}."""
+    tp = model.ctx.tp_size, model.ctx.tp_rank
+    return {
+        entry.name: [
+            (piece.box, entry.parameter.grad[piece.index()].clone())
+            for piece in entry.spec.pieces(*tp)
+        ]
+        for entry in model.entries()
+    }
 
 
 def _steps(

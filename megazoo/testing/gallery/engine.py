@@ -15,7 +15,7 @@ from megazoo.testing.gallery.planting import bug, replaced, replaced_everywhere
 
 def _own_labels(run: PipelineRun) -> torch.Tensor:
     """Count the labels of a replica's micro-batches."""
-    labels = sum(run.model.label_count(each) for each in run.batches)
+    labels = sum(run.model.output_head.label_count(each) for each in run.batches)
     return torch.as_tensor(labels).clamp(min=1).float()
 
 
@@ -33,7 +33,7 @@ def mean_of_micro_batch_means():
     def make(end):
         def ended(self, x, batch):
             before, count = self.labelled, len(self.batches) * self.ctx.dp_size
-            own = torch.as_tensor(self.model.label_count(batch)).clamp(min=1).float()
+            own = torch.as_tensor(self.model.output_head.label_count(batch)).clamp(min=1).float()
             self.labelled = own * count
             try:
                 return end(self, x, batch)

@@ -8,7 +8,7 @@ from megazoo.layers import CausalSelfAttention, RowParallelLinear, linear, norm
 from megazoo.layers.lora import Adapter
 from megazoo.layers.rotary import rotate as rotate_by_halves
 from megazoo.models.gpt2 import GPT2
-from megazoo.models.heads import LastStage
+from megazoo.models.outputs import LanguageModelHead
 from megazoo.parallel import regions
 from megazoo.parallel.regions import reduce_from_tensor_parallel
 from megazoo.parallel.shard import Cut, ParameterSpec, Shard
@@ -28,14 +28,14 @@ def padding_in_the_softmax():
 
     def make(token_losses):
         def padded(self, outputs, batch):
-            ctx, vocabulary = self.ctx, self.config.vocab_size
+            ctx, vocabulary = self.ctx, self.vocab_size
             last = ctx.tp_rank == ctx.tp_size - 1
             outputs = F.pad(outputs, (0, -vocabulary % ctx.tp_size if last else 0))
             return token_losses(self, outputs, batch)
 
         return padded
 
-    return replaced(LastStage, "token_losses", make)
+    return replaced(LanguageModelHead, "token_losses", make)
 
 
 @bug(

@@ -172,8 +172,8 @@ def own_pipeline():
         x = torch.empty(*ids.shape, 32)
         dist.recv(x, 0)
         x.requires_grad_()
-        model.token_losses(
-            model.outputs(model.forward_stage(x, batch, stage), batch), batch
+        model.output_head.token_losses(
+            model.output_head.outputs(model.forward_stage(x, batch, stage), batch), batch
         ).mean().backward()
         dist.send(x.grad, 0)
     with pytest.raises(UserError, match=FORGOTTEN):
@@ -263,7 +263,7 @@ def own_forward(of_a_copy: bool):
         model.zero_grad()
     batch = MicroBatch(tuple(ids.shape), ids, ids)
     x = model.forward_stage(ids, batch, model.stages[0])  # Model.forward is not called
-    (model.loss_sum(model.outputs(x, batch), batch) / ids.numel()).backward()
+    (model.output_head.loss(x, batch) / ids.numel()).backward()
     if not of_a_copy:
         with pytest.raises(UserError, match=FORGOTTEN):
             sgd(model).step()

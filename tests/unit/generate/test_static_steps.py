@@ -96,7 +96,7 @@ def test_the_logits_of_static_steps_are_those_of_growing_ones(name):
                     tuple(tokens.shape), tokens, position_ids=places, segments=segments[:, :keys],
                     longest=60 + step, cache=cache, last_only=True,
                 )  # fmt: skip
-                x = model.outputs(model.forward_stage(tokens, batch, stage), batch)
+                x = model.output_head.outputs(model.forward_stage(tokens, batch, stage), batch)
                 cache.advance(tokens.shape[1])
                 logits.setdefault(kind, []).append(x)
     torch.testing.assert_close(logits[StaticKVCache], logits[KVCache], atol=2e-6, rtol=1e-5)

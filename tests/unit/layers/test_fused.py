@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megazoo.layers import fused, fused_cross_entropy, fused_linear
 from megazoo.layers.attention import split_heads
 from megazoo.layers.cross_entropy import _columns_of, summed_losses, token_losses
+from megazoo.layers.loss_terms import LossTerms
 from megazoo.layers.mlp import gated, gelu_tanh
 from megazoo.layers.norm import rms_norm
 from megazoo.layers.rotary import Rotary, rotate
@@ -134,22 +135,25 @@ def test_a_recomputed_linear_draws_as_it_drew_before():
     assert torch.equal(*masks)
 
 
-def losses_of(function, logits, targets, tp):
+def losses_of(function, logits, targets, tp, terms):
     """A function's results for this rank's columns of the logits."""
     ctx = context(tp=tp)
     (cut,) = Shard(1, (logits.shape[1],)).cuts(tp, ctx.tp_rank)
     mine = logits[:, cut.global_start : cut.global_start + cut.length]
     columns = _columns_of(targets, cut.global_start, cut.length)
-    return results(lambda logits: function(logits, *columns, ctx), mine)
+    return results(lambda logits: function(logits, *columns, ctx, terms), mine)
 
 
-def compare_token_losses(all_logits, targets, tp):
+TERMS = LossTerms(label_smoothing=0.1, z_loss=1e-2, vocab_size=37)
+
+
+def compare_token_losses(all_logits, targets, tp, terms):
     found = []
     for logits in all_logits:
-        plain = losses_of(token_losses.__wrapped__, logits, targets, tp)
-        whole = losses_of(fused_cross_entropy.token_losses, logits, targets, tp)
+        plain = losses_of(token_losses.__wrapped__, logits, targets, tp, terms)
+        whole = losses_of(fused_cross_entropy.token_losses, logits, targets, tp, terms)
         with mock.patch.dict(fused_cross_entropy.CHUNK_ELEMENTS, cpu=100):  # several chunks
-            chunks = losses_of(fused_cross_entropy.token_losses, logits, targets, tp)
+            chunks = losses_of(fused_cross_entropy.token_losses, logits, targets, tp, terms)
         assert_equal(chunks, plain)
         for ours, expected in zip(chunks, whole, strict=True):
             assert torch.equal(ours[0], expected[0]), "a row depends on its chunk"
@@ -157,27 +161,34 @@ def compare_token_losses(all_logits, targets, tp):
     return found
 
 
+@pytest.mark.parametrize("terms", [LossTerms(), TERMS], ids=["plain", "terms"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_token_losses_in_chunks(ranks, tp):
+def test_token_losses_in_chunks(ranks, tp, terms):
     all_logits = [5 * numbers(50, 37, dtype=dtype) for dtype in DTYPES]
     targets = torch.randint(0, 37, (50,), generator=torch.Generator().manual_seed(1))
     targets[::3] = -100
-    for found in ranks(compare_token_losses, tp, all_logits, targets, tp):
+    for found in ranks(compare_token_losses, tp, all_logits, targets, tp, terms):
         for logits, losses in zip(all_logits, found, strict=True):
-            expected = F.cross_entropy(logits.float(), targets, reduction="none")
+            logits = logits.float()
+            expected = F.cross_entropy(
+                logits, targets, reduction="none", label_smoothing=terms.label_smoothing
+            )
+            expected += terms.z_loss * logits.logsumexp(-1).square() * (targets != -100)
             torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("soft_cap", "terms"), [(None, LossTerms()), (5.0, TERMS)])
 @pytest.mark.parametrize("rows", [7, 99], ids=["pieces", "one piece"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_summed_losses_in_pieces(dtype, rows):
+def test_summed_losses_in_pieces(dtype, rows, soft_cap, terms):
     x, weight = numbers(50, 8, dtype=dtype), numbers(37, 8, dtype=dtype, seed=1)
     targets = torch.arange(50) % 37
     targets[::3] = -100
     columns = _columns_of(targets, 0, 37)
 
     def loss(function, x, weight):
-        total = function(x, weight, *columns, ParallelContext(), rows, torch.tensor(1.0))
+        factor = torch.tensor(1.0)
+        total = function(x, weight, *columns, ParallelContext(), rows, factor, soft_cap, terms)
         total.backward()
         return total.detach(), x.grad, weight.grad
 

@@ -1,18 +1,25 @@
 """The loss of a long micro-batch, whose logits are made in pieces, against all logits at once. Here
 each micro-batch is long, and five tokens make a piece."""
 
+from contextlib import nullcontext
 from types import MethodType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megazoo
+from megazoo import UserError
+from megazoo.engine.batch import Batch
 from megazoo.models.gpt2 import GPT2
+from megazoo.models.llama import Llama
+from megazoo.models.outputs import LanguageModelHead
 from tests.support.layouts import STEPS, case_name, one_process, short_pieces
 from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     context,
+    gradients_of,
     layout_name,
     make_batch,
     randomize,
@@ -119,17 +126,22 @@ def test_float16_whose_scale_comes_with_the_gradient_waits_for_it():
         assert count.called == scaled_by_us
 
 
-class Capped(GPT2):
+class CappedHead(LanguageModelHead):
     """Has logits of its own."""
 
     def outputs(self, x, batch):
-        return 5 * torch.tanh(GPT2.outputs(self, x, batch) / 5)
+        return 5 * torch.tanh(LanguageModelHead.outputs(self, x, batch) / 5)
+
+
+class Capped(GPT2):
+    def add_head(self):
+        super().add_head(CappedHead)
 
 
 def test_logits_of_ones_own_are_made_together():
     ids, targets = make_batch(0)
     of_a_class, of_one = (build.build(MODELS["gpt2"], context()) for build in (Capped, GPT2))
-    of_one.outputs = MethodType(Capped.outputs, of_one)
+    of_one.head.outputs = MethodType(CappedHead.outputs, of_one.head)
     expected = torch.nn.functional.cross_entropy(
         of_a_class(ids).logits.flatten(0, 1), targets.flatten()
     )
@@ -139,3 +151,63 @@ def test_logits_of_ones_own_are_made_together():
                 expected.item(), rel=1e-6
             )
         assert not count.called
+
+
+def test_overrides_of_the_model_that_nobody_would_call_are_refused():
+    with pytest.raises(
+        UserError, match=r"Own\.token_losses would have no effect: .*LanguageModelHead"
+    ):
+        type("Own", (GPT2,), {"token_losses": lambda self, outputs, batch: 0})
+    model = megazoo.from_config(MODELS["gpt2"], context())
+    with pytest.raises(UserError, match="the outputs that is set on a model would have no effect"):
+        model.outputs = print
+
+
+TERMS = {"soft_cap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+class WithTerms(Llama):
+    def add_head(self):
+        super().add_head(**TERMS)
+
+
+class TiedWithTerms(GPT2):
+    def add_head(self):
+        super().add_head(**TERMS)
+
+
+def train_with_terms(family, name, layout, pieces):
+    model = randomize(family.build(MODELS[name], context(**layout), seed=3))
+    ids, targets = make_batch(0)
+    with short_pieces() if pieces else nullcontext():
+        loss = model.train_batch(ids, targets=targets, num_microbatches=2)
+        plain = model.eval_batch(ids, targets=targets)
+    return loss.item(), plain.item(), gradients_of(model)
+
+
+def torchs_loss(model, ids, targets, smoothing=0.0, z_loss=0.0):
+    """The same loss of one process, by torch's functions of the logits before their cap."""
+    batch, stage = model.engine.micro_batches(Batch(ids, targets=targets), 1)[0], model.stages[0]
+    x = model.forward_stage(ids, batch, stage)
+    logits = x @ model.head.matrix.t()
+    logits = (TERMS["soft_cap"] * torch.tanh(logits / TERMS["soft_cap"])).flatten(0, 1)
+    targets = targets.flatten()
+    loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+    return loss + z_loss * logits.logsumexp(-1)[targets != -100].square().mean()
+
+
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(tp=2, pp=2)], ids=layout_name)
+@pytest.mark.parametrize(("family", "name"), [(WithTerms, "llama"), (TiedWithTerms, "gpt2")])
+def test_soft_cap_smoothing_and_z_loss_equal_torch(ranks, family, name, layout, pieces):
+    model = randomize(family.build(MODELS[name], context(), seed=3))
+    ids, targets = make_batch(0)
+    loss = torchs_loss(model, ids, targets, TERMS["label_smoothing"], TERMS["z_loss"])
+    loss.backward()
+    plain = torchs_loss(model, ids, targets)
+    results = ranks(train_with_terms, world(layout), family, name, layout, pieces)
+    for ours, evaluated, _ in results:
+        assert ours == pytest.approx(loss.item(), rel=1e-5)
+        assert evaluated == pytest.approx(plain.item(), rel=1e-5), "without the terms"
+    distance, name = worst_gradient([found for *_, found in results], gradients_of(model))
+    assert distance < 1e-5, name

@@ -155,9 +155,9 @@ def stepwise(config, prompt, steps, cache, segments=None):
             batch = MicroBatch(
                 tuple(part.shape), part, segments=seen, cache=cache, position_ids=alone
             )
-            logits.append(model.outputs(model.forward_stage(part, batch, stage), batch))
+            logits.append(model.output_head.outputs(model.forward_stage(part, batch, stage), batch))
             cache.advance(part.shape[1])
-        plain = model.outputs(model.forward_stage(ids, whole, stage), whole)
+        plain = model.output_head.outputs(model.forward_stage(ids, whole, stage), whole)
     return torch.cat(logits, dim=1), plain
 
 

@@ -251,7 +251,7 @@ def test_logits_in_pieces_take_as_many_flops_and_less_memory(monkeypatch):
     how = dict(seq_length=1024, micro_batch_size=16, global_batch_size=32, dtype="bfloat16")
     pieces = plan(config, **how)
     monkeypatch.setattr(
-        "megazoo.layers.embedding._VocabParallel.loss_saves_memory", lambda *_: False
+        "megazoo.layers.embedding.VocabParallelHead.pieces_save_memory", lambda *_: False
     )
     whole = plan(config, **how)
     assert pieces.model_flops_per_token == pytest.approx(whole.model_flops_per_token)

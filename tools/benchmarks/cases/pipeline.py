@@ -122,7 +122,7 @@ def of_a_micro_batch(microbatches: int, pairs: int) -> tuple[list[float], list[f
         for batch in batches:
             x = batch.input_ids if stage.first else torch.ones(1, 32, 32, requires_grad=True)
             y = model.forward_stage(x, batch, stage)
-            (model.loss_of(y, batch, torch.ones(())) if stage.last else y).sum().backward()
+            (model.output_head.loss(y, batch, torch.ones(())) if stage.last else y).sum().backward()
 
     steps, alone = [], []
     for _ in range(pairs + 1):
