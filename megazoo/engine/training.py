@@ -15,6 +15,7 @@ from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import Result, run_pipeline
 from megazoo.engine.stepwise import run_stepwise
 from megazoo.errors import UserError, advise
+from megazoo.layers.dropout import Dropout
 from megazoo.layers.linear import refuse_rounded
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
 from megazoo.parallel.collectives import all_gather_objects, all_reduce, all_reduce_over
@@ -157,7 +158,8 @@ class TrainingEngine:
         if self.model.training or self._advised:
             return
         self._advised = True
-        if any(getattr(module, "probability", 0) for module in self.model.modules()):
+        dropouts = (each for each in self.model.modules() if isinstance(each, Dropout))
+        if any(dropout.probability for dropout in dropouts):
             advise(
                 "the model is trained in evaluation mode, without its dropout: model.train() turns "
                 "it on"

@@ -10,8 +10,9 @@ from megazoo.generate.decoding import BeamSearch, Choice, Sampler
 from megazoo.generate.graph import StepGraph
 from megazoo.generate.prefill import PromptChunk, pieces_of, shared_prefix
 from megazoo.generate.settings import GenerationSettings
-from megazoo.layers import CausalSelfAttention, KVCache
+from megazoo.layers import KVCache
 from megazoo.layers.cache import StaticKVCache
+from megazoo.layers.layer import attentions_of, declared
 from megazoo.parallel.context import ParallelContext
 
 
@@ -22,8 +23,9 @@ def takes_static_steps(model) -> bool:
         model.ctx.device.type == "cuda"
         and getattr(model.forward_stage, "static_steps", False)
         and all(
-            any(type(module) is CausalSelfAttention for module in layer.modules())
+            declared(attention, "static_cache")
             for layer in model.layers.values()
+            for attention in attentions_of(layer)
         )
     )
 

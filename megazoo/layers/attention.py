@@ -1,6 +1,5 @@
 """Causal self-attention whose heads are cut over the tensor-parallel ranks."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,12 +9,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from megazoo.errors import UserError
-from megazoo.layers import fused
 from megazoo.layers.cache import KVCache
 from megazoo.layers.context_parallel import attend_across_ranks, check_heads
 from megazoo.layers.dropout import Dropout
-from megazoo.layers.fused import CosAndSin, replaced_by
-from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazoo.layers.fused import CosAndSin
+from megazoo.layers.layer import Layer
+from megazoo.layers.linear import RowParallelLinear
 from megazoo.layers.masks import (
     HIDDEN,
     MaskPerChunk,
@@ -25,93 +24,15 @@ from megazoo.layers.masks import (
     masks_of_chunks,
     window_mask,
 )
-from megazoo.layers.rotary import rotate
+from megazoo.layers.qkv import QKVParallelLinear, split_heads
+from megazoo.layers.soft_cap import soft_capped_attention
 from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.sequence import SequenceCut
 from megazoo.torch_internals import attention_kernel, varlen_attention
 
 HALF = (torch.bfloat16, torch.float16)
-
-
-def units_of_heads(
-    heads: int, kv_heads: int, head_size: int, ctx: ParallelContext | None = None
-) -> tuple[int, int, int]:
-    """Return the features of q, k and v that stay together when heads are cut over tp.
-
-    Queries stay with the key-value head that they use, unless tp exceeds the number of those: then
-    each is replicated over tp / kv_heads ranks. ctx: the ambient one by default.
-    Errors: UserError if the heads can't be cut so.
-    """
-    tp = (ctx or current_context()).tp_size
-    if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
-        raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
-    queries = heads // kv_heads if tp <= kv_heads else 1
-    return queries * head_size, head_size, head_size
-
-
-class QKVParallelLinear(ColumnParallelLinear):
-    """The fused projection to queries, keys and values: each rank computes those of its own heads.
-
-    Args:
-        hidden_size: size of x's last dimension.
-        heads: query heads.
-        kv_heads: key and value heads; as many by default.
-        head_size: features of one head; hidden_size / heads by default.
-        bias, std, ctx: as in ColumnParallelLinear.
-
-    Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k
-    and v likewise. The weight is [q; k; v] along its rows, the heads of each in order; every rank
-    holds its heads of all three, KV heads together with the queries that use them. Where tp doesn't
-    divide the KV heads, the first ranks hold one more; where tp is a multiple of them, each is
-    replicated over tp / kv_heads ranks, over which its gradient is summed.
-    Errors: UserError if neither holds, or the heads don't divide hidden_size.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int | None = None,
-        head_size: int | None = None,
-        bias: bool = True,
-        *,
-        std: float = 0.02,
-        ctx: ParallelContext | None = None,
-    ):
-        kv_heads = kv_heads or heads
-        if head_size is None and hidden_size % heads:
-            raise UserError(f"{heads} heads don't divide a hidden size of {hidden_size}")
-        size = head_size or hidden_size // heads
-        units = units_of_heads(heads, kv_heads, size, ctx)
-        parts = (heads * size, kv_heads * size, kv_heads * size)
-        names = ("q", "k", "v")
-        super().__init__(hidden_size, parts, bias, units=units, part_names=names, std=std, ctx=ctx)
-        self.head_size, self.units, self.score_features = size, units, heads * size
-        shard = self.specs["weight"].shard
-        self.local_parts = shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v, one after the other: [batch, sequence, this rank's features of all
-        three]."""
-        return super().forward(x)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return split_heads(self.project(x), self.local_parts, self.head_size)
-
-
-@replaced_by(fused.split_heads)
-def split_heads(
-    qkv: torch.Tensor, parts: Sequence[int], head_size: int, rotary: CosAndSin | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split qkv, [batch, sequence, parts' sum], into q, k and v, and turn q and k by rotary's cos
-    and sin: each [batch, its heads, sequence, head_size]."""
-    q, k, v = (
-        rearrange(part, "batch seq (heads size) -> batch heads seq size", size=head_size)
-        for part in qkv.split(parts, dim=-1)
-    )
-    return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
 def takes_groups(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
@@ -131,13 +52,15 @@ def _has_fast_kernel(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool
     return attention_kernel(q, k, v, mask, dropout) != SDPBackend.MATH
 
 
-class CausalSelfAttention(nn.Module):
+class CausalSelfAttention(Layer):
     """Multi-head causal self-attention: fused QKV, scaled dot product, output projection.
 
     Args:
         hidden_size, heads, kv_heads, head_size: over all tp ranks; cut as in QKVParallelLinear.
         dropout: probability on the attention weights.
         scale: what the scores are multiplied by; head_size ** -0.5 by default.
+        soft_cap: a smooth bound of the scores, before the mask, if any: see soft_capped_attention,
+            which needs more memory than torch's kernels, and takes no mask that is Packed.
         clip_qkv: bound on the absolute values of queries, keys and values, if any.
         window: how many tokens a query looks at, itself included; all before it by default.
         q_norm, k_norm: modules that normalise queries and keys before they are turned: [batch,
@@ -159,7 +82,7 @@ class CausalSelfAttention(nn.Module):
     al. 2019; normalised queries and keys: Henry et al. 2020; windows: Beltagy et al. 2020.
     """
 
-    context_parallel = True
+    context_parallel = kernel_masks = static_cache = True
 
     def __init__(
         self,
@@ -170,6 +93,7 @@ class CausalSelfAttention(nn.Module):
         *,
         dropout: float = 0.0,
         scale: float | None = None,
+        soft_cap: float | None = None,
         clip_qkv: float | None = None,
         window: int | None = None,
         q_norm: nn.Module | None = None,
@@ -180,14 +104,15 @@ class CausalSelfAttention(nn.Module):
         output_std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
-        super().__init__()
+        super().__init__(ctx)
         self.qkv = QKVParallelLinear(
             hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx
         )
-        check_heads(self._fewest_heads(), self.qkv.ctx)
+        check_heads(self._fewest_heads(), self.ctx)
         if window is not None and window < 1:
             raise UserError(f"a window of {window} tokens has no place for the token itself")
-        self.scale, self.clip_qkv, self.window = scale, clip_qkv, window
+        self.scale, self.soft_cap = scale, soft_cap
+        self.clip_qkv, self.window = clip_qkv, window
         self.q_norm, self.k_norm = q_norm, k_norm
         self._check_norms()
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
@@ -222,7 +147,7 @@ class CausalSelfAttention(nn.Module):
         norms = [module for norm in (self.q_norm, self.k_norm) if norm for module in norm.modules()]
         for norm in norms:
             specs = norm.specs.values() if isinstance(norm, ShardedModule) else ()
-            if self.qkv.ctx.tp_size > 1 and any(spec.shard is None for spec in specs):
+            if self.ctx.tp_size > 1 and any(spec.shard is None for spec in specs):
                 raise UserError(
                     "queries and keys differ between tp ranks: make q_norm and k_norm with "
                     "parallel=True"
@@ -266,7 +191,7 @@ class CausalSelfAttention(nn.Module):
     def _attend_to_all(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v, over all ranks that have a part of the
         sequence."""
-        if self.qkv.ctx.cp_size == 1:
+        if self.ctx.cp_size == 1:
             return self._attend_here(q, k, v, mask, dropout)
         return self._attend_across_ranks(q, k, v, mask, dropout)
 
@@ -274,7 +199,7 @@ class CausalSelfAttention(nn.Module):
     def _attend_across_ranks(
         self, q, k, v, mask: MaskPerChunk | None, dropout: float
     ) -> torch.Tensor:
-        ctx = self.qkv.ctx
+        ctx = self.ctx
         if mask is None:
             cut, packed = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx), self.takes_packed(q.dtype)
             packed = packed and q.device.type != "cpu"
@@ -298,7 +223,7 @@ class CausalSelfAttention(nn.Module):
         """
         queries, keys = q.shape[2], k.shape[2]
         window = self.window or keys
-        if mask is None and 1 < queries < keys and self.qkv.ctx.cp_size == 1:
+        if mask is None and 1 < queries < keys and self.ctx.cp_size == 1:
             return window_mask(queries, keys, window, q.device)
         if self.window is None or isinstance(mask, Packed):
             return mask
@@ -307,7 +232,7 @@ class CausalSelfAttention(nn.Module):
                 f"a mask of chunks does not hide what is beyond a window of {self.window}: make it "
                 "by megazoo.models.masks.mask_of"
             )
-        if keys <= window or self.qkv.ctx.cp_size > 1:  # which makes masks of the chunks
+        if keys <= window or self.ctx.cp_size > 1:  # which makes masks of the chunks
             return mask
         seen = window_mask(queries, keys, window, q.device)
         if mask is None:
@@ -326,12 +251,15 @@ class CausalSelfAttention(nn.Module):
         return self._scaled_dot_product(q, k, v, mask, dropout)
 
     def takes_packed(self, dtype: torch.dtype) -> bool:
-        """Return whether the mask may be Packed: only in half precision, without dropout, for heads
-        of a multiple of 8 features, 256 at most, and on GPUs not older than Ampere."""
+        """Return whether the mask may be Packed: only in half precision, without dropout or soft
+        cap, for heads of a multiple of 8 features, 256 at most, and on GPUs not older than Ampere.
+        """
         size, device = self.qkv.head_size, self.qkv.weight.device
+        if self.soft_cap is not None or self.dropout.active:
+            return False
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return False
-        return dtype in HALF and not self.dropout.active and size % 8 == 0 and size <= 256
+        return dtype in HALF and size % 8 == 0 and size <= 256
 
     @untraced
     def _attend_in_documents(self, q, k, v, packed: Packed) -> torch.Tensor:
@@ -349,6 +277,8 @@ class CausalSelfAttention(nn.Module):
         """Return softmax(q k^T * scale + mask) v."""
         if mask is not None:  # torch's fast kernels refuse masks of three dimensions
             mask = mask[(None,) * (4 - mask.dim())]
+        if self.soft_cap is not None:
+            return soft_capped_attention(q, k, v, mask, dropout, self.scale, self.soft_cap)
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and q.shape[2] == 1:
             return self._one_query(q, k, v, mask, dropout)
@@ -386,12 +316,12 @@ class CausalSelfAttention(nn.Module):
 
     def _fewest_heads(self) -> int:
         """Return how many query heads a tp rank has, or the one that has the fewest."""
-        shard, tp = self.qkv.specs["weight"].shard, self.qkv.ctx.tp_size
+        shard, tp = self.qkv.specs["weight"].shard, self.ctx.tp_size
         return min(shard.local_sizes(tp, rank)[0] for rank in range(tp)) // self.qkv.head_size
 
     @property
     def heads(self) -> range:
         """The global indices of this rank's query heads."""
-        cut = self.qkv.specs["weight"].shard.cuts(self.qkv.ctx.tp_size, self.qkv.ctx.tp_rank)[0]
+        cut = self.qkv.specs["weight"].shard.cuts(self.ctx.tp_size, self.ctx.tp_rank)[0]
         size = self.qkv.head_size
         return range(cut.global_start // size, (cut.global_start + cut.length) // size)

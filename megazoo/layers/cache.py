@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from megazoo.layers.layer import declared
 from megazoo.layers.masks import HIDDEN
 
 
@@ -106,7 +107,7 @@ class KVCache:
     def _begin(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep the first tokens' keys and values, or the last ones of them, for all copies."""
         rows, heads, _, size = k.shape
-        window = getattr(layer, "window", None) if self.windows else None
+        window = declared(layer, "window") if self.windows else None
         places = min(self.length, window or self.length)
         kept = self._allocate((2, rows * self.copies, heads, places, size), k)
         self._kept[layer] = kept

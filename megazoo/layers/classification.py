@@ -5,8 +5,8 @@ import torch.nn.functional as F
 
 from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.layers.layer import Layer
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import reduce_from_context, reduce_from_tensor_parallel
 from megazoo.parallel.sequence import SequenceCut
 from megazoo.parallel.shard import ParameterSpec
@@ -65,7 +65,7 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) ->
     return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
 
 
-class ClassificationHead(ShardedModule):
+class ClassificationHead(Layer):
     """A score of each label from one position of each sequence; no bias; the same on every tp rank.
 
     Args:

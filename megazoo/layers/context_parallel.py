@@ -13,7 +13,7 @@ sequence.py), and goes on with what its own tokens have seen.
                 k, v and the result to each other rank, which with many ranks is less.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megazoo.errors import UserError
+from megazoo.layers.layer import attentions_of, declared
 from megazoo.layers.masks import MaskPerChunk
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import exchange_in_context, gather_context, gathered_in_order
@@ -48,35 +49,13 @@ def check_layers(layers: Mapping[str, nn.Module], ctx: ParallelContext) -> None:
     if ctx.cp_size == 1:
         return
     for index, layer in layers.items():
-        attentions = list(_attentions(layer))
-        if not attentions or not all(attentions):
+        attentions = list(attentions_of(layer))
+        if not attentions or not all(declared(each, "context_parallel") for each in attentions):
             raise UserError(
                 f"layer {index}, a {type(layer).__name__}, would not look beyond its part of the "
                 f"sequence at cp {ctx.cp_size}: use CausalSelfAttention, or cp 1; a module that "
-                "does look says context_parallel = True (see megazoo.layers)"
+                "does look declares context_parallel = True (see megazoo.layers.Layer)"
             )
-
-
-def _attentions(module: nn.Module) -> Iterator[bool]:
-    """Yield whether each outermost attention of a module works with a part of the sequence."""
-    if _is_context_parallel(module):
-        yield True
-    elif getattr(module, "score_features", 0):
-        yield False
-    else:
-        for child in module.children():
-            yield from _attentions(child)
-
-
-def _is_context_parallel(module: nn.Module) -> bool:
-    """Return what a module says by the attribute of that name. What a class says of its forward
-    does not hold for another one that a class below it has."""
-    for names in (vars(module), *map(vars, type(module).__mro__)):
-        if "context_parallel" in names:
-            return bool(names["context_parallel"])
-        if "forward" in names:
-            return False
-    return False
 
 
 def attend_across_ranks(

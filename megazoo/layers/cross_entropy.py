@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from megazoo.layers import fused_cross_entropy
 from megazoo.layers.fused import replaced_by
-from megazoo.layers.loss_terms import PLAIN, LossTerms, soft_capped
+from megazoo.layers.loss_terms import PLAIN, LossTerms
+from megazoo.layers.soft_cap import soft_capped
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.regions import reduce_from_tensor_parallel

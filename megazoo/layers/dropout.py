@@ -5,11 +5,11 @@ from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from megazoo.errors import UserError
+from megazoo.layers.layer import Layer
 from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.random import derive_seed, seeded
 
 _seed: ContextVar[int | None] = ContextVar("seed of the micro-batch", default=None)
@@ -26,7 +26,7 @@ def dropout_seed(seed: int | None):
         _seed.reset(token)
 
 
-class Dropout(nn.Module):
+class Dropout(Layer):
     """Dropout whose mask follows from the micro-batch's seed, the layer's name and, inside
     tensor-parallel regions, the tp rank.
 
@@ -48,9 +48,8 @@ class Dropout(nn.Module):
     def __init__(
         self, probability: float, *, parallel: bool = False, ctx: ParallelContext | None = None
     ):
-        super().__init__()
+        super().__init__(ctx)
         self.probability = probability
-        self.ctx = ctx or current_context()
         # either way each rank has an x of its own
         self.parallel = parallel or self.ctx.sequence_parallel
         self.site = ""

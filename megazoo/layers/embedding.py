@@ -6,10 +6,11 @@ import torch.nn.functional as F
 
 from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
+from megazoo.layers.layer import Layer
 from megazoo.layers.linear import column_parallel_linear
-from megazoo.layers.loss_terms import PLAIN, LossTerms, soft_capped
+from megazoo.layers.loss_terms import PLAIN, LossTerms
+from megazoo.layers.soft_cap import soft_capped
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
     gather_from_tensor_parallel,
@@ -18,7 +19,7 @@ from megazoo.parallel.regions import (
 from megazoo.parallel.shard import ParameterSpec, Shard
 
 
-class _VocabParallel(ShardedModule):
+class _VocabParallel(Layer):
     """A [vocabulary, hidden] matrix whose rows are cut over tp: this rank holds the tokens from
     `start` to `start + rows`. tied_to: a module that has the matrix, if this one has none.
 
@@ -164,7 +165,7 @@ class VocabParallelHead(_VocabParallel):
         return piece_rows(self.matrix.device, self.sizes[0])
 
 
-class PositionEmbedding(ShardedModule):
+class PositionEmbedding(Layer):
     """Learned absolute positions, the same on every tp rank.
 
     Shapes: int64 positions [..., sequence] -> [..., sequence, hidden]; under sequence parallelism

@@ -41,7 +41,7 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split q, k and v and turn q and k, keeping nothing but the cos and sin.
 
-    Same as: attention.split_heads.
+    Same as: qkv.split_heads.
 
     The three gradients are written into one tensor, where autograd would make three and join them.
     """

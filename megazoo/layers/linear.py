@@ -10,10 +10,10 @@ from megazoo.errors import UserError
 from megazoo.layers.aligned import needs_alignment
 from megazoo.layers.fused_linear import entered_linears, hides_communication, linears
 from megazoo.layers.int8 import int8_linear, rounded_to_int8
+from megazoo.layers.layer import Layer
 from megazoo.layers.lora import Adapters
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AtOnce, WeightQueue
-from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
     gather_from_tensor_parallel,
@@ -25,7 +25,7 @@ from megazoo.parallel.regions import leave_tensor_parallel_in_place as leave_ten
 from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
-class ColumnParallelLinear(ShardedModule):
+class ColumnParallelLinear(Layer):
     """y = x W^T + b with the outputs cut over tp: each rank computes its own columns of y.
 
     Args:
@@ -133,7 +133,7 @@ def column_parallel_linears(
     return linears(enter(x), weights, bias, queue=queue, align=align)
 
 
-class RowParallelLinear(ShardedModule):
+class RowParallelLinear(Layer):
     """y = x W^T + b with the inputs cut over tp: each rank computes a partial y, and the sum is
     returned on all.
 

@@ -20,13 +20,13 @@ from torch import nn
 
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.fused_linear import linear
+from megazoo.layers.layer import Layer
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AtOnce, WeightQueue
-from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.shard import ParameterSpec, Shard
 
 
-class Adapter(ShardedModule):
+class Adapter(Layer):
     """The change of one matrix, of rank `rank`: x -> scale * dropout(x) A^T B^T.
 
     Args:

@@ -1,8 +1,6 @@
-"""What a loss may have besides the plain cross-entropy, and the soft cap of logits and scores."""
+"""What a loss may have besides the plain cross-entropy."""
 
 from typing import NamedTuple
-
-import torch
 
 
 class LossTerms(NamedTuple):
@@ -20,9 +18,3 @@ class LossTerms(NamedTuple):
 
 
 PLAIN = LossTerms()
-
-
-def soft_capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Return x, bounded smoothly by -cap and cap: cap tanh(x / cap); x itself without a cap. The
-    same shape and dtype. Source: Gemma 2, Gemma Team 2024."""
-    return x if cap is None else cap * torch.tanh(x / cap)

@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers import fused
 from megazoo.layers.fused import replaced_by
+from megazoo.layers.layer import Layer
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.parallel.context import ParallelContext
 
@@ -38,7 +38,7 @@ def activation_named(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return ACTIVATIONS[name]
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """down(activation(up(x))).
 
     Args:
@@ -64,7 +64,7 @@ class MLP(nn.Module):
         output_std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
-        super().__init__()
+        super().__init__(ctx)
         self.up = ColumnParallelLinear(hidden_size, ffn_size, bias, std=std, ctx=ctx)
         self.activation = activation
         self.recompute = False  # if True: keep what goes into the activation, not what comes out
@@ -84,7 +84,7 @@ def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor
     return activation(gate) * up
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """down(activation(gate(x)) * up(x)) with gate and up in one fused projection (Shazeer 2020;
     SwiGLU with silu).
 
@@ -103,7 +103,7 @@ class GatedMLP(nn.Module):
         output_std: float = 0.02,
         ctx: ParallelContext | None = None,
     ):
-        super().__init__()
+        super().__init__(ctx)
         self.gate_up = ColumnParallelLinear(
             hidden_size,
             (ffn_size, ffn_size),

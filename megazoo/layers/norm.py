@@ -5,13 +5,13 @@ import torch.nn.functional as F
 
 from megazoo.layers import fused
 from megazoo.layers.fused import replaced_by
+from megazoo.layers.layer import Layer
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import ShardedModule
 from megazoo.parallel.regions import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megazoo.parallel.shard import ParameterSpec, Shard
 
 
-class LayerNorm(ShardedModule):
+class LayerNorm(Layer):
     """Layer normalisation over the last dimension (Ba et al. 2016).
 
     Args:
@@ -64,7 +64,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * normalised.to(x.dtype)
 
 
-class RMSNorm(ShardedModule):
+class RMSNorm(Layer):
     """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019), with a
     weight and no bias: see rms_norm.
 
@@ -90,14 +90,14 @@ class RMSNorm(ShardedModule):
         return rms_norm(x, self.synced_parameter("weight"), self.eps)
 
 
-class HeadwiseLayerNorm(ShardedModule):
+class HeadwiseLayerNorm(Layer):
     """Layer normalisation over the features of all heads together, which are cut over the tp ranks.
 
     The moments are those of all ranks' heads: each rank adds its part to them.
 
     Args:
         hidden_size: features of all heads, over all tp ranks.
-        unit: features that stay together, as the projection is cut: see attention.units_of_heads.
+        unit: features that stay together, as the projection is cut: see qkv.units_of_heads.
         eps, bias, ctx: as in LayerNorm.
 
     Shapes: [..., this rank's heads, head_size] -> the same.

@@ -19,6 +19,7 @@ from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import VocabParallelEmbedding
 from megazoo.layers.context_parallel import check_layers
 from megazoo.layers.dropout import dropout_seed
+from megazoo.layers.layer import declared
 from megazoo.models.adapters import LoRASettings
 from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
@@ -194,7 +195,7 @@ class Model(BatchCalls, Freezing, nn.Module):
         check_layers(model.layers, ctx)
         check_plain(model)
         for name, module in model.named_modules():
-            if isinstance(getattr(module, "site", None), str):  # of a dropout, which draws by it
+            if declared(module, "site") is not None:
                 module.site = name
         return model
 
@@ -336,15 +337,15 @@ class Model(BatchCalls, Freezing, nn.Module):
     def recompute(self, mode: str = "full", interval: int = 1) -> "Model":
         """Trade memory for time; returns self. "none" keeps all that backward needs. "selective"
         keeps neither what attention saves nor what the MLPs' activations return. "full" keeps one
-        input for `interval` layers and runs them again. What selective means to a module it says
-        itself: those that have a boolean `recompute` are told.
+        input for `interval` layers and runs them again. What selective means to a layer it
+        declares: see `Layer`.
         """
         if mode not in MODES:
             raise UserError(f"unknown recompute {mode!r}: there are {', '.join(MODES)}")
         check_number("interval", interval, 1, whole=True)
         self._recompute, self._interval = mode, interval
         for module in self.modules():
-            if isinstance(getattr(module, "recompute", None), bool):
+            if declared(module, "recompute") is not None:
                 module.recompute = mode == "selective"
         return self
 

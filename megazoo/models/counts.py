@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from megazoo.layers.layer import declared
 from megazoo.layers.lora import Adapters
 from megazoo.models.adapters import LoRASettings, adapt
 from megazoo.models.base import Model
@@ -77,8 +78,8 @@ def _flops(module: nn.Module, passes: bool, seq_length: int) -> tuple[int, bool]
         weight = getattr(module, name)
         flops += _of_product(weight, inner)
         inner = inner or weight.requires_grad
-    seq_length = min(seq_length, getattr(module, "window", None) or seq_length)
-    features = getattr(module, "score_features", None)
+    seq_length = min(seq_length, declared(module, "window") or seq_length)
+    features = declared(module, "score_features")
     if features is not None:
         flops += 4 * features * seq_length * (3 if returns else 1)
         seq_length = 0

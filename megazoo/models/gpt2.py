@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
@@ -36,6 +35,7 @@ from megazoo.layers import (
     PositionEmbedding,
     activation_named,
 )
+from megazoo.layers.layer import Layer
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import gpt2 as hugging_face
@@ -77,9 +77,11 @@ class GPT2Config(ModelConfig):
         return hugging_face.write_config(self)
 
 
-class Block(nn.Module):
+class Block(Layer):
     """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
     depth, as GPT-2's do. index: of the layer in the whole model."""
+
+    kernel_masks = True
 
     def __init__(self, config: GPT2Config, index: int):
         super().__init__()
@@ -148,7 +150,7 @@ class GPT2(Model):
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x) + self.position_embedding(batch.positions(x.device))
             x = self.embedding_dropout(x, batch.dropout_seed)
-        mask = mask_of(batch, self.layers, Block, x.dtype)
+        mask = mask_of(batch, self.layers, x.dtype)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
         return self.norm(x) if stage.last else x
 

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
@@ -38,6 +37,7 @@ from megazoo.layers import (
     Rotary,
     activation_named,
 )
+from megazoo.layers.layer import Layer
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import llama as hugging_face
@@ -105,9 +105,11 @@ def _rotary(c: LlamaFamilyConfig) -> Rotary:
     return Rotary(head_size, c.rope_theta, c.max_positions, c.rope_scaling)
 
 
-class Block(nn.Module):
+class Block(Layer):
     """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
     depth. index: of the layer in the whole model."""
+
+    kernel_masks = True
 
     def __init__(self, config: LlamaFamilyConfig, index: int):
         super().__init__()
@@ -200,7 +202,7 @@ class Llama(Model):
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding(x)
         rotary = self.rotary(batch.positions(x.device), x.dtype, batch.longest)
-        mask = mask_of(batch, self.layers, self.Block, x.dtype)
+        mask = mask_of(batch, self.layers, x.dtype)
         x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
         return self.norm(x) if stage.last else x
 

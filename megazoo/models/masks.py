@@ -4,43 +4,35 @@ import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.layers import (
-    ALiBi,
-    CausalSelfAttention,
-    MaskPerChunk,
-    MaskPerWindow,
-    Packed,
-    segment_mask,
-)
+from megazoo.layers import ALiBi, MaskPerChunk, MaskPerWindow, Packed, segment_mask
+from megazoo.layers.layer import Layer, attentions_of, declared
 from megazoo.layers.masks import additive, masks_of_chunks, window_mask
 
 
 def mask_of(
-    batch: MicroBatch, layers: nn.ModuleDict, block: type[nn.Module], dtype: torch.dtype
+    batch: MicroBatch, layers: nn.ModuleDict, dtype: torch.dtype
 ) -> torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None:
     """Return what hides a micro-batch's segments from each other, and what is beyond the layers'
     windows, as CausalSelfAttention takes it; None where there is one segment, of which this rank
     has all tokens, and no window.
 
-    block: the family's class of layers, which gives the mask to its attention and to nothing else.
-    A layer with a forward or an attention of its own gets what `segment_mask` returns; under
-    context parallelism boolean masks, within the windows of attentions that are
-    CausalSelfAttention. dtype: of the activations.
+    Where a layer or its attention does not declare kernel_masks (see `Layer`), the mask is what
+    `segment_mask` returns; under context parallelism boolean masks, within the windows of the
+    attentions that declare it. dtype: of the activations.
     """
-    layers, forward = list(layers.values()), getattr(block, "forward", None)
+    layers = list(layers.values())
     if not layers:
         return None
-    plain = all(
-        type(layer).forward is forward and type(layer.attention) is CausalSelfAttention
-        for layer in layers
-    )
-    windows = {None}
-    if plain or batch.cut is not None:  # a mask of all tokens attention itself makes narrower
-        attentions = [getattr(layer, "attention", None) for layer in layers]
-        windows = {
-            own.window if isinstance(own, CausalSelfAttention) else None for own in attentions
-        }
-    packed = plain and all(layer.attention.takes_packed(dtype) for layer in layers)
+    attentions = [each for layer in layers for each in attentions_of(layer)]
+    ours = [each for each in attentions if declared(each, "kernel_masks")]
+    all_ours = bool(ours) and len(ours) == len(attentions)
+    plain = all_ours and all(declared(layer, "kernel_masks") for layer in layers)
+    windows = set() if all_ours else {None}
+    if plain or batch.cut is not None:
+        windows |= {declared(each, "window") for each in ours}
+    else:  # a mask of all tokens attention itself makes narrower
+        windows = {None}
+    packed = plain and all(isinstance(each, Layer) and each.takes_packed(dtype) for each in ours)
     device = next(layers[0].parameters()).device
     masks = {
         window: _mask_of_window(batch, window, plain, packed, dtype, device) for window in windows

@@ -34,7 +34,6 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
@@ -47,6 +46,7 @@ from megazoo.layers import (
     PositionEmbedding,
     units_of_heads,
 )
+from megazoo.layers.layer import Layer
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import mpt as hugging_face
@@ -105,9 +105,11 @@ def _head_norm(config: MPTConfig, heads: int, unit: int) -> HeadwiseLayerNorm:
     return HeadwiseLayerNorm(features, unit, QK_NORM_EPSILON, bias=config.bias)
 
 
-class Block(nn.Module):
+class Block(Layer):
     """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
     depth. index: of the layer in the whole model."""
+
+    kernel_masks = True
 
     def __init__(self, config: MPTConfig, index: int):
         super().__init__()
@@ -183,7 +185,7 @@ class MPT(Model):
         if self.alibi is not None:
             mask = alibi_mask_of(batch, self.alibi, x.dtype, x.device)
         else:
-            mask = mask_of(batch, self.layers, Block, x.dtype)
+            mask = mask_of(batch, self.layers, x.dtype)
         x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
         if stage.last:
             x = self.norm(x)

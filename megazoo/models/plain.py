@@ -21,12 +21,17 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     several modules share once."""
     seen = set()
     for prefix, module in model.named_modules():
-        if isinstance(module, ShardedModule):
+        if _is_cut(module):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in seen:
                 seen.add(parameter)
                 yield f"{prefix}.{name}".lstrip("."), module, name
+
+
+def _is_cut(module: nn.Module) -> bool:
+    """Return whether a module says how its parameters are cut; a layer made of others does not."""
+    return isinstance(module, ShardedModule) and bool(module.specs)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -38,10 +43,10 @@ def check_plain(model: nn.Module) -> None:
             raise UserError(f"{name} is an attribute of every Model: give this part another name")
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, ShardedModule) and (unknown := own.keys() - module.specs.keys()):
+        if _is_cut(module) and (unknown := own.keys() - module.specs.keys()):
             raise UserError(
-                f"{prefix}.{min(unknown)} has no ParameterSpec: a ShardedModule makes its "
-                "parameters by add_parameter(name, spec)"
+                f"{prefix}.{min(unknown)} has no ParameterSpec: a Layer that makes a parameter by "
+                "add_parameter(name, spec) makes all so"
             )
         kind = f"{prefix} is nn.{type(module).__name__}"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:

@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.errors import UserError
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, LayerNorm, Rotary, activation_named
 from megazoo.layers.fused import CosAndSin
+from megazoo.layers.layer import Layer
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.hugging_face import pythia as hugging_face
@@ -59,8 +59,10 @@ class PythiaConfig(ModelConfig):
         return hugging_face.write_config(self)
 
 
-class Block(nn.Module):
+class Block(Layer):
     """A layer: [batch, sequence, hidden] -> the same. index: of it in the whole model."""
+
+    kernel_masks = True
 
     def __init__(self, config: PythiaConfig, index: int):
         super().__init__()
@@ -129,7 +131,7 @@ class Pythia(Model):
         if stage.first:  # x: token ids [batch, sequence]
             x = self.embedding_dropout(self.embedding(x), batch.dropout_seed)
         rotary = self.rotary(batch.positions(x.device), x.dtype)
-        mask = mask_of(batch, self.layers, Block, x.dtype)
+        mask = mask_of(batch, self.layers, x.dtype)
         x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
         return self.norm(x) if stage.last else x
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.layers import fused, fused_cross_entropy, fused_linear
-from megazoo.layers.attention import split_heads
 from megazoo.layers.cross_entropy import _columns_of, summed_losses, token_losses
 from megazoo.layers.loss_terms import LossTerms
 from megazoo.layers.mlp import gated, gelu_tanh
 from megazoo.layers.norm import rms_norm
+from megazoo.layers.qkv import split_heads
 from megazoo.layers.rotary import Rotary, rotate
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu import products
@@ -41,7 +41,7 @@ def test_rotate(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ["not turned", None, 2])
 def test_split_heads(rows, dtype, monkeypatch):
-    monkeypatch.setattr("megazoo.layers.attention.rotate", rotate.__wrapped__)
+    monkeypatch.setattr("megazoo.layers.qkv.rotate", rotate.__wrapped__)
     qkv, parts = numbers(2, 7, 24, dtype=dtype), [16, 4, 4]
     rotary = None if rows == "not turned" else cos_and_sin(rows, dtype)
     plain = results(lambda qkv: split_heads.__wrapped__(qkv, parts, 4, rotary), qkv)

@@ -24,6 +24,7 @@ from megazoo.layers import (
     segment_mask,
 )
 from megazoo.layers.cache import StaticKVCache
+from megazoo.layers.qkv import split_heads
 from megazoo.models.counts import flops_per_token
 from megazoo.models.masks import mask_of
 from megazoo.models.mistral import Block, MistralConfig
@@ -86,7 +87,7 @@ def test_masks_of_chunks_need_the_window():
 def masks_of(config, dtype=torch.float32, **fields):
     model = megazoo.from_config(config, seed=3)
     batch = MicroBatch((2, TOKENS), **fields)
-    return model, mask_of(batch, model.layers, type(model).Block, dtype)
+    return model, mask_of(batch, model.layers, dtype)
 
 
 def test_layers_of_one_window_share_a_mask():
@@ -300,6 +301,6 @@ def test_a_part_of_each_head_is_turned(turned, dtype):
             close(mine, other)
     v = torch.randn(2, HEADS, TOKENS, SIZE, dtype=dtype)
     joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], dim=-1)
-    parts = attention.split_heads(joined, [HEADS * SIZE] * 3, SIZE, (cos, sin))
+    parts = split_heads(joined, [HEADS * SIZE] * 3, SIZE, (cos, sin))
     for ours, theirs in zip(parts, (*expected, v), strict=True):
         close(ours, theirs)

@@ -1,0 +1,79 @@
+"""What the rest of megazoo asks of a layer, and how a layer declares it."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from megazoo.parallel.module import ShardedModule
+
+# What any module may declare, and of which type; None stands for no answer.
+TYPES = {
+    "recompute": bool,
+    "site": str,
+    "window": int,
+    "score_features": int,
+    "context_parallel": bool,
+    "kernel_masks": bool,
+    "static_cache": bool,
+}
+
+
+class Layer(ShardedModule):
+    """The base class of all layers: a ShardedModule that declares what the rest asks of it.
+
+    Declared of a class's forward, so that a subclass with a forward of its own declares it anew:
+
+    context_parallel: the layer is right with a context-parallel rank's part of a sequence: an
+        attention that looks across the ranks, or a layer in which no token looks at another. A
+        model with a layer that declares it nowhere is not built at cp 2 or more.
+    kernel_masks: an attention takes, besides a boolean mask, all that `mask_of` makes; a block
+        gives its mask to its attention, and uses it for nothing else.
+    static_cache: an attention works with a StaticKVCache, whose places do not move.
+
+    Set by a layer when it is made:
+
+    score_features: features over which queries and keys are multiplied, of all tp ranks together;
+        `flops_per_token` counts them, and asks no module inside one that declares it. 0 if the cost
+        of an attention doesn't grow with the sequence.
+    window: how many tokens a query looks at, itself included; None: all before it.
+        `flops_per_token` counts them, and a KVCache keeps so many.
+    recompute: False, and set to True by `model.recompute("selective")`: the layer then keeps less
+        for backward, and computes the rest again there. None: there is nothing to choose.
+    site: the global name of a dropout, by which it draws; the model sets it where it is no None.
+
+    A module that is no Layer may have attributes of these names and types.
+    """
+
+    context_parallel: bool = False
+    kernel_masks: bool = False
+    static_cache: bool = False
+    score_features: int | None = None
+    window: int | None = None
+    recompute: bool | None = None
+    site: str | None = None
+
+    def takes_packed(self, dtype: torch.dtype) -> bool:
+        """Return whether an attention that takes kernel_masks takes one that is Packed, for
+        activations of this dtype."""
+        return False
+
+
+def declared(module: nn.Module, name: str):
+    """Return what any module declares by a name of TYPES, or Layer's default."""
+    for names in (vars(module), *map(vars, type(module).__mro__)):
+        if name in names and isinstance(names[name], TYPES[name] | None):
+            return names[name]
+        if "forward" in names:  # what a class above says is of another forward
+            break
+    return getattr(Layer, name)
+
+
+def attentions_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules within a module, or itself, that attend or declare that they are
+    right with a part of the sequence."""
+    if declared(module, "context_parallel") or declared(module, "score_features"):
+        yield module
+    else:
+        for child in module.children():
+            yield from attentions_of(child)
