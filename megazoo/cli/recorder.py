@@ -182,6 +182,8 @@ class Recorder:
         }
         if self.peak:
             values["mfu"] = speed / self.peak
+        for name, mean in self.model.engine.auxiliary_losses.items():
+            values[f"auxiliary_{name}"] = mean.item()
         values["step_time"] = watch.seconds
         values |= {f"{part}_time": seconds for part, seconds in watch.times().items()}
         values["consumed_samples"] = self.consumed_samples

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
+from megazoo.engine.auxiliary import losses_of_one
 from megazoo.engine.batch import Batch
 from megazoo.engine.microbatch import Output
 from megazoo.engine.pipeline import count_labels, run_pipeline
 from megazoo.engine.stepwise import with_backward
 from megazoo.errors import UserError
+from megazoo.layers.auxiliary import collecting
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import on_all_ranks, on_replica_ranks
@@ -59,13 +61,18 @@ class BatchCalls:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
             loss, logits = with_backward(result.loss, _refuse_backward), result.collected
         else:
-            head = self.output_head
-            x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
-            outputs, loss, logits = head.outputs(x, micro_batch), None, None
+            head, losses, loss, logits = self.output_head, None, None, None
             if labels is not None:
                 count = count_labels(self, [micro_batch], self.ctx.cp_group).clamp(min=1)
+                losses = losses_of_one(self, micro_batch, count)
+            with collecting(losses):
+                x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
+            outputs = head.outputs(x, micro_batch)
+            if labels is not None:
                 loss = head.loss(x, micro_batch, outputs=outputs)
                 loss = reduce_from_context(loss, self.ctx) / count.float()
+            if losses and loss.requires_grad:
+                loss.register_hook(losses.set_scale)
             if collects:
                 logits = head.full_outputs(outputs, micro_batch)
         return Output(None if labels is None else loss, logits)

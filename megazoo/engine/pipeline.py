@@ -8,8 +8,10 @@ from typing import Protocol
 
 import torch
 
+from megazoo.engine.auxiliary import losses_of, report
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
+from megazoo.layers.auxiliary import AuxiliaryLosses, collecting
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
@@ -90,6 +92,7 @@ def run_pipeline(
     table = program(
         schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)
     )
+    names = model.engine.auxiliary_names if schedule else set()
     run = PipelineRun(
         model,
         batches,
@@ -99,10 +102,12 @@ def run_pipeline(
         collect=collect,
         loss_fn=loss_fn,
         weight_queue=weight_queue,
+        auxiliary=losses_of(model, names, batches, labelled),
     )
     for item in table:
         run.do(item, train=schedule is not None)
     run.wait_for_sends()
+    report(model, run.auxiliary)
     loss = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if last:
         loss += sum(run.losses) if run.losses else torch.nan
@@ -127,7 +132,8 @@ class PipelineRun:
 
     labelled: the labels that the loss is the mean over. loss_scale: of float16. backward_is_next:
     the last stage's backward of a micro-batch comes right after its forward, and with a gradient
-    that is known. The rest as in `run_pipeline`.
+    that is known. auxiliary: where layers leave their auxiliary losses. The rest as in
+    `run_pipeline`.
     """
 
     def __init__(
@@ -141,11 +147,13 @@ class PipelineRun:
         collect: Callable | None = None,
         loss_fn: Callable | None = None,
         weight_queue: WeightQueue | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
     ):
         self.model, self.ctx, self.batches = model, model.ctx, batches
         self.labelled = labelled.clamp(min=1).float()
         self.loss_scale, self.backward_is_next = loss_scale, backward_is_next
         self.collect, self.loss_fn, self.weight_queue = collect, loss_fn, weight_queue
+        self.auxiliary = auxiliary
         self.stages = {stage.index: stage for stage in model.stages}
         engine = getattr(model, "engine", None)
         self.first_trained_stage = engine.first_trained_stage if engine else 0
@@ -183,7 +191,7 @@ class PipelineRun:
         # stages before the first that is trained need no gradient; they get zeros
         passes_gradients = train and stage.index > self.first_trained_stage
         x = batch.input_ids if stage.first else received.requires_grad_(passes_gradients)
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(train), collecting(self.auxiliary):
             output = self.model.forward_stage(x, batch, stage)
             if stage.last:
                 output = self._end(output, batch)
@@ -224,6 +232,8 @@ class PipelineRun:
         gradient = self._take(action)
         if gradient is None:
             gradient = torch.full_like(output, self.loss_scale * factor)
+        if self.auxiliary:
+            self.auxiliary.set_scale(self.loss_scale * factor)
         if output.requires_grad:  # else all of a first stage is frozen
             run_backward(output, gradient)
         if action.kind == "I":

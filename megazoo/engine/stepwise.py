@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from megazoo.engine.auxiliary import losses_of, report
 from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import PipelineModel, PipelineRun, count_labels
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
@@ -27,16 +28,21 @@ def run_stepwise(
     ctx = model.ctx
     with propagate_errors(ctx):
         labelled = count_labels(model, batches, ctx.token_axis.group)
+        losses = losses_of(model, model.engine.auxiliary_names, batches, labelled)
     # The gradient of the loss is known before backward, unless float16 has a scaler of the user's
     # own, whose scale comes with it.
     known = model.dtype != torch.float16 or model.engine.loss_scale is not None
-    run = StepwiseRun(model, batches, labelled, loss_scale=loss_scale, backward_is_next=known)
+    run = StepwiseRun(
+        model, batches, labelled, loss_scale=loss_scale, backward_is_next=known, auxiliary=losses
+    )
     for number in range(len(batches)):
         with propagate_errors(ctx):
             loss = run.forward_through(number)
         yield Output(with_backward(loss, partial(run.backward_through, number)))
         with propagate_errors(ctx):
             run.wait_for_sends()
+    with propagate_errors(ctx):
+        report(model, run.auxiliary)
 
 
 class StepwiseRun(PipelineRun):

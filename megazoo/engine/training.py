@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazoo.engine.auxiliary import declared_losses
 from megazoo.engine.batch import Batch
 from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import Result, run_pipeline
@@ -33,7 +34,8 @@ class TrainingEngine:
     before: the engine of the model that this one is a copy of. calls: the number of batches that
     trained, by which dropout masks are drawn. loss_scale: the LossScale of float16, which the
     optimizer sets. first_trained_stage: the index of the first stage of the pipeline that trains
-    anything; the stages before it need no gradient.
+    anything; the stages before it need no gradient. auxiliary_losses: means over the last global
+    batch, 0-dimensional fp32, by the names in auxiliary_names, which layers of any rank declare.
     """
 
     def __init__(self, model, before: "TrainingEngine | None" = None):
@@ -41,6 +43,8 @@ class TrainingEngine:
         self.calls = before.calls if before else 0
         self.loss_scale = before.loss_scale if before else None
         self.first_trained_stage = 0
+        self.auxiliary_losses: dict[str, torch.Tensor] = {}
+        self.auxiliary_names: set[str] = set()
         self._buckets: GradientBuckets | None = None
         self._frozen_ties: set[str] | None = None  # tied parameters that are frozen, once agreed
         self._advised = False  # of training in evaluation mode
@@ -179,17 +183,19 @@ class TrainingEngine:
         """
         entries = list(self.model.entries())
         frozen = {entry.name for entry in entries if not entry.parameter.requires_grad}
-        of_ranks = [(frozen, len(entries), self.first_trained_here())]
+        self.auxiliary_names = declared_losses(self.model)
+        of_ranks = [(frozen, len(entries), self.first_trained_here(), self.auxiliary_names)]
         if self.ctx.mesh is not None:
             of_ranks = all_gather_objects(of_ranks[0], self.ctx)
-        if all(len(names) == count for names, count, _ in of_ranks):
+        if all(len(names) == count for names, count, *_ in of_ranks):
             refuse_rounded(self.model, "trained")
             raise UserError("every parameter is frozen: there is nothing to train")
-        frozen = set().union(*(names for names, _, _ in of_ranks))
+        frozen = set().union(*(names for names, *_ in of_ranks))
         for entry in entries:
             if entry.name in frozen:
                 entry.parameter.requires_grad_(False)
-        self.first_trained_stage = min(first for _, _, first in of_ranks)
+        self.first_trained_stage = min(first for _, _, first, _ in of_ranks)
+        self.auxiliary_names = set().union(*(names for *_, names in of_ranks))
         self._frozen_ties = self._tied_and_frozen()
 
     def first_trained_here(self) -> int:

@@ -8,6 +8,7 @@ What the rest of megazoo asks of a layer, it declares: see `Layer`, and so can o
 
 from megazoo.layers.alibi import ALiBi, alibi_bias, alibi_slopes
 from megazoo.layers.attention import CausalSelfAttention
+from megazoo.layers.auxiliary import attach_loss
 from megazoo.layers.cache import KVCache
 from megazoo.layers.classification import ClassificationHead
 from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
@@ -46,6 +47,7 @@ __all__ = [
     "activation_named",
     "alibi_bias",
     "alibi_slopes",
+    "attach_loss",
     "gelu_tanh",
     "rotate",
     "round_to_int8",

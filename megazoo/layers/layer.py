@@ -16,6 +16,7 @@ TYPES = {
     "context_parallel": bool,
     "kernel_masks": bool,
     "static_cache": bool,
+    "auxiliary_losses": tuple,
 }
 
 
@@ -30,6 +31,7 @@ class Layer(ShardedModule):
     kernel_masks: an attention takes, besides a boolean mask, all that `mask_of` makes; a block
         gives its mask to its attention, and uses it for nothing else.
     static_cache: an attention works with a StaticKVCache, whose places do not move.
+    auxiliary_losses: names of the losses that the layer attaches: see `attach_loss`.
 
     Set by a layer when it is made:
 
@@ -48,6 +50,7 @@ class Layer(ShardedModule):
     context_parallel: bool = False
     kernel_masks: bool = False
     static_cache: bool = False
+    auxiliary_losses: tuple[str, ...] = ()
     score_features: int | None = None
     window: int | None = None
     recompute: bool | None = None

@@ -17,6 +17,7 @@ from megazoo.errors import UserError, advise, check_number
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import VocabParallelEmbedding
+from megazoo.layers.auxiliary import collecting, current_losses
 from megazoo.layers.context_parallel import check_layers
 from megazoo.layers.dropout import dropout_seed
 from megazoo.layers.layer import declared
@@ -365,9 +366,10 @@ class Model(BatchCalls, Freezing, nn.Module):
         is among the arguments, dropout that is given no seed draws by the batch's."""
         batches = (each for each in arguments if isinstance(each, MicroBatch))
         seed = next((batch.dropout_seed for batch in batches), None)
+        losses = current_losses()  # also for layers that run again in backward
 
         def run(x: torch.Tensor, layers: range) -> torch.Tensor:
-            with dropout_seed(seed):
+            with dropout_seed(seed), collecting(losses):
                 for i in layers:
                     x = self.layers[str(i)](x, *arguments)
             return x

@@ -5,12 +5,19 @@ Dropout draws the same masks again, because it is seeded by names (see random.py
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 
 from megazoo.parallel.compile import untraced
 
 MODES = ("none", "selective", "full")
+_replaying: ContextVar[bool] = ContextVar("a function runs again for its backward", default=False)
+
+
+def is_replaying() -> bool:
+    """Return whether what runs now has run before, and runs again for backward."""
+    return _replaying.get()
 
 
 def replay(function: Callable, generator: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -18,12 +25,14 @@ def replay(function: Callable, generator: torch.Tensor, *inputs: torch.Tensor) -
 
     generator: the state in which torch's random generator was, for a Dropout without a seed.
     """
-    now = torch.get_rng_state()
+    now, token = torch.get_rng_state(), _replaying.set(True)
     torch.set_rng_state(generator)
-    with torch.enable_grad():
-        output = function(*inputs)
-    torch.set_rng_state(now)
-    return output
+    try:
+        with torch.enable_grad():
+            return function(*inputs)
+    finally:
+        torch.set_rng_state(now)
+        _replaying.reset(token)
 
 
 class _Recompute(torch.autograd.Function):
