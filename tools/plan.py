@@ -16,24 +16,26 @@ recomputation; the rest is as given. Of layouts that differ in virtual-pp only t
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
 import tyro
 
 from megazoo.cli.flags import File, flag_of, optional, parse_flags
 from megazoo.cli.launch import run_program
-from megazoo.cli.options import LoRAOptions, ModelOptions, ParallelOptions, TrainingOptions
+from megazoo.cli.options import LoRAOptions, ModelOptions, ParallelOptions
 from megazoo.cli.parsing import run_file
-from megazoo.cli.rules import model_config
+from megazoo.cli.rules import check_value, model_config, parse_stage_layers
 from megazoo.errors import UserError
 from megazoo.files import write_text
 from megazoo.models.hugging_face.export import parse_size
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import (
     GPUS,
     FoundLayout,
     Plan,
+    PlannedRun,
     Planner,
     fastest_layouts,
     find_layouts,
@@ -163,14 +165,12 @@ def main(arguments: list[str]) -> None:
             "classifiers are not planned: plan the language model, which takes a little more "
             "memory, for its logits"
         )
-    training = training_of(options, config)
-    planner = Planner(
-        config,
-        quick=options.search,
-        lora=options.lora.settings,
-        optimizer=options.batch.optimizer,
-    )
-    values, lines = (searched if options.search else planned)(planner, options, training)
+    run = run_of(options, config)
+    for group in (options.parallel, run):
+        for f in fields(group):
+            check_value(f.name, getattr(group, f.name))
+    planner = Planner(config, quick=options.search, lora=options.lora.settings)
+    values, lines = (searched if options.search else planned)(planner, options, run)
     text = json.dumps(values, indent=1)
     if str(options.json) == "-":
         print(text)
@@ -201,8 +201,8 @@ def check_sizes(options: Options) -> None:
         raise UserError(f"{flag} without adapters: give --lora-rank R")
 
 
-def training_of(options: Options, config) -> TrainingOptions:
-    """Return the training that is planned, with what was left out."""
+def run_of(options: Options, config) -> PlannedRun:
+    """Return the run that is planned, with what was left out."""
     batch, parallel = options.batch, options.parallel
     global_batch_size, seq_length = batch.global_batch_size, batch.seq_length
     if global_batch_size is None:
@@ -211,39 +211,49 @@ def training_of(options: Options, config) -> TrainingOptions:
         global_batch_size = max(1, ranks) * batch.micro_batch_size
     if seq_length is None:
         seq_length = min(config.max_positions, USUAL_LENGTH)
-    return TrainingOptions(
+    return PlannedRun(
         micro_batch_size=batch.micro_batch_size,
         global_batch_size=global_batch_size,
         seq_length=seq_length,
         dtype=batch.dtype,
+        schedule=parallel.schedule,
+        zero=parallel.zero,
+        offload_optimizer=parallel.offload_optimizer,
         recompute=batch.recompute,
         recompute_interval=batch.recompute_interval,
+        optimizer=batch.optimizer,
         train_only=batch.train_only,
     )
 
 
-def searched(
-    planner: Planner, options: Options, training: TrainingOptions
-) -> tuple[list[dict], list[str]]:
+def searched(planner: Planner, options: Options, run: PlannedRun) -> tuple[list[dict], list[str]]:
     """Return the best layouts that fit, as values for JSON and as lines to print."""
-    memory = parse_size(options.memory)
-    gpu = GPUS[options.gpu]
-    found = find_layouts(planner, options.gpus, memory, options.parallel, training, gpu)
+    memory, cp_method = parse_size(options.memory), options.parallel.cp_method
+    found = find_layouts(planner, options.gpus, memory, run, GPUS[options.gpu], cp_method)
     layouts = fastest_layouts(found)[:LISTED]
     if not layouts:
         raise UserError(f"no layout of {options.gpus} GPUs fits into {options.memory}", exit_code=1)
     return [asdict(layout) for layout in layouts], search_lines(layouts, options.gpu)
 
 
-def planned(
-    planner: Planner, options: Options, training: TrainingOptions
-) -> tuple[dict, list[str]]:
+def planned(planner: Planner, options: Options, run: PlannedRun) -> tuple[dict, list[str]]:
     """Return the plan of one layout, as values for JSON and as lines to print."""
-    planner.check(options.parallel, training, options.parallel.dp)
-    plan = planner.plan(options.parallel, training, options.parallel.dp)
+    parallel = options.parallel
+    layout = ParallelContext.virtual(
+        parallel.tp,
+        parallel.pp,
+        parallel.dp,
+        cp=parallel.cp,
+        cp_method=parallel.cp_method,
+        sequence_parallel=bool(parallel.sequence_parallel),
+        virtual=parallel.virtual_pp,
+        stage_layers=parse_stage_layers(parallel.stage_layers),
+    )
+    planner.check(layout, run)
+    plan = planner.plan(layout, run)
     lines = plan_lines(plan)
     if options.model.import_:
-        note = note_on_mfu(planner.config, training.seq_length)
+        note = note_on_mfu(planner.config, run.seq_length)
         lines += [note] if note else []
     return plan.as_dict(), lines
 

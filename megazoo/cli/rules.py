@@ -9,13 +9,13 @@ from pathlib import Path
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
 from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
-from megazoo.cli.options import ModelOptions, OptimizerOptions, Options, TrainingOptions
+from megazoo.cli.options import ModelOptions, OptimizerOptions, Options
 from megazoo.errors import UserError
 from megazoo.files import brief, reason_of
 from megazoo.models.pretrained import with_labels
 from megazoo.models.registry import find_config
+from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.schedule import check_schedule
 
 AT_LEAST_1 = (
     "tp pp virtual_pp cp steps epochs global_batch_size micro_batch_size seq_length log_interval "
@@ -120,20 +120,28 @@ def check_run(
 
     model: the family's class. dp: the data-parallel size. weights: what the run begins with.
     """
-    if options.optimizer.optimizer == "muon" and options.parallel.offload_optimizer:
-        raise UserError("offload-optimizer keeps AdamW's state on the CPU: leave it out with muon")
+    parallel, training = options.parallel, options.training
+    check_offload(options.optimizer.optimizer, parallel.offload_optimizer)
     if options.optimizer.optimizer == "muon" and not options.optimizer.muon_lr:
         raise UserError("muon-lr must be above 0: AdamW's rate rises and falls in proportion to it")
-    _check_layout(options, model, config)
+    layout = ParallelContext.virtual(
+        parallel.tp,
+        parallel.pp,
+        cp=parallel.cp,
+        cp_method=parallel.cp_method,
+        virtual=parallel.virtual_pp,
+        stage_layers=parse_stage_layers(parallel.stage_layers),
+    )
+    check_layout(model, config, layout, parallel.schedule)
     check_trained(options, config, weights)
-    _check_batch(options.training, dp)
+    check_batch(training.global_batch_size, training.micro_batch_size, dp)
     for name in ("packing", "separate_documents") if config.num_labels else ():
         if getattr(options.data, name):
             raise UserError(
                 f"{name.replace('_', '-')} says nothing of a classifier, of which each row is a "
                 "text: leave it out"
             )
-    _check_sequence(options.training.seq_length, model, config)
+    check_sequence(model, config, training.seq_length)
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
         raise UserError(
             f"vocab-size {config.vocab_size} is smaller than the {tokenizer.vocab_size} "
@@ -173,48 +181,6 @@ def refuse_default_rate(weights: Weights) -> None:
         "for small models that start from random weights (usual are 1e-5 to 1e-4, and for adapters "
         "1e-4 to 1e-3)"
     )
-
-
-def _check_layout(options: Options, model, config) -> None:
-    """Check that the layout can cut the model."""
-    parallel = options.parallel
-    model.check(config, parallel.tp, parallel.pp, parallel.virtual_pp)
-    # Each of these refuses what can't be.
-    check_schedule(parallel.schedule, parallel.pp, parallel.virtual_pp)
-    layout = ParallelContext.virtual(
-        parallel.tp,
-        parallel.pp,
-        virtual=parallel.virtual_pp,
-        stage_layers=parse_stage_layers(parallel.stage_layers),
-    )
-    model.all_stages(config, layout)
-    if parallel.cp > 1 and parallel.cp_method == "ulysses":  # whose ranks need a head each
-        of_ulysses = ParallelContext.virtual(parallel.tp, cp=parallel.cp, cp_method="ulysses")
-        model.on_meta(config, of_ulysses)
-
-
-def _check_batch(training: TrainingOptions, dp: int) -> None:
-    """Check that the global batch is made of whole micro-batches, as many on each replica."""
-    rows, unit = training.global_batch_size, training.micro_batch_size * dp
-    if rows % unit:
-        below, above = rows // unit * unit, -(-rows // unit) * unit
-        raise UserError(
-            f"global-batch-size {rows} is not a multiple of micro-batch-size "
-            f"{training.micro_batch_size} x dp {dp} = {unit}: "
-            f"use {f'{below} or ' if below else ''}{above}"
-        )
-
-
-def _check_sequence(length: int, model, config) -> None:
-    """Check that the model has positions for a sequence."""
-    longest = model.longest_sequence(config)
-    if length > longest:
-        scaled = f", which its rotary scaling takes to {longest}"
-        raise UserError(
-            f"seq-length {length} exceeds the model's max-positions {config.max_positions}"
-            f"{scaled if longest > config.max_positions else ''}: "
-            "use at most that, or a larger --max-positions"
-        )
 
 
 def _check_outputs(options: Options) -> None:

@@ -1,6 +1,7 @@
 """Plans of runs: memory, FLOPs, traffic and the bubble of every rank, before anything runs."""
 
 from megazoo.planning.plan import Plan, Planner, RankPlan, note_on_mfu
+from megazoo.planning.run import PlannedRun
 from megazoo.planning.search import FoundLayout, fastest_layouts, find_layouts
 from megazoo.planning.step_time import GPUS
 
@@ -8,6 +9,7 @@ __all__ = [
     "GPUS",
     "FoundLayout",
     "Plan",
+    "PlannedRun",
     "Planner",
     "RankPlan",
     "fastest_layouts",

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megazoo.cli.options import TrainingOptions
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
@@ -22,6 +21,7 @@ from megazoo.parallel.groups import VirtualGroup
 from megazoo.parallel.schedule import Action, backward_follows
 from megazoo.parallel.sequence import SequenceCut, padded_length
 from megazoo.parallel.stages import Stage
+from megazoo.planning.run import PlannedRun
 from megazoo.torch_internals import (
     TorchDispatchMode,
     flash_attention_operators,
@@ -158,7 +158,7 @@ class _DeviceKernels(TorchFunctionMode):
 def costs_of(
     model: Model,
     stage: Stage,
-    training: TrainingOptions,
+    run: PlannedRun,
     queue: WeightQueue | None,
     table: list[Action],
 ) -> dict[str, Cost]:
@@ -172,8 +172,8 @@ def costs_of(
     an early chunk of few keys has a late one beside it.
     """
     _set_gradients(model, exist=not has_one_microbatch(table))
-    batch = _micro_batch(training, model.ctx)
-    shape, dtype = boundary_shape(training, model), model.dtype
+    batch = _micro_batch(run, model.ctx)
+    shape, dtype = boundary_shape(run, model), model.dtype
     meter, costs, received = Meter(model.ctx, batch.cut and batch.cut.length), {}, None
     with _DeviceKernels(), meter:
         if not stage.first:
@@ -208,11 +208,11 @@ def costs_of(
     return costs
 
 
-def _micro_batch(training: TrainingOptions, ctx: ParallelContext) -> MicroBatch:
+def _micro_batch(run: PlannedRun, ctx: ParallelContext) -> MicroBatch:
     """Return what a rank has of a micro-batch, without values."""
-    length = training.seq_length
+    length = run.seq_length
     whole = padded_length(length, ctx)
-    tokens = (training.micro_batch_size, whole // ctx.cp_size)
+    tokens = (run.micro_batch_size, whole // ctx.cp_size)
     ids = torch.empty(tokens, dtype=torch.int64, device=META)
     cut = SequenceCut.of(whole, ctx)
     return MicroBatch(tokens, ids, ids, length=length, longest=length, cut=cut)
@@ -242,7 +242,7 @@ def forward_flops(model: Model, rows: int, sequence: int) -> int:
 def estimate_costs(
     model: Model,
     stage: Stage,
-    training: TrainingOptions,
+    run: PlannedRun,
     queue: WeightQueue | None,
     table: list[Action],
     known: dict[tuple, dict[str, Cost]],
@@ -255,15 +255,15 @@ def estimate_costs(
     as many layers equal. The peak is then exact, or too high where something after the layers'
     backward needs more than the layers do.
     """
-    unit = training.recompute_interval if training.recompute == "full" else 1
+    unit = run.recompute_interval if run.recompute == "full" else 1
     rest = len(stage.layers) % unit
     if len(stage.layers) <= 2 * unit + rest or not _learn_alike(model, stage.layers):
-        return costs_of(model, stage, training, queue, table)
+        return costs_of(model, stage, run, queue, table)
     few = [stage.layers[: n * unit + rest] for n in (1, 2)]
     for layers in few:
         if (*key, len(layers)) not in known:
             cut = replace(stage, layers=layers)
-            known[*key, len(layers)] = costs_of(model, cut, training, queue, table)
+            known[*key, len(layers)] = costs_of(model, cut, run, queue, table)
     one, two = (known[*key, len(layers)] for layers in few)
     repeats = len(stage.layers) // unit - 2
     costs, before = {}, "F"  # before: the action after which this one comes
@@ -296,15 +296,15 @@ def has_one_microbatch(table: list[Action]) -> bool:
     return all(action.microbatch == 0 for action in table)
 
 
-def boundary_bytes(training: TrainingOptions, model: Model) -> int:
+def boundary_bytes(run: PlannedRun, model: Model) -> int:
     """Return the bytes of a micro-batch that a stage sends to another."""
-    itemsize = getattr(torch, training.dtype).itemsize
-    return math.prod(boundary_shape(training, model)) * itemsize
+    itemsize = getattr(torch, run.dtype).itemsize
+    return math.prod(boundary_shape(run, model)) * itemsize
 
 
-def boundary_shape(training: TrainingOptions, model: Model) -> tuple[int, int, int]:
+def boundary_shape(run: PlannedRun, model: Model) -> tuple[int, int, int]:
     """Return the shape of what a stage sends to another: [rows, tokens of this rank, hidden]."""
     ctx = model.ctx
     ranks = ctx.cp_size * (ctx.tp_size if ctx.sequence_parallel else 1)
-    sequence = padded_length(training.seq_length, ctx) // ranks
-    return training.micro_batch_size, sequence, model.hidden_size
+    sequence = padded_length(run.seq_length, ctx) // ranks
+    return run.micro_batch_size, sequence, model.hidden_size

@@ -9,18 +9,16 @@ counted: the CUDA context, communication buffers and the allocator's waste, some
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from types import SimpleNamespace
 
 import torch
 
-from megazoo.cli.options import Options, ParallelOptions, TrainingOptions, default_dtype
-from megazoo.cli.rules import check_run, check_values
 from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
 from megazoo.models.adapters import LoRASettings
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.registry import FAMILIES, family_of
+from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.schedule import (
@@ -42,17 +40,13 @@ from megazoo.planning.meter import (
     forward_flops,
     has_one_microbatch,
 )
-from megazoo.planning.ranks import Builder, counted_parameters, stage_keys
+from megazoo.planning.ranks import Builder, counted_parameters, place_in, resized, stage_keys
+from megazoo.planning.run import PlannedRun
 from megazoo.planning.static import Static, measure_static
 
 MOST_ACTIONS = 1_000_000  # of a step: each is scheduled by itself
-# What a plan repeats of the options it was made for.
-LAYOUT_OPTIONS = (
-    "tp pp virtual_pp cp cp_method stage_layers sequence_parallel schedule zero offload_optimizer"
-).split()
-BATCH_OPTIONS = (
-    "micro_batch_size global_batch_size seq_length dtype recompute recompute_interval"
-).split()
+# What a plan repeats of the run it was made for.
+BATCH = "micro_batch_size global_batch_size seq_length dtype recompute recompute_interval".split()
 
 
 @dataclass
@@ -122,73 +116,61 @@ class Planner(Builder):
     too.
 
     quick: meter a few layers of each stage only (see estimate_costs). lora: the model's adapters;
-    None: it has none. optimizer: as --optimizer. What of it is trained the runs' TrainingOptions
-    say (train_only).
+    None: it has none. What of it is trained the runs say (train_only). Layouts are virtual
+    contexts, of any rank.
     """
 
-    def __init__(
-        self,
-        config,
-        quick: bool = False,
-        lora: LoRASettings | None = None,
-        optimizer: str = "adamw",
-    ):
+    def __init__(self, config, quick: bool = False, lora: LoRASettings | None = None):
         super().__init__(config, lora)
-        self.quick, self.optimizer = quick, optimizer
+        self.quick = quick
         self._costs: dict[tuple, dict[str, Cost]] = {}  # of a kind of stage
         self._few_layers: dict[tuple, dict[str, Cost]] = {}  # the same, as if it had but these
         self._static: dict[tuple, Static] = {}  # of a kind of rank
 
-    def check(self, parallel: ParallelOptions, training: TrainingOptions, dp: int) -> None:
-        """Raise UserError if pretrain_gpt.py would refuse the run, or dp can't be."""
-        self.trained(training.train_only)  # which refuses names that nothing has
-        # The model that check_run makes has no adapters, which a pattern may be of.
-        options = Options(parallel=parallel, training=replace(training, train_only=None))
-        options.data.data, options.optimizer.min_lr = ("mock",), 0.0  # data play no part
-        options.optimizer.optimizer = self.optimizer
-        check_values(options)
-        if dp < 1:
-            raise UserError(f"dp {dp} must be at least 1")
-        microbatches = training.global_batch_size // (training.micro_batch_size * dp)
-        stages = parallel.pp * parallel.virtual_pp
+    def check(self, layout: ParallelContext, run: PlannedRun) -> None:
+        """Raise UserError if pretrain_gpt.py would refuse the run."""
+        self.trained(run.train_only)  # which refuses names that nothing has
+        microbatches, stages = run.microbatches(layout.dp_size), layout.stage_count
         if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward
             raise UserError(
                 f"{microbatches} micro-batches a step are more than can be planned"
                 + (f" with {stages} stages" if stages > 1 else "")
             )
-        check_run(options, self.family, self.config, SimpleNamespace(vocab_size=0), dp)
-        if parallel.cp > 1:
-            self.build(parallel, dp, 0, 0)  # which refuses more ranks than heads
+        check_offload(run.optimizer, run.offload_optimizer)
+        check_layout(self.family, self.config, layout, run.schedule)
+        check_batch(run.global_batch_size, run.micro_batch_size, layout.dp_size)
+        check_sequence(self.family, self.config, run.seq_length)
+        if layout.cp_size > 1:
+            self.build(place_in(layout, 0))  # which refuses more ranks than heads
 
-    def plan(self, parallel: ParallelOptions, training: TrainingOptions, dp: int = 1) -> Plan:
+    def plan(self, layout: ParallelContext, run: PlannedRun) -> Plan:
         """Return the plan of a run that `check` allows."""
-        training = replace(training, dtype=training.dtype or default_dtype("cpu"))
-        tables = schedule_tables(parallel, training, dp)
-        without_recompute = replace(training, recompute="none")
-        uncut = replace(parallel, tp=1, cp=1, sequence_parallel=False)
+        tables = schedule_tables(layout, run)
+        without_recompute = replace(run, recompute="none")
+        uncut = resized(layout, tp=1, cp=1, dp=1)
         ranks: list[RankPlan] = []
         slowest: dict[tuple[str, int], float] = {}  # the most FLOPs of an action of a stage
         parameters = trainable = 0
         model_flops = 0.0
         for pp_rank, table in enumerate(tables):
             alike: dict[tuple, RankPlan] = {}
-            for tp_rank in range(parallel.tp):
-                model = self.build(parallel, dp, pp_rank, tp_rank, training.train_only)
+            for tp_rank in range(layout.tp_size):
+                model = self.build(place_in(layout, pp_rank, tp_rank), run.train_only)
                 counted, trained = counted_parameters(model)
                 parameters, trainable = parameters + counted, trainable + trained
-                costs = self.costs(model, parallel, training, table)
+                costs = self.costs(model, run, table)
                 for stage, of_stage in zip(model.stages, costs, strict=True):
                     for kind, cost in of_stage.items():
                         key = kind, stage.index
                         slowest[key] = max(cost.flops, slowest.get(key, 0))
                 key = tuple(stage_keys(model))
                 if key not in alike:
-                    alike[key] = self.rank_plan(model, parallel, training, table, costs)
+                    alike[key] = self.rank_plan(model, run, table, costs)
                 alike[key].tp.append(tp_rank)
             ranks += alike.values()
             # What ranks along tp and cp do each for themselves is useful once.
-            model = self.build(uncut, 1, pp_rank, 0, training.train_only)
-            useful = self.costs(model, uncut, without_recompute, table)
+            model = self.build(place_in(uncut, pp_rank), run.train_only)
+            useful = self.costs(model, without_recompute, table)
             model_flops += sum(cost.flops for stage in useful for cost in stage.values())
         bubble, _ = bubble_and_time(tables, None)
         bubble_of_stages, step_flops = bubble_and_time(tables, slowest)
@@ -196,52 +178,46 @@ class Planner(Builder):
             model=family_of(self.config),
             parameters=parameters,
             trainable_parameters=trainable,
-            layout={name: getattr(parallel, name) for name in LAYOUT_OPTIONS} | {"dp": dp},
-            batch={name: getattr(training, name) for name in BATCH_OPTIONS},
-            microbatches=microbatches_of(training, dp),
+            layout=_described(layout, run),
+            batch={name: getattr(run, name) for name in BATCH},
+            microbatches=run.microbatches(layout.dp_size),
             bubble=bubble,
             bubble_of_stages=bubble_of_stages,
             step_flops=step_flops,
-            model_flops_per_token=model_flops / (training.micro_batch_size * training.seq_length),
+            model_flops_per_token=model_flops / (run.micro_batch_size * run.seq_length),
             ranks=ranks,
         )
 
-    def costs(
-        self,
-        model: Model,
-        parallel: ParallelOptions,
-        training: TrainingOptions,
-        table: list[Action],
-    ) -> list[dict[str, Cost]]:
+    def costs(self, model: Model, run: PlannedRun, table: list[Action]) -> list[dict[str, Cost]]:
         """Return what the actions of each stage of a rank take, by their kind, in `table`."""
-        split = splits_backward(parallel.schedule, parallel.pp, parallel.virtual_pp)
+        ctx = model.ctx
+        split = splits_backward(run.schedule, ctx.pp_size, ctx.virtual_size)
         setting = (
-            parallel.tp,
-            parallel.cp,
-            parallel.cp_method,
-            model.ctx.sequence_parallel,
+            ctx.tp_size,
+            ctx.cp_size,
+            ctx.cp_method,
+            ctx.sequence_parallel,
             split,
-            training.micro_batch_size,
-            training.seq_length,
-            training.dtype,
+            run.micro_batch_size,
+            run.seq_length,
+            run.dtype,
             has_one_microbatch(table),
-            backward_follows(table, model.ctx.stage_count - 1),
-            training.recompute,
-            training.recompute == "full" and training.recompute_interval,
+            backward_follows(table, ctx.stage_count - 1),
+            run.recompute,
+            run.recompute == "full" and run.recompute_interval,
         )
         keys = [(*setting, key) for key in stage_keys(model)]
         new = {key: number for number, key in enumerate(keys) if key not in self._costs}
         if new:
             # Replicas change nothing here.
-            ctx = self.context(parallel, 1, model.ctx.pp_rank, model.ctx.tp_rank)
-            dtype = getattr(torch, training.dtype)
-            metered = self.build_in(ctx, training.train_only, dtype)
-            metered.recompute(training.recompute, training.recompute_interval)
+            alone = place_in(resized(ctx, dp=1), ctx.pp_rank, ctx.tp_rank)
+            metered = self.build(alone, run.train_only, getattr(torch, run.dtype))
+            metered.recompute(run.recompute, run.recompute_interval)
             buckets = metered.engine.buckets  # they say of what precision gradients are
             queue = WeightQueue(buckets.received) if split else None
             with metered.engine.deferred_sums(queue):
                 for key, number in new.items():
-                    how = metered, metered.stages[number], training, queue, table
+                    how = metered, metered.stages[number], run, queue, table
                     if self.quick:
                         *rest, layers = key[-1]
                         few = (*key[:-1], *rest, *layers[:1])
@@ -253,8 +229,7 @@ class Planner(Builder):
     def rank_plan(
         self,
         model: Model,
-        parallel: ParallelOptions,
-        training: TrainingOptions,
+        run: PlannedRun,
         table: list[Action],
         costs: list[dict[str, Cost]],
     ) -> RankPlan:
@@ -263,11 +238,11 @@ class Planner(Builder):
         model: the rank's, or that of a pipeline rank that is like it. costs: of the actions of its
         stages, by their kind.
         """
-        ctx, static = model.ctx, self.static(model, parallel, training)
+        ctx, static = model.ctx, self.static(model, run)
         pp_rank = rank_of(table[0].stage, ctx.pp_size)
         by_stage = dict(zip(stages_of(pp_rank, ctx.pp_size, ctx.virtual_size), costs, strict=True))
         taken = [by_stage[action.stage][action.kind] for action in table]
-        boundary = boundary_bytes(training, model) if ctx.pp_size > 1 else 0
+        boundary = boundary_bytes(run, model) if ctx.pp_size > 1 else 0
         on_their_way = (MAX_OPEN_EXCHANGES + 1) * boundary
         activations = round(_peak(table, by_stage)) + on_their_way
         if has_one_microbatch(table):
@@ -296,36 +271,47 @@ class Planner(Builder):
             sent_dp=static.sent_dp,
         )
 
-    def static(self, model: Model, parallel: ParallelOptions, training: TrainingOptions) -> Static:
+    def static(self, model: Model, run: PlannedRun) -> Static:
         """Return what a rank has all the time, and sends after the last backward."""
         key = (
-            parallel.tp,
+            model.ctx.tp_size,
             model.ctx.sequence_parallel,
             model.ctx.token_axis.size,
-            parallel.zero,
-            parallel.offload_optimizer,
-            training.dtype,
+            run.optimizer,
+            run.zero,
+            run.offload_optimizer,
+            run.dtype,
             tuple(model.tied.values()),
             *stage_keys(model),
         )
         if key not in self._static:
-            dtype = getattr(torch, training.dtype)
-            metered = self.build_in(model.ctx, training.train_only, dtype)
-            self._static[key] = measure_static(metered, parallel, self.optimizer)
+            metered = self.build(model.ctx, run.train_only, getattr(torch, run.dtype))
+            self._static[key] = measure_static(metered, run)
         return self._static[key]
 
 
-def microbatches_of(training: TrainingOptions, dp: int) -> int:
-    """Return the number of micro-batches of a replica, in a step."""
-    return training.global_batch_size // (dp * training.micro_batch_size)
-
-
-def schedule_tables(
-    parallel: ParallelOptions, training: TrainingOptions, dp: int
-) -> list[list[Action]]:
+def schedule_tables(layout: ParallelContext, run: PlannedRun) -> list[list[Action]]:
     """Return what each pipeline rank does in a step, in order."""
-    schedule, count = schedule_named(parallel.schedule), microbatches_of(training, dp)
-    return tables_of(schedule, parallel.pp, parallel.virtual_pp, count)
+    schedule, count = schedule_named(run.schedule), run.microbatches(layout.dp_size)
+    return tables_of(schedule, layout.pp_size, layout.virtual_size, count)
+
+
+def _described(layout: ParallelContext, run: PlannedRun) -> dict:
+    """Return what a plan repeats of the layout it was made for, by the names of the flags."""
+    cuts = layout.stage_layers
+    return {
+        "tp": layout.tp_size,
+        "pp": layout.pp_size,
+        "virtual_pp": layout.virtual_size,
+        "cp": layout.cp_size,
+        "cp_method": layout.cp_method,
+        "stage_layers": cuts if isinstance(cuts, str) else ",".join(map(str, cuts)),
+        "sequence_parallel": layout.sequence_parallel,
+        "schedule": run.schedule,
+        "zero": run.zero,
+        "offload_optimizer": run.offload_optimizer,
+        "dp": layout.dp_size,
+    }
 
 
 def _peak(table: list[Action], costs: dict[int, dict[str, Cost]]) -> float:

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from megazoo.cli.options import ParallelOptions
-from megazoo.cli.rules import parse_stage_layers
 from megazoo.models.adapters import LoRASettings, attach
 from megazoo.models.base import Model
 from megazoo.models.counts import whole_model
 from megazoo.models.registry import FAMILIES, family_of
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.stages import Stage
 from megazoo.planning.meter import META
 
@@ -30,38 +28,15 @@ class Builder:
         self._trained: dict[str | None, Trained] = {}  # by the pattern of train_only
         self._first_trained: dict[tuple, int] = {}  # of a layout
 
-    def context(
-        self, parallel: ParallelOptions, dp: int, pp_rank: int, tp_rank: int
-    ) -> ParallelContext:
-        """Return the virtual context, on meta, of a rank of the first replica."""
-        world = ParallelContext.virtual(
-            parallel.tp,
-            parallel.pp,
-            dp,
-            cp=parallel.cp,
-            cp_method=parallel.cp_method,
-            sequence_parallel=bool(parallel.sequence_parallel),
-            virtual=parallel.virtual_pp,
-            stage_layers=parse_stage_layers(parallel.stage_layers),
-        )
-        return replace(world, rank=world.rank_at(pp=pp_rank, tp=tp_rank), device=META)
-
     def build(
         self,
-        parallel: ParallelOptions,
-        dp: int,
-        pp_rank: int,
-        tp_rank: int,
+        ctx: ParallelContext,
         train_only: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Model:
-        """Return a rank's stages, without memory. train_only: as in `Model.train_only`."""
-        return self.build_in(self.context(parallel, dp, pp_rank, tp_rank), train_only)
-
-    def build_in(
-        self, ctx: ParallelContext, train_only: str | None, dtype: torch.dtype | None = None
-    ) -> Model:
-        """Return the stages of a context's rank, on meta. dtype: of the parameters, whose gradients
-        are then in fp32; by default only shapes are of interest."""
+        """Return the stages of a context's rank, on meta: ctx is of `place_in`. train_only: as in
+        `Model.train_only`. dtype: of the parameters, whose gradients are then in fp32; by default
+        only shapes are of interest."""
         if dtype is None:
             model = self.family.on_meta(self.config, ctx)
         else:
@@ -86,8 +61,7 @@ class Builder:
                 there = ParallelContext.virtual(
                     1, ctx.pp_size, virtual=ctx.virtual_size, stage_layers=ctx.stage_layers
                 )
-                there = replace(there, rank=there.rank_at(pp=pp_rank), device=META)
-                model = self.family.on_meta(self.config, there)
+                model = self.family.on_meta(self.config, place_in(there, pp_rank))
                 if self.lora:
                     attach(model, self.lora)
                 self._freeze(model, train_only)
@@ -124,6 +98,17 @@ class Builder:
             for entry in model.entries():
                 number, rest = layer_of(entry.name)
                 entry.parameter.requires_grad_(rest in trained.get(number, ()))
+
+
+def place_in(layout: ParallelContext, pp_rank: int, tp_rank: int = 0) -> ParallelContext:
+    """Return the context, on meta, of a rank of the first replica."""
+    return replace(layout, rank=layout.rank_at(pp=pp_rank, tp=tp_rank), device=META)
+
+
+def resized(layout: ParallelContext, **sizes: int) -> ParallelContext:
+    """Return a layout with other sizes along some axes, as rank 0 sees it."""
+    size = dict(zip(AXES, layout.sizes, strict=True)) | sizes
+    return replace(layout, sizes=tuple(size[axis] for axis in AXES), rank=0)
 
 
 def layer_of(name: str) -> tuple[int | None, str]:

@@ -6,24 +6,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.recompute import MODES
 from megazoo.parallel.stages import stages_of
 from megazoo.planning.meter import Cost, boundary_bytes
-from megazoo.planning.plan import (
-    Planner,
-    RankPlan,
-    bubble_and_time,
-    microbatches_of,
-    schedule_tables,
-)
+from megazoo.planning.plan import Planner, RankPlan, bubble_and_time, schedule_tables
+from megazoo.planning.ranks import place_in
+from megazoo.planning.run import PlannedRun
 from megazoo.planning.static import Static
 from megazoo.planning.step_time import GPU, GPUS, NODE, Speed, step_time
 
 LARGEST_TP = NODE
+LARGEST_PP = 1024
 LARGEST_VIRTUAL_PP = 4
 SHORTEST_PART = 1024  # tokens of a context-parallel rank
 
@@ -66,9 +63,9 @@ def find_layouts(
     planner: Planner,
     gpus: int,
     memory: int,
-    parallel: ParallelOptions,
-    training: TrainingOptions,
+    run: PlannedRun,
     gpu: GPU = GPUS["h100"],
+    cp_method: str = "allgather",
 ) -> Iterator[FoundLayout]:
     """Yield the layouts of `gpus` ranks of which each fits into `memory` bytes, in no order.
 
@@ -84,21 +81,19 @@ def find_layouts(
     """
     if gpus < 1:
         raise UserError(f"gpus {gpus} must be at least 1")
-    one_step = replace(training, global_batch_size=training.micro_batch_size)
-    one_rank = replace(parallel, tp=1, pp=1, virtual_pp=1, cp=1, stage_layers="balanced")
-    planner.check(one_rank, one_step, 1)
-    layers, least_memory = planner.config.layers, _weights_and_gradients(planner, training)
+    planner.check(ParallelContext(), replace(run, global_batch_size=run.micro_batch_size))
+    layers, least_memory = planner.config.layers, _weights_and_gradients(planner, run)
     for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
         fastest, depth = math.inf, 0  # the time of the fastest, and its pp
-        for pp in range(1, min(gpus, layers) + 1):
+        for pp in range(1, min(gpus, layers, LARGEST_PP) + 1):
             if gpus % (tp * pp) or least_memory > tp * pp * memory:
                 continue
             least, cp = len(MODES), 1  # least: the recomputation that a smaller cp needs
             while least > 0 and gpus % (tp * pp * cp) == 0:
-                if cp > 1 and training.seq_length < cp * SHORTEST_PART:
+                if cp > 1 and run.seq_length < cp * SHORTEST_PART:
                     break
                 sizes = tp, pp, cp, gpus // (tp * pp * cp)
-                found = list(_of_sizes(planner, sizes, memory, parallel, training, gpu))
+                found = list(_of_sizes(planner, sizes, memory, run, gpu, cp_method))
                 yield from (each for each in found if MODES.index(each.recompute) < least)
                 least = min([least, *(MODES.index(each.recompute) for each in found)])
                 fastest, depth = min([(fastest, depth), *((each.time, pp) for each in found)])
@@ -107,11 +102,11 @@ def find_layouts(
                 break
 
 
-def _weights_and_gradients(planner: Planner, training: TrainingOptions) -> int:
+def _weights_and_gradients(planner: Planner, run: PlannedRun) -> int:
     """Return the least bytes that all ranks of a replica have together."""
-    all_is_trained = planner.lora is None and training.train_only is None
+    all_is_trained = planner.lora is None and run.train_only is None
     gradient = torch.float32.itemsize if all_is_trained else 0
-    itemsize = getattr(torch, training.dtype).itemsize
+    itemsize = getattr(torch, run.dtype).itemsize
     return parameter_count(planner.config) * (itemsize + gradient)
 
 
@@ -119,31 +114,31 @@ def _of_sizes(
     planner: Planner,
     sizes: tuple[int, int, int, int],
     memory: int,
-    parallel: ParallelOptions,
-    training: TrainingOptions,
+    run: PlannedRun,
     gpu: GPU,
+    cp_method: str,
 ) -> Iterator[FoundLayout]:
     """Yield the layouts that fit, one for each virtual-pp. sizes: tp, pp, cp and dp."""
     tp, pp, cp, dp = sizes
     layers = planner.config.layers
     virtual = [v for v in range(2, LARGEST_VIRTUAL_PP + 1) if pp > 1 and layers % (pp * v) == 0]
+    run = replace(run, zero=int(dp * cp > 1))
     for virtual_pp in (1, *virtual):
-        layout = replace(
-            parallel,
-            tp=tp,
-            pp=pp,
-            virtual_pp=virtual_pp,
+        layout = ParallelContext.virtual(
+            tp,
+            pp,
+            dp,
             cp=cp,
+            cp_method=cp_method,
             sequence_parallel=tp > 1,
-            zero=int(dp * cp > 1),
-            stage_layers="balanced",
+            virtual=virtual_pp,
         )
         try:
-            planner.check(layout, training, dp)
+            planner.check(layout, run)
         except UserError:
             continue
-        modes = (replace(training, recompute=mode) for mode in MODES)
-        tried = (fitting_layout(planner, layout, mode, dp, memory, gpu) for mode in modes)
+        modes = (replace(run, recompute=mode) for mode in MODES)
+        tried = (fitting_layout(planner, layout, mode, memory, gpu) for mode in modes)
         least = next(filter(None, tried), None)
         if least:
             yield least
@@ -151,50 +146,50 @@ def _of_sizes(
 
 def fitting_layout(
     planner: Planner,
-    parallel: ParallelOptions,
-    training: TrainingOptions,
-    dp: int,
+    layout: ParallelContext,
+    run: PlannedRun,
     memory: float,
     gpu: GPU = GPUS["h100"],
 ) -> FoundLayout | None:
     """Return the layout, which `Planner.check` allows, if each rank fits into `memory` bytes, else
     None."""
-    tables = schedule_tables(parallel, training, dp)
+    tables = schedule_tables(layout, run)
     models: dict[tuple, Model] = {}  # by what makes the stages of pipeline ranks alike
     ranks: list[RankPlan] = []
     statics: list[Static] = []
     actions: dict[tuple[str, int], Cost] = {}
     for pp_rank, table in enumerate(tables):
-        ctx = planner.context(parallel, dp, pp_rank, 0)
+        ctx = place_in(layout, pp_rank)
         all_stages = planner.family.all_stages(planner.config, ctx)
-        numbers = stages_of(pp_rank, parallel.pp, parallel.virtual_pp)
+        numbers = stages_of(pp_rank, layout.pp_size, layout.virtual_size)
         stages = [all_stages[number] for number in numbers]
-        alike = planner.alike(stages, ctx, training.train_only)
+        alike = planner.alike(stages, ctx, run.train_only)
         if alike not in models:
-            models[alike] = planner.build(parallel, dp, pp_rank, 0, training.train_only)
-            if planner.static(models[alike], parallel, training).device_bytes > memory:
+            models[alike] = planner.build(ctx, run.train_only)
+            if planner.static(models[alike], run).device_bytes > memory:
                 return None
-        costs = planner.costs(models[alike], parallel, training, table)
-        rank = planner.rank_plan(models[alike], parallel, training, table, costs)
+        costs = planner.costs(models[alike], run, table)
+        rank = planner.rank_plan(models[alike], run, table, costs)
         if rank.total > memory:
             return None
         ranks.append(rank)
-        statics.append(planner.static(models[alike], parallel, training))
+        statics.append(planner.static(models[alike], run))
         for stage, of_stage in zip(stages, costs, strict=True):
             actions |= {(kind, stage.index): cost for kind, cost in of_stage.items()}
     bubble, step_flops = bubble_and_time(tables, {key: c.flops for key, c in actions.items()})
-    speed = Speed.of(gpu, training.dtype, parallel.tp, parallel.pp, parallel.cp, dp)
-    time = step_time(tables, actions, statics, boundary_bytes(training, models[alike]), speed)
+    tp, pp, cp, dp = layout.tp_size, layout.pp_size, layout.cp_size, layout.dp_size
+    speed = Speed.of(gpu, run.dtype, tp, pp, cp, dp)
+    time = step_time(tables, actions, statics, boundary_bytes(run, models[alike]), speed)
     return FoundLayout(
-        tp=parallel.tp,
-        pp=parallel.pp,
-        cp=parallel.cp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
         dp=dp,
-        virtual_pp=parallel.virtual_pp,
-        recompute=training.recompute,
-        sequence_parallel=bool(parallel.sequence_parallel),
-        zero=parallel.zero,
-        microbatches=microbatches_of(training, dp),
+        virtual_pp=layout.virtual_size,
+        recompute=run.recompute,
+        sequence_parallel=layout.sequence_parallel,
+        zero=run.zero,
+        microbatches=run.microbatches(dp),
         total=max(rank.total for rank in ranks),
         bubble=bubble,
         sent_tp=max(rank.sent_tp for rank in ranks),

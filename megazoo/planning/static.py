@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from megazoo.cli.options import ParallelOptions
 from megazoo.models.base import Model
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MOMENTS, MOMENTUM
 from megazoo.optim.loss_scale import LossScale
 from megazoo.optim.muon import Muon
 from megazoo.parallel.module import sum_over_copies
+from megazoo.planning.run import PlannedRun
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Static:
         return self.weights + self.gradients + self.optimizer
 
 
-def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str) -> Static:
-    """Measure what a rank of a model on meta has all the time. optimizer_name: as --optimizer.
+def measure_static(model: Model, run: PlannedRun) -> Static:
+    """Measure what a rank of a model on meta has all the time.
 
     It sums the gradients as after the last backward of a step, and has Muon bring matrices
     together, to see what that sends.
@@ -46,8 +46,8 @@ def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str)
     ctx, entries, trained = model.ctx, list(model.entries()), model.trained_entries()
     states, optimizer = [], None
     if trained:  # a rank by itself, as this one is, can't make an optimizer of nothing
-        kind = {"adamw": AdamW, "muon": Muon}[optimizer_name]
-        optimizer = kind(model, zero=parallel.zero, loss_scale=LossScale())
+        kind = {"adamw": AdamW, "muon": Muon}[run.optimizer]
+        optimizer = kind(model, zero=run.zero, loss_scale=LossScale())
         states = list(optimizer.state.values())
     here = sum(tensor.nbytes for state in states for tensor in state.values())
     # Offloaded, it has fp32 masters whatever the dtype: as much again as one of the two moments.
@@ -82,8 +82,8 @@ def measure_static(model: Model, parallel: ParallelOptions, optimizer_name: str)
         trainable_parameters=sum(e.parameter.numel() for e in trained),
         weights=sum(e.parameter.nbytes for e in entries),
         gradients=buckets.nbytes,
-        optimizer=0 if parallel.offload_optimizer else here,
-        optimizer_host=there if parallel.offload_optimizer else 0,
+        optimizer=0 if run.offload_optimizer else here,
+        optimizer_host=there if run.offload_optimizer else 0,
         sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
         sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in trained),
         sent_dp=replicas.sent - before_dp if replicas else 0.0,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.lora import LoRASettings
 from megazoo.models.adapters import all_targets
 from megazoo.models.counts import whole_model
 from megazoo.models.registry import find_config
-from megazoo.planning import Planner
+from megazoo.parallel.context import ParallelContext
+from megazoo.planning import PlannedRun, Planner
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "lora.md").read_text()
@@ -38,14 +38,14 @@ def test_what_llama_7b_takes_is_what_the_planner_tells():
     config = find_config("llama-7b")
     for column, title in enumerate(titles):
         lora, _, recompute = title.partition(", `--recompute ")
-        training = TrainingOptions(
+        run = PlannedRun(
             micro_batch_size=1,
             global_batch_size=8,
             seq_length=2048,
             dtype="bfloat16",
             recompute=recompute.removesuffix("`") or "none",
         )
-        plan = Planner(config, quick=True, lora=ADAPTERS[lora]).plan(ParallelOptions(), training)
+        plan = Planner(config, quick=True, lora=ADAPTERS[lora]).plan(ParallelContext(), run)
         (rank,) = plan.ranks
         told = {
             "trained parameters": plan.trainable_parameters,

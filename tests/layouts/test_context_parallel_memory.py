@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import megazoo
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.parallel.context import ParallelContext
-from megazoo.planning import Planner, find_layouts
+from megazoo.planning import PlannedRun, Planner, find_layouts
 from megazoo.testing import GROUP_TIMEOUT
 from megazoo.torch_internals import TorchDispatchMode
+from tests.support import planning
 from tests.support.sampling import marked_slow
 from tests.support.training import (
     NO_DROPOUT,
@@ -41,11 +41,9 @@ def context(cp, method="allgather", tp=1):
     return ctx
 
 
-def plan(config, cp, method="allgather", dp=1, parallel=None, **training):
-    parallel = ParallelOptions(cp=cp, cp_method=method, **(parallel or {}))
-    planner, training = Planner(config), TrainingOptions(**training)
-    planner.check(parallel, training, dp)
-    return planner.plan(parallel, training, dp)
+def plan(config, cp, method="allgather", dp=1, parallel=None, **run):
+    layout = {"dp": dp, "cp": cp, "cp_method": method, **(parallel or {})}
+    return planning.plan(config, layout, **run)
 
 
 def peak_of_activations(config, length, cp, recompute, rows=2):
@@ -231,10 +229,8 @@ LONGER, LITTLE = replace(LONG["gpt2"], max_positions=4096), 90 * 10**6
 
 
 def layouts_found(memory: int, length: int) -> dict:
-    how = TrainingOptions(
-        micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16"
-    )
-    found = find_layouts(Planner(LONGER, quick=True), 4, memory, ParallelOptions(), how)
+    how = PlannedRun(micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16")
+    found = find_layouts(Planner(LONGER, quick=True), 4, memory, how)
     return {(each.tp, each.pp, each.cp, each.dp): each for each in found}
 
 

@@ -12,7 +12,6 @@ import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.cli.launch import run_program
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.errors import Advice
 from megazoo.evaluation.scoring import score
 from megazoo.models.counts import parameter_count
@@ -20,8 +19,9 @@ from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.parallel import ParameterSpec
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import SCHEDULES
-from megazoo.planning.plan import Planner
+from megazoo.planning import PlannedRun, Planner
 from megazoo.testing import check_parallel
 from tests.support.layouts import in_layout
 from tests.support.sampling import marked_slow
@@ -170,8 +170,8 @@ def test_plans_and_checks_know_empty_ranks():
     )
     planner = Planner(CONFIGS["gpt2"])
     plan = planner.plan(
-        ParallelOptions(tp=2, pp=2),
-        TrainingOptions(global_batch_size=4, micro_batch_size=2, seq_length=8),
+        ParallelContext.virtual(tp=2, pp=2),
+        PlannedRun(global_batch_size=4, micro_batch_size=2, seq_length=8),
     )
     assert [rank.layers for rank in plan.ranks] == [4, 0]
     assert plan.parameters == parameter_count(CONFIGS["gpt2"])

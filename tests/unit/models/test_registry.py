@@ -15,7 +15,6 @@ import pretrain_gpt
 from megazoo import from_config, register
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.launch import run_program
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.cli.parsing import run_file
 from megazoo.errors import UserError
 from megazoo.layers import MLP
@@ -25,8 +24,8 @@ from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.models.registry import FAMILIES, find_config
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
+from megazoo.planning import PlannedRun, Planner, note_on_mfu
 from megazoo.planning.meter import forward_flops
-from megazoo.planning.plan import Planner, note_on_mfu
 from tools import plan
 
 ROOT = Path(__file__).parents[3]
@@ -260,7 +259,7 @@ def test_an_attention_of_ones_own_counts_as_it_says(says, tmp_path, capsys):
     run_file(file)
     config = find_config("plain")
     how = {"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 512}
-    runs = Planner(config).plan(ParallelOptions(), TrainingOptions(**how)).model_flops_per_token
+    runs = Planner(config).plan(ParallelContext(), PlannedRun(**how)).model_flops_per_token
     scores = 12 * 2 * 32 * 512
     assert flops_per_token(config, 512) == pytest.approx(
         runs - (scores if says == "pass" else 0), rel=1e-9

@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megazoo
 import pretrain_gpt
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.lora import LoRASettings
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.registry import find_config
 from megazoo.models.source import SavedModel
-from megazoo.planning import Planner, find_layouts
+from megazoo.parallel.context import ParallelContext
+from megazoo.planning import PlannedRun, Planner, find_layouts
+from tests.support.planning import plan
 from tests.support.pretraining import SMALL
 from tests.support.sampling import marked_slow
 from tests.support.training import (
@@ -40,25 +41,13 @@ ALL = LoRASettings(rank=3, targets=("all-linear",))
 GPT2 = tiny_config(tied=False)
 
 
-def plan(config, layout=None, lora=None, quick=False, **training):
-    """The plan of a run; layout: as in helpers.context."""
-    ours = {"sp": "sequence_parallel", "v": "virtual_pp"}
-    parallel = {ours.get(name, name): value for name, value in (layout or {}).items()}
-    dp = parallel.pop("dp", 1)
-    usual = {"micro_batch_size": 2, "seq_length": 16, "global_batch_size": 8}
-    planner = Planner(config, quick, lora)
-    parallel, training = ParallelOptions(**parallel), TrainingOptions(**(usual | training))
-    planner.check(parallel, training, dp)
-    return planner.plan(parallel, training, dp)
-
-
 def test_llama_7b_at_rank_8_trains_4_194_304_parameters():
     """Of each of 32 layers' q and v, [4096, 4096]: A and B of 8 x 4096, by hand."""
     config, lora = find_config("llama-7b"), LoRASettings(rank=8, targets=("q", "v"))
     count = 32 * 2 * 2 * 8 * 4096
     assert count == 4_194_304 == parameter_count(config, lora=lora)
     for layout in ({}, dict(tp=2, pp=2, sp=True)):
-        told = plan(config, layout, lora, quick=True, dtype="bfloat16", seq_length=64)
+        told = plan(config, layout, lora=lora, quick=True, dtype="bfloat16", seq_length=64)
         assert told.trainable_parameters == count
         assert told.parameters == 6_738_415_616 + count  # published, and the adapters
         for rank in told.ranks:
@@ -114,7 +103,7 @@ def test_gradients_and_states_have_the_bytes_of_the_plan(
 ):
     found = run_in_layout(ranks, bytes_of_a_run_in, layout, MODELS[name], lora, train_only, **how)
     options = layout | how
-    told = plan(MODELS[name], options, lora, dtype="bfloat16", train_only=train_only)
+    told = plan(MODELS[name], options, lora=lora, dtype="bfloat16", train_only=train_only)
     places = {(rank.pp, tp): rank for rank in told.ranks for tp in rank.tp}
     for (pp, tp, dp), of_run in found:
         of_plan = {key: getattr(places[pp, tp], key) for key in of_run}
@@ -233,7 +222,7 @@ def test_flops_are_those_that_torch_counts(name, train_only, lora):
         model.train_batch(ids, targets=ids)
     assert flops_per_token(config, 16, train_only, lora) == counter.get_total_flops() / 32
     for layout in ({}, dict(tp=2, pp=2, sp=True)):
-        told = plan(config, layout, lora, train_only=train_only)
+        told = plan(config, layout, lora=lora, train_only=train_only)
         assert told.model_flops_per_token == counter.get_total_flops() / 32
     assert told.trainable_parameters == parameter_count(config, train_only, lora)
 
@@ -295,15 +284,20 @@ def test_stages_of_the_same_shapes_are_told_apart_by_what_they_train():
 
 def test_a_search_tells_the_stages_apart_that_train():
     config, pattern = replace(find_config("llama-tiny"), layers=8), r"layers\.4\.attention_norm"
-    training = TrainingOptions(
+    run = PlannedRun(
         micro_batch_size=1, global_batch_size=8, seq_length=16, train_only=pattern, dtype="bfloat16"
     )
-    found = list(find_layouts(Planner(config, True), 4, 1_200_000, ParallelOptions(), training))
+    found = list(find_layouts(Planner(config, True), 4, 1_200_000, run))
     assert max(layout.pp for layout in found) == 4
     for each in found:
-        names = ("tp", "pp", "virtual_pp", "sequence_parallel", "zero")
-        parallel = ParallelOptions(**{name: getattr(each, name) for name in names})
-        told = Planner(config).plan(parallel, training, each.dp)
+        layout = ParallelContext.virtual(
+            each.tp,
+            each.pp,
+            each.dp,
+            virtual=each.virtual_pp,
+            sequence_parallel=each.sequence_parallel,
+        )
+        told = Planner(config).plan(layout, replace(run, zero=each.zero))
         most = max(rank.total for rank in told.ranks)
         assert 0.999 * most <= each.total <= 1.05 * most
         assert each.step_flops == pytest.approx(told.step_flops)
@@ -317,7 +311,8 @@ def test_a_search_tells_what_a_plan_tells(lora):
     for pattern in (None, r"layers\.[67]\."):
         for layout in (dict(pp=2), dict(tp=2, sp=True), dict(pp=4)):
             exact, quick = (
-                plan(config, layout, lora, quick, train_only=pattern) for quick in (False, True)
+                plan(config, layout, lora=lora, quick=quick, train_only=pattern)
+                for quick in (False, True)
             )
             assert exact.model_flops_per_token == pytest.approx(quick.model_flops_per_token)
             for a, b in zip(exact.ranks, quick.ranks, strict=True):

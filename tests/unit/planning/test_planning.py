@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 import megazoo
 from megazoo.cli.launch import run_program
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.registry import FAMILIES, family_of, find_config
 from megazoo.parallel import failure
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import Exchange, one_f_one_b, program
-from megazoo.planning import Planner
+from megazoo.planning import PlannedRun, Planner
+from megazoo.planning.ranks import place_in
+from tests.support.planning import plan
 from tests.support.programs import run_tool
 from tests.support.sampling import marked_slow, sampled
 from tests.support.training import (
@@ -37,14 +38,6 @@ PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 NO_DROPOUT = dict(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
 
 
-def plan(config, dp=1, parallel=None, quick=False, **training):
-    usual = {"micro_batch_size": 2, "seq_length": 16, "global_batch_size": 8}
-    planner = Planner(config, quick=quick)
-    parallel, training = ParallelOptions(**(parallel or {})), TrainingOptions(**(usual | training))
-    planner.check(parallel, training, dp)
-    return planner.plan(parallel, training, dp)
-
-
 @pytest.mark.parametrize(
     "preset", marked_slow(PRESETS, lambda _, p: not p.endswith("-tiny") and p != "gpt3-175b")
 )
@@ -53,14 +46,14 @@ def test_parameters_and_flops_are_those_of_the_built_model(preset):
     the meter's, of what runs on meta."""
     config = find_config(preset)
     planner, tp, pp = Planner(config), 2, 2
-    parallel, training = ParallelOptions(tp=tp, pp=pp), TrainingOptions(dtype="bfloat16")
+    run = PlannedRun(global_batch_size=32, micro_batch_size=16, seq_length=128, dtype="bfloat16")
     family = FAMILIES[family_of(config)]
     build = family.build if preset.endswith("tiny") else family.on_meta
     for pp_rank, tp_rank in product(range(pp), range(tp)):
-        model = build(config, ParallelContext.virtual(tp, pp, 1, rank=pp_rank * tp + tp_rank))
+        ctx = ParallelContext.virtual(tp, pp, 1, rank=pp_rank * tp + tp_rank)
+        model = build(config, ctx)
         built = sum(parameter.numel() for parameter in model.parameters())
-        rank = planner.build(parallel, 1, pp_rank, tp_rank)
-        planned = planner.static(rank, parallel, training)
+        planned = planner.static(planner.build(place_in(ctx, pp_rank, tp_rank)), run)
         assert planned.parameters == built
         assert planned.weights == 2 * built
         assert planned.optimizer == 12 * built
@@ -72,7 +65,7 @@ def test_with_uneven_inner_features_the_first_rank_has_the_most_and_all_add_up()
     # 512 + 131 and 640; 384, 384, 259 and 256
     config = replace(find_config("gpt2-tiny"), ffn_size=1283)
     for tp in (2, 4):
-        planned = plan(config, parallel=dict(tp=tp))
+        planned = plan(config, layout=dict(tp=tp))
         assert planned.parameters == parameter_count(config)
         assert planned.ranks[0].tp[0] == 0
         assert planned.ranks[0].parameters == max(rank.parameters for rank in planned.ranks)
@@ -88,15 +81,15 @@ def test_copies_count_once_in_the_whole():
     for name in ("gpt2-tiny", "llama-tiny", "mpt-tiny"):
         config = find_config(name)
         for parallel in ({}, dict(tp=4), dict(tp=2, pp=2, virtual_pp=2)):
-            assert plan(config, parallel=parallel).parameters == parameter_count(config), name
+            assert plan(config, layout=parallel).parameters == parameter_count(config), name
     # published
-    assert plan(GPT2Config(**NO_DROPOUT), parallel=dict(tp=2, pp=2)).parameters == 124_439_808
+    assert plan(GPT2Config(**NO_DROPOUT), layout=dict(tp=2, pp=2)).parameters == 124_439_808
 
 
 def test_thousands_of_ranks_are_planned_as_their_few_shapes():
     config, how = find_config("gpt3-175b"), {"micro_batch_size": 1, "seq_length": 2048}
     how |= {"dtype": "bfloat16", "global_batch_size": 1536}
-    told = plan(config, 32, dict(tp=8, pp=16), **how)
+    told = plan(config, dict(tp=8, pp=16, dp=32), **how)
     assert told.parameters == 174_604_259_328
     assert sorted((rank.pp, tp) for rank in told.ranks for tp in rank.tp) == [
         (p, t) for p in range(16) for t in range(8)
@@ -152,7 +145,7 @@ def test_memory_is_within_a_tenth_of_what_a_run_takes(
         train_twice, config, layout, rows, dtype, recompute, count, processes=layout.get("pp", 1)
     )
     batch = {"micro_batch_size": rows, "global_batch_size": count * rows, "seq_length": 256}
-    told = plan(config, parallel=layout, dtype=dtype, recompute=recompute, **batch)
+    told = plan(config, layout=layout, dtype=dtype, recompute=recompute, **batch)
     for rank, peak in zip(told.ranks, measured, strict=True):
         assert peak > 80e6
         assert rank.total == pytest.approx(peak, rel=0.1), (rank, peak)
@@ -196,7 +189,7 @@ def sent_by(layout, config, recompute):
 def test_bytes_over_tp_are_those_of_a_real_run(ranks, sp, recompute):
     config = tiny_config()
     real = ranks(sent_by, 2, dict(tp=2, sp=sp), config, recompute)
-    told = plan(config, parallel=dict(tp=2, sequence_parallel=sp), recompute=recompute)
+    told = plan(config, layout=dict(tp=2, sequence_parallel=sp), recompute=recompute)
     for rank in told.ranks:
         for tp in rank.tp:
             assert rank.sent_tp == real[tp] > 0
@@ -207,17 +200,17 @@ def test_bytes_by_hand():
     more at each end."""
     config, m, b, s, h, layers = tiny_config(tied=False), 4, 2, 16, 32, 5
     activation = 4 * b * s * h
-    told = plan(config, parallel=dict(tp=2))
+    told = plan(config, layout=dict(tp=2))
     # the largest logit, then the sums of exponentials and the target's
     losses = 4 * b * s * (1 + 2)
     assert told.ranks[0].sent_tp == m * ((4 * layers + 2) * activation + losses)
-    told = plan(config, dp=2, parallel=dict(pp=3), global_batch_size=16)
+    told = plan(config, dict(pp=3, dp=2), global_batch_size=16)
     for rank in told.ranks:
         steps = program(one_f_one_b, rank.pp, 3, 1, m)
         sends = sum(len(step.sends) for step in steps if isinstance(step, Exchange))
         assert rank.sent_pp == sends * activation
         assert rank.sent_dp == rank.gradients  # 2 (n - 1) / n of the buckets, for n = 2
-    zero = plan(config, dp=2, parallel=dict(pp=3, zero=1), global_batch_size=16, dtype="bfloat16")
+    zero = plan(config, dict(pp=3, dp=2, zero=1), global_batch_size=16, dtype="bfloat16")
     for rank, before in zip(zero.ranks, told.ranks, strict=True):
         # a half of the fp32 gradients and bf16 parameters
         assert rank.sent_dp == before.gradients * (4 + 2) / 8
@@ -237,9 +230,7 @@ def test_flops_by_hand():
     assert full.model_flops_per_token == told.model_flops_per_token
     layers = by_hand - 6 * config.vocab_size * config.hidden_size
     assert full.ranks[0].flops == pytest.approx(8 * s * (by_hand + layers / 3), rel=1e-6)
-    cut = plan(
-        config, seq_length=s, micro_batch_size=b, parallel=dict(tp=2, pp=3, schedule="zb-h1")
-    )
+    cut = plan(config, seq_length=s, micro_batch_size=b, layout=dict(tp=2, pp=3, schedule="zb-h1"))
     assert sum(rank.flops * len(rank.tp) for rank in cut.ranks) == pytest.approx(
         8 * s * by_hand, rel=1e-4
     )
@@ -278,7 +269,7 @@ def test_a_few_layers_stand_for_many():
                 dict(tp=2, sequence_parallel=True),
             ):
                 exact, quick = (
-                    plan(config, parallel=parallel, seq_length=64, quick=q, **how)
+                    plan(config, layout=parallel, seq_length=64, quick=q, **how)
                     for q in (False, True)
                 )
                 for a, b in zip(exact.ranks, quick.ranks, strict=True):
@@ -287,17 +278,17 @@ def test_a_few_layers_stand_for_many():
 
 
 def test_bubbles():
-    told = plan(tiny_config(), parallel=dict(pp=4))
+    told = plan(tiny_config(), layout=dict(pp=4))
     assert told.bubble == pytest.approx(3 / 4)
     assert told.bubble_of_stages > told.bubble  # 5 layers on 4 stages
     assert [rank.in_flight for rank in told.ranks] == [4, 3, 2, 1]
     held = [rank.activations for rank in told.ranks]
     assert held[1] > held[2]
-    assert plan(tiny_config(), parallel=dict(pp=4, schedule="zb-h1")).bubble == pytest.approx(1 / 4)
+    assert plan(tiny_config(), layout=dict(pp=4, schedule="zb-h1")).bubble == pytest.approx(1 / 4)
 
 
 def test_an_offloaded_optimizer_is_not_on_the_device():
-    there = plan(tiny_config(), parallel=dict(offload_optimizer=True), dtype="bfloat16").ranks[0]
+    there = plan(tiny_config(), layout=dict(offload_optimizer=True), dtype="bfloat16").ranks[0]
     here = plan(tiny_config(), dtype="bfloat16").ranks[0]
     assert (there.optimizer, there.optimizer_host) == (0, here.optimizer)
     assert here.optimizer == 12 * here.parameters
@@ -341,9 +332,10 @@ def test_search_lists_what_fits_fastest_first(capsys):
         assert each["tp"] * each["pp"] * each["dp"] == 4
         assert each["total"] <= 1.5e9
     best = told[0]
-    layout = {name: best[name] for name in ("tp", "pp", "virtual_pp", "sequence_parallel", "zero")}
+    names = ("tp", "pp", "dp", "virtual_pp", "sequence_parallel", "zero")
+    layout = {name: best[name] for name in names}
     batch = {"micro_batch_size": 1, "global_batch_size": 4, "seq_length": 1024, "dtype": "bfloat16"}
-    exact = plan(find_config("gpt2-124m"), best["dp"], layout, recompute=best["recompute"], **batch)
+    exact = plan(find_config("gpt2-124m"), layout, recompute=best["recompute"], **batch)
     assert 0.999 <= best["total"] / max(rank.total for rank in exact.ranks) < 1.1
     assert best["bubble"] == pytest.approx(exact.bubble_of_stages, rel=1e-3, abs=1e-9)
 
@@ -352,6 +344,12 @@ def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
     for arguments, message in {
         "--tp 3": "tp 3 doesn't divide heads 4: use tp 1, 2 or 4",
         "--dp 0": "dp 0 must be at least 1",
+        "--tp 100000": "tp 100000 must be at most 65,536",
+        "--recompute-interval 0": "recompute-interval 0 must be at least 1",
+        "--global-batch-size 3 --dp 2": "global-batch-size 3 is not a multiple of micro-batch-size "
+        "1 x dp 2 = 2: use 2 or 4",
+        "--optimizer muon --offload-optimizer": "offload-optimizer keeps AdamW's state on the CPU: "
+        "leave it out with muon",
         "--pp 9": "layers 4 don't fill pp 9 stages: use pp of at most 4",
         "--search --memory 80X": "'80X' is not a size such as 5GB or 200MB",
         "--search --memory 1KB": "no layout of 8 GPUs fits into 1KB",

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.registry import find_config
-from megazoo.planning import GPUS, Planner, fastest_layouts, find_layouts
+from megazoo.parallel.context import ParallelContext
+from megazoo.planning import GPUS, PlannedRun, Planner, fastest_layouts, find_layouts
 from megazoo.planning.search import fitting_layout
 
 
@@ -58,14 +58,12 @@ def times(config, gpu, length, batch, runs, micro_batch=1, recompute=FULL, sp=Fa
     Without ZeRO: Megatron-LM's runs of these tables had none."""
     planner, told = Planner(config, quick=True), []
     for tp, pp, virtual_pp, dp in runs:
-        parallel = ParallelOptions(
-            tp=tp, pp=pp, virtual_pp=virtual_pp, sequence_parallel=sp and tp > 1
-        )
-        training = TrainingOptions(
+        layout = ParallelContext.virtual(tp, pp, dp, virtual=virtual_pp, sequence_parallel=sp)
+        run = PlannedRun(
             micro_batch_size=micro_batch, global_batch_size=batch, seq_length=length,
             dtype="bfloat16", recompute=recompute,
         )  # fmt: skip
-        found = fitting_layout(planner, parallel, training, dp, float("inf"), GPUS[gpu])
+        found = fitting_layout(planner, layout, run, float("inf"), GPUS[gpu])
         told.append(found.time)
     return told
 
@@ -75,11 +73,11 @@ def times(config, gpu, length, batch, runs, micro_batch=1, recompute=FULL, sp=Fa
 def test_the_published_layout_is_among_the_first_five(name):
     """Of distinct sizes of tp, pp, cp and dp."""
     config, gpu, gpus, memory, length, batch, micro_batch, published = PUBLISHED[name]
-    training = TrainingOptions(
+    run = PlannedRun(
         micro_batch_size=micro_batch, global_batch_size=batch, seq_length=length, dtype="bfloat16"
     )
     planner = Planner(config, quick=True)
-    found = find_layouts(planner, gpus, memory * 10**9, ParallelOptions(), training, GPUS[gpu])
+    found = find_layouts(planner, gpus, memory * 10**9, run, GPUS[gpu])
     assert published in [layout.sizes for layout in fastest_layouts(found)[:5]]
 
 

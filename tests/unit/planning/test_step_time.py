@@ -6,13 +6,13 @@ from dataclasses import fields
 import pytest
 import torch
 
-from megazoo.cli.options import ParallelOptions, TrainingOptions
 from megazoo.models.registry import find_config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import gpipe, one_f_one_b, tables_of, zb_h1
-from megazoo.planning import GPUS, Planner
+from megazoo.planning import GPUS, PlannedRun, Planner
 from megazoo.planning.meter import META, Cost, Meter
 from megazoo.planning.plan import schedule_tables
+from megazoo.planning.ranks import place_in
 from megazoo.planning.static import Static
 from megazoo.planning.step_time import COLLECTIVE, KERNEL, Speed, step_time
 from tests.support.training import tiny_config
@@ -129,14 +129,12 @@ def test_what_goes_on_beside_products_by_hand(family):
     input again and scatter its gradient beside products; both row-parallel ones gather theirs. The
     head is a column-parallel layer."""
     config = tiny_config(tied=False) if family == "gpt2" else find_config("llama-tiny")
-    training = TrainingOptions(
-        micro_batch_size=2, global_batch_size=4, seq_length=16, dtype="float32"
-    )
+    run = PlannedRun(micro_batch_size=2, global_batch_size=4, seq_length=16, dtype="float32")
     part = 4 * 2 * 16 * config.hidden_size / 2  # what a rank of two sends of an activation
     for cut, beside in ((True, 4), (False, 2 * 2)):  # an all-reduce sends twice as much
-        parallel = ParallelOptions(tp=2, sequence_parallel=cut)
+        layout = ParallelContext.virtual(2, sequence_parallel=cut)
         planner = Planner(config)
-        (table,) = schedule_tables(parallel, training, 1)
-        (costs,) = planner.costs(planner.build(parallel, 1, 0, 0), parallel, training, table)
+        (table,) = schedule_tables(layout, run)
+        (costs,) = planner.costs(planner.build(place_in(layout, 0)), run, table)
         assert costs["F"].sent_beside == 0
         assert costs["B"].sent_beside == (beside * config.layers + beside // 2) * part

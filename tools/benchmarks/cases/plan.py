@@ -18,16 +18,14 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 def milliseconds_a_rank(pairs: int) -> list[list[float]]:
     """Return the milliseconds that a rank of each world takes, in each run."""
-    from megazoo.cli.options import ParallelOptions, TrainingOptions
     from megazoo.models.registry import find_config
-    from megazoo.planning import Planner
+    from megazoo.parallel.context import ParallelContext
+    from megazoo.planning import PlannedRun, Planner
 
-    training = TrainingOptions(
-        micro_batch_size=1, global_batch_size=1536, seq_length=2048, dtype="bfloat16"
-    )
+    run = PlannedRun(micro_batch_size=1, global_batch_size=1536, seq_length=2048, dtype="bfloat16")
 
     def plan(pp: int, dp: int):
-        return Planner(find_config(PRESET)).plan(ParallelOptions(tp=TP, pp=pp), training, dp)
+        return Planner(find_config(PRESET)).plan(ParallelContext.virtual(TP, pp, dp), run)
 
     seconds = seconds_in_turn([lambda: plan(*LARGE), lambda: plan(*SMALL)], pairs)
     worlds = [TP * pp * dp for pp, dp in (LARGE, SMALL)]

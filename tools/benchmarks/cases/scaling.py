@@ -177,17 +177,17 @@ def measured(study: Study, runs: int) -> Curve:
 
 def plan(shape: Shape):
     """Return the planner's RankPlan of rank 0."""
-    from megazoo.cli.options import ParallelOptions, TrainingOptions
-    from megazoo.planning import Planner
+    from megazoo.parallel.context import ParallelContext
+    from megazoo.planning import PlannedRun, Planner
 
-    training = TrainingOptions(
+    run = PlannedRun(
         micro_batch_size=shape.rows // (shape.dp * shape.micro_batches),
         global_batch_size=shape.rows,
         seq_length=shape.sequence,
         dtype="float32",
     )
-    parallel = ParallelOptions(tp=shape.tp, pp=shape.pp)
-    return Planner(shape.config(), quick=True).plan(parallel, training, shape.dp).ranks[0]
+    layout = ParallelContext.virtual(shape.tp, shape.pp, shape.dp)
+    return Planner(shape.config(), quick=True).plan(layout, run).ranks[0]
 
 
 def step_of(shape: Shape) -> Callable[[], object]:

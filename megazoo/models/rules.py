@@ -1,0 +1,50 @@
+"""Rules that the layout and the batches of a run must keep to, for the model that it trains."""
+
+from megazoo.errors import UserError
+from megazoo.models.base import Model
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.schedule import check_schedule
+
+
+def check_layout(family: type[Model], config, layout: ParallelContext, schedule: str) -> None:
+    """Raise UserError if a layout can't cut the model, or can't have the schedule. layout: any
+    rank's context."""
+    tp, pp, virtual = layout.tp_size, layout.pp_size, layout.virtual_size
+    family.check(config, tp, pp, virtual)
+    # Each of these refuses what can't be.
+    check_schedule(schedule, pp, virtual)
+    family.all_stages(config, layout)
+    if layout.cp_size > 1 and layout.cp_method == "ulysses":  # whose ranks need a head each
+        of_ulysses = ParallelContext.virtual(tp, cp=layout.cp_size, cp_method="ulysses")
+        family.on_meta(config, of_ulysses)
+
+
+def check_batch(global_batch_size: int, micro_batch_size: int, dp: int) -> None:
+    """Raise UserError unless the global batch is made of whole micro-batches, as many on each of
+    `dp` replicas."""
+    rows, unit = global_batch_size, micro_batch_size * dp
+    if rows % unit:
+        below, above = rows // unit * unit, -(-rows // unit) * unit
+        raise UserError(
+            f"global-batch-size {rows} is not a multiple of micro-batch-size "
+            f"{micro_batch_size} x dp {dp} = {unit}: "
+            f"use {f'{below} or ' if below else ''}{above}"
+        )
+
+
+def check_sequence(family: type[Model], config, length: int) -> None:
+    """Raise UserError if the model has no positions for a sequence of so many tokens."""
+    longest = family.longest_sequence(config)
+    if length > longest:
+        scaled = f", which its rotary scaling takes to {longest}"
+        raise UserError(
+            f"seq-length {length} exceeds the model's max-positions {config.max_positions}"
+            f"{scaled if longest > config.max_positions else ''}: "
+            "use at most that, or a larger --max-positions"
+        )
+
+
+def check_offload(optimizer: str, offloaded: bool) -> None:
+    """Raise UserError if the state of this optimizer can't be kept on the CPU."""
+    if optimizer == "muon" and offloaded:
+        raise UserError("offload-optimizer keeps AdamW's state on the CPU: leave it out with muon")

@@ -1,0 +1,31 @@
+"""What a plan needs to know of a run, beside its model and its layout."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run that is planned.
+
+    global_batch_size: sequences a step, over all replicas and micro-batches. micro_batch_size:
+    sequences that a stage handles at once. seq_length: tokens of a sequence. dtype: of weights and
+    activations. zero: 1: the replicas share the optimizer's state. offload_optimizer: its state is
+    on the CPU. recompute, recompute_interval: as in `Model.recompute`. optimizer: "adamw" or
+    "muon". train_only: as in `Model.train_only`; None: everything is trained, or the adapters.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    seq_length: int
+    dtype: str = "float32"
+    schedule: str = "1f1b"
+    zero: int = 0
+    offload_optimizer: bool = False
+    recompute: str = "none"
+    recompute_interval: int = 1
+    optimizer: str = "adamw"
+    train_only: str | None = None
+
+    def microbatches(self, dp: int) -> int:
+        """Return the number of micro-batches of a replica, in a step."""
+        return self.global_batch_size // (dp * self.micro_batch_size)
