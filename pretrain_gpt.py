@@ -6,10 +6,8 @@ $ torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2   the same with 2 re
 $ python pretrain_gpt.py --load runs/a --tp 4 --steps 2000    go on, in another layout
 """
 
-import sys
 from contextlib import closing
 from datetime import timedelta
-from typing import NamedTuple
 
 from megazoo.cli.launch import (
     after_rank_zero,
@@ -28,61 +26,32 @@ import torch.distributed as dist
 
 import megazoo
 from megazoo.checkpoint import load
-from megazoo.checkpoint.places import TRAINER, has_checkpoint
-from megazoo.cli.adapters import add_adapters, flag_to_go_on, note_on_trained, open_weights
+from megazoo.cli.adapters import add_adapters, note_on_trained
 from megazoo.cli.classifier import measures_of, settle_labels
+from megazoo.cli.data import Data, open_data, prepare_inputs
 from megazoo.cli.deaths import naming_dead_ranks
-from megazoo.cli.elastic import is_restart
-from megazoo.cli.parsing import gives, parse_options, run_file
+from megazoo.cli.optimizer import make_optimizer
 from megazoo.cli.recorder import Recorder
-from megazoo.cli.rules import (
-    check_run,
-    model_config,
-    parse_stage_layers,
-    refuse_default_rate,
-)
-from megazoo.cli.run import Run, notes_on_changes, resumed_state
-from megazoo.cli.run_record import checksums, inputs_of
-from megazoo.cli.summary import summary
-from megazoo.cli.tokenizer import find_tokenizer
-from megazoo.data import (
-    Batches,
-    changes,
-    check_data,
-    check_template,
-    fingerprints,
-    json_files,
-    open_datasets,
-    prepare_datasets,
-)
-from megazoo.data.labels import count_of
+from megazoo.cli.rules import check_run, model_config, parse_stage_layers, refuse_default_rate
+from megazoo.cli.run import Run, notes_on_changes
+from megazoo.cli.settings import resolve
+from megazoo.cli.summary import introduce, summary
+from megazoo.cli.tokenizer import find_tokenizer, take_along_tokenizer
+from megazoo.data import Batches, check_data, check_template, json_files
 from megazoo.environment import is_rank_zero, world_size
 from megazoo.evaluation import Tally, evaluate_rows
 from megazoo.models.base import Model
-from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import load_weights
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.optim.adamw import AdamW
-from megazoo.optim.loss_scale import LossScale
-from megazoo.optim.muon import Muon
-from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stage
+from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.parallel.failure import propagate_errors
-from megazoo.parallel.sizes import product_of
 from megazoo.parallel.timing import Stopwatch, spent
-from megazoo.planning.plan import note_on_mfu
 from megazoo.terminal import print_rank_0
-from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS, open_tokenizer, tokenizer_files
-
-
-class Data(NamedTuple):
-    """The global batches of a run, by what they are for."""
-
-    training: Batches
-    validation: Batches
-    test: Batches
+from megazoo.tokenizer import open_tokenizer
 
 
 def main(arguments: list[str]) -> None:
@@ -103,42 +72,20 @@ def main(arguments: list[str]) -> None:
 
 def prepare(arguments: list[str]) -> Run:
     """Read and check all that can be before there are ranks, and before anything is built."""
-    options = parse_options(arguments, __doc__)
-    save = options.checkpoint.save
-    if is_restart() and save and has_checkpoint(save):
-        arguments = [*arguments, flag_to_go_on(options), str(save), "--no-load-weights-only"]
-        options = parse_options(arguments, __doc__)
-    if options.model.import_:
-        run_file(options.model.import_)
-    weights = open_weights(options)
-    source, resumed = weights.described, weights.resumed(options)
-    state = resumed_state(resumed)
-    if resumed:
-        origin = str(resumed.path / TRAINER)
-        options = parse_options(arguments, __doc__, resumed=state["settings"], origin=origin)
+    settings = resolve(arguments, __doc__)
+    options, weights = settings.options, settings.weights
+    source, parallel = weights.described, options.parallel
     config = model_config(options.model, source)
     named = options.data.tokenizer or (source and source.tokenizer) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
     sources = check_data(options.data.data, options.data.split)
     config, labels = settle_labels(config, source, tokenizer, sources)
     check_template(options.data.chat_template)
-    parallel = options.parallel
     dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, weights)
-    if not gives(arguments, "lr"):
+    if "lr" not in settings.given:
         refuse_default_rate(weights)
-    run = Run(
-        arguments,
-        options,
-        config,
-        tokenizer,
-        sources,
-        weights.base,
-        resumed is not None,
-        state,
-        labels=labels,
-        weights=weights,
-    )
+    run = Run(**vars(settings), config=config, tokenizer=tokenizer, sources=sources, labels=labels)
     if not options.training.epochs:  # their steps are known when the data is open
         run.check_remaining()
     return run
@@ -183,13 +130,6 @@ def start_ranks(run: Run) -> ParallelContext:
     return ctx
 
 
-def prepare_inputs(run: Run) -> None:
-    """Make the tokens of texts that have none, and for --record the checksums of all files."""
-    prepare_datasets(run.sources, run.tokenizer, run.options.data.chat_template, run.labels)
-    if run.options.logging.record:
-        run.files = checksums(inputs_of(run))
-
-
 def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
     """Build this rank's part of the model and of the optimizer, with what --load has of them."""
     options, training = run.options, run.options.training
@@ -215,98 +155,6 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
     if is_rank_zero():
         take_along_tokenizer(run, model)
     return model, optimizer
-
-
-def make_optimizer(options: Options, model: Model) -> AdamW:
-    """Make the optimizer that the settings name."""
-    training, chosen, zero = options.training, options.optimizer, options.parallel.zero
-    adamw = {"betas": (chosen.beta1, chosen.beta2), "weight_decay": chosen.weight_decay}
-    loss_scale = LossScale(
-        training.initial_loss_scale, training.loss_scale_window, training.hysteresis
-    )
-    common = {"clip_grad": chosen.clip_grad, "zero": zero, "loss_scale": loss_scale}
-    if chosen.optimizer == "adamw":
-        return AdamW(model, **adamw, **common, offload=options.parallel.offload_optimizer)
-    return Muon(
-        model,
-        chosen.muon_lr,
-        chosen.muon_momentum,
-        ns_steps=chosen.ns_steps,
-        ns_dtype=chosen.ns_dtype,
-        weight_decay=chosen.weight_decay,
-        adamw={"lr": chosen.lr, **adamw},
-        **common,
-    )
-
-
-def introduce(run: Run, ctx: ParallelContext) -> None:
-    """Print what is trained, and on what."""
-    print_rank_0(
-        f"{family_of(run.config)}, {kind_of(run)}{parameter_count(run.config):,} parameters, "
-        f"on {ctx.world_size} x {ctx.device.type}: "
-        f"{product_of(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size)}"
-        + (", cp-method ulysses" if ctx.cp_size > 1 and ctx.cp_method == "ulysses" else "")
-        + (", sequence parallel" if ctx.sequence_parallel else "")
-        + run.note_on_precision(ctx.device.type)
-    )
-    if run.options.model.import_ and is_rank_zero():
-        note = note_on_mfu(run.config, run.options.training.seq_length)
-        if note:
-            print_rank_0(note)
-
-
-def kind_of(run: Run) -> str:
-    """Return what to say of a classifier, with a comma behind it; nothing of a language model."""
-    if not run.labels:
-        return ""
-    is_new = run.source and not run.source.config.num_labels
-    return f"classifier of {count_of(run.labels.num_labels)}{' (a new head)' if is_new else ''}, "
-
-
-def take_along_tokenizer(run: Run, model: Model) -> None:
-    """Have checkpoints carry the tokenizer's files, instead of those that came with the weights; a
-    resumed run finds them there."""
-    source = run.tokenizer.source
-    run.options.data.tokenizer = "byte" if source == "byte" else None
-    others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS)
-    kept = {name: data for name, data in model.sidecar_files.items() if name not in others}
-    model.sidecar_files = tokenizer_files(source) | kept
-
-
-def open_data(run: Run, model: Model) -> Data:
-    """Open the data, on the stages that use it: the first and the last."""
-    options, ctx = run.options, model.ctx
-    blends = (None, None, None)
-    if model.stages[0].first or model.stages[-1].last:
-        blends = open_datasets(
-            run.sources,
-            run.tokenizer,
-            seq_length=options.training.seq_length,
-            vocab_size=run.config.vocab_size,
-            seed=options.training.seed,
-            separate_documents=options.data.separate_documents,
-            chat_template=options.data.chat_template,
-            packing=options.data.packing,
-            labels=run.labels,
-            report=print_rank_0,
-        )
-    if is_rank_zero():
-        take_fingerprints(run)
-    if options.training.epochs:
-        samples = torch.tensor(len(blends[0]) if blends[0] else 0)
-        run.settle_epochs(broadcast_from_stage(samples, 0, ctx).item())
-    rows, pad = options.training.global_batch_size, run.config.pad_token_id
-    return Data(*(Batches(blend, rows, ctx, pad) for blend in blends))
-
-
-def take_fingerprints(run: Run) -> None:
-    """Note what the data is like, for checkpoints, and warn of what is not as it was in the one
-    that the run goes on from."""
-    template = run.options.data.chat_template
-    names, tokenizer = run.sources.names, run.tokenizer.source
-    run.fingerprints = fingerprints(names, tokenizer, template, run.labels)
-    for change in changes(run.state.get("data", []), run.fingerprints):
-        print(f"warning: {change}", file=sys.stderr, flush=True)
 
 
 def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Recorder) -> None:

@@ -27,7 +27,15 @@ import tyro
 
 from megazoo.checkpoint.places import find_checkpoint, has_checkpoint
 from megazoo.cli.adapters import Weights, open_weights
-from megazoo.cli.flags import Argument, File, Name, filled, optional, parse_flags, typed_settings
+from megazoo.cli.flags import (
+    Argument,
+    File,
+    Name,
+    optional,
+    parse_flags,
+    typed_settings,
+    with_settings,
+)
 from megazoo.cli.launch import run_program
 from megazoo.cli.local_ranks import PASSED_ON, LocalRanks
 from megazoo.cli.options import ImportOption
@@ -103,7 +111,7 @@ def main(arguments: list[str]) -> None:
     own, layouts = own_layout(recorded, settings), [None]
     if options.layouts:
         layouts = [Layout.named(name) for name in options.layouts.split(",")]
-    program = filled(TrainingProgram, settings)
+    program = with_settings(TrainingProgram(), settings)
     weights = open_weights(program)
     for layout in layouts:
         check_layout(layout, own, recorded, model_config(program.model, weights.described))

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import io
 import textwrap
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
@@ -45,7 +45,7 @@ def parse_flags(kind: type, arguments: list[str], description: str, settings: di
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            default = filled(kind, settings) if settings else None
+            default = with_settings(kind(), settings) if settings else None
             words = _with_values(arguments, kinds_of(kind))
             options = tyro.cli(kind, args=words, description=description, default=default)
     except SystemExit as stop:
@@ -104,16 +104,17 @@ def typed_settings(kind: type, settings: dict, origin: str, *, words: bool = Fal
         raise UserError(f"{origin}: {error}") from None
 
 
-def filled(kind: type, settings: dict):
-    """Return a dataclass of settings, which may have groups, with these typed settings in it."""
-    options = kind()
-    for f in fields(kind):
+def with_settings(options, settings: dict):
+    """Return a copy of a dataclass of settings, which may have groups, with these typed settings in
+    it."""
+    values = {}
+    for f in fields(options):
         value = getattr(options, f.name)
         if is_dataclass(value):
-            setattr(options, f.name, filled(type(value), settings))
+            values[f.name] = with_settings(value, settings)
         elif f.name.rstrip("_") in settings:
-            setattr(options, f.name, settings[f.name.rstrip("_")])
-    return options
+            values[f.name] = settings[f.name.rstrip("_")]
+    return replace(options, **values)
 
 
 def _typed(name: str, value, kind, words: bool):

@@ -6,9 +6,16 @@ import stat
 import sys
 import tomllib
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
-from megazoo.cli.flags import flag_of, parse_flags, settings_of, typed_settings
+from megazoo.cli.flags import (
+    flag_of,
+    parse_flags,
+    settings_of,
+    typed_settings,
+    with_settings,
+)
 from megazoo.cli.mistakes import user_files
 from megazoo.cli.options import ImportOption, Options
 from megazoo.cli.rules import check_value, check_values, settle_steps
@@ -19,53 +26,76 @@ from megazoo.files import brief, regular_file
 # Settings that take each other's place: the one that has a default, and the other.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
 LARGEST_FILE = 1 << 20  # bytes of settings
-_piped: dict[int, bytes] = {}  # what pipes held, by their inodes: they can be read once
 
 
-def parse_options(
-    arguments: list[str],
-    description: str,
-    resumed: dict | None = None,
-    origin: str = "the checkpoint",
-) -> Options:
-    """Return the options of a command line, over those of the TOML file that its --config names.
-    See `parse_flags`.
+@dataclass
+class CommandLine:
+    """The settings that a start of the training program is given: those of its command line, over
+    those of the TOML file that its --config names.
 
-    resumed: `settings_to_resume` of the run that is resumed, below both. origin: the file that has
-    them, for errors.
+    words: the command line. parsed: the settings, nothing of a checkpoint in them, and nothing
+    filled in that follows from others. file: those of the TOML file. flags: on the command line,
+    by the names of settings; no_x of one that is turned off.
     """
-    file = _value_of("--config", arguments)
-    settings = typed_settings(Options, _toml_settings(file), file, words=True) if file else {}
-    resumed = typed_settings(Options, resumed or {}, origin)
-    for name, value in resumed.items():
-        check_value(name, value, origin)
-    lower = {**resumed, **settings}
-    flags = {flag_of(argument) for argument in arguments if argument.startswith("--")}
-    for pair in EITHER_OR:
-        usual, other = pair
-        given = [name for name in pair if flag_of(name) in flags]
-        given = given or [name for name in pair if settings.get(name)]
-        if len(given) > 1:
-            raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
-        if given or lower.get(other):  # what is given further below doesn't count
-            lower.pop(other if given == [usual] else usual, None)
-    options = parse_flags(Options, arguments, description, lower)
-    if file and _is_piped(file) and options.parallel.replica > 1:
-        raise UserError(f"--config {file} is a pipe, which several ranks can't read: give a file")
-    if options.data.mock_data:
-        options.data.data = ("mock",)
-    if options.optimizer.min_lr is None:
-        options.optimizer.min_lr = options.optimizer.lr / 10
-    check_values(options)
-    settle_steps(options)
-    return options
 
+    words: list[str]
+    parsed: Options
+    file: dict
+    flags: set[str]
 
-def gives(arguments: list[str], name: str) -> bool:
-    """Return whether a command line, or the TOML file that its --config names, gives a setting."""
-    file = _value_of("--config", arguments)
-    flags = {flag_of(argument) for argument in arguments if argument.startswith("--")}
-    return flag_of(name) in flags or bool(file and name in _toml_settings(file))
+    @classmethod
+    def read(cls, words: list[str], description: str = "") -> "CommandLine":
+        """Read a command line and its file, which may be a pipe, once. See `parse_flags`."""
+        name = _value_of("--config", words)
+        file, is_pipe = _toml_settings(name) if name else ({}, False)
+        file = typed_settings(Options, file, name, words=True)
+        flags = {flag_of(word)[2:].replace("-", "_") for word in words if word.startswith("--")}
+        line = cls(words, Options(), file, flags)
+        line.parsed = parse_flags(Options, words, description, line._below_flags({}))
+        if is_pipe and line.parsed.parallel.replica > 1:
+            raise UserError(
+                f"--config {name} is a pipe, which several ranks can't read: give a file"
+            )
+        return line
+
+    @property
+    def given(self) -> set[str]:
+        """The names of the settings that the command line or the file gives."""
+        return self.flags | self.file.keys()
+
+    def options(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
+        """Return all settings, with what follows from others filled in.
+
+        resumed: `settings_to_resume` of the run that is resumed, below those that are given.
+        origin: the file that has them, for errors.
+        """
+        resumed = typed_settings(Options, resumed or {}, origin)
+        for name, value in resumed.items():
+            check_value(name, value, origin)
+        below = self._below_flags(resumed)
+        turned = {name for name in below if {name, f"no_{name}"} & self.flags}
+        options = with_settings(self.parsed, {n: below[n] for n in below.keys() - turned})
+        if options.data.mock_data:
+            options.data.data = ("mock",)
+        if options.optimizer.min_lr is None:
+            options.optimizer.min_lr = options.optimizer.lr / 10
+        check_values(options)
+        settle_steps(options)
+        return options
+
+    def _below_flags(self, resumed: dict) -> dict:
+        """Return the settings of a checkpoint and, over them, of the file, without those of which
+        another takes the place."""
+        below = {**resumed, **self.file}
+        for pair in EITHER_OR:
+            usual, other = pair
+            given = [name for name in pair if name in self.flags]
+            given = given or [name for name in pair if self.file.get(name)]
+            if len(given) > 1:
+                raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
+            if given or below.get(other):  # what is given further below doesn't count
+                below.pop(other if given == [usual] else usual, None)
+        return below
 
 
 def each_once(arguments: list[str]) -> list[str]:
@@ -145,31 +175,25 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
     return value
 
 
-def _settings_in(file: str) -> bytes:
-    """Return the bytes of a file of settings, which may be a pipe if there is one rank."""
-    if _is_piped(file):
-        return _piped[os.stat(file).st_ino]
+def _settings_in(file: str) -> tuple[bytes, bool]:
+    """Return the bytes of a file of settings, and whether it is a pipe, as it may be for one
+    rank."""
     with open(regular_file(file, or_pipe=world_size() == 1), "rb") as opened:
         data = opened.read(LARGEST_FILE + 1)
         status = os.fstat(opened.fileno())
     if len(data) > LARGEST_FILE:
         raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-    if stat.S_ISFIFO(status.st_mode):
-        _piped[status.st_ino] = data
-    return data
+    return data, stat.S_ISFIFO(status.st_mode)
 
 
-def _is_piped(file: str) -> bool:
-    """Say whether a file is a pipe that has been read."""
-    return Path(file).is_fifo() and os.stat(file).st_ino in _piped
-
-
-def _toml_settings(file: str) -> dict:
-    """A TOML file's settings, by the names of the flags with underscores."""
+def _toml_settings(file: str) -> tuple[dict, bool]:
+    """Return a TOML file's settings, by the names of the flags with underscores, and whether it is
+    a pipe."""
     known = settings_of(Options)
     known.pop("config")
     try:
-        settings = tomllib.loads(_settings_in(file).decode())
+        data, is_pipe = _settings_in(file)
+        settings = tomllib.loads(data.decode())
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror}") from error
     except UserError:
@@ -184,4 +208,4 @@ def _toml_settings(file: str) -> dict:
             words = several and all(isinstance(each, str) for each in value)
             hint = f", such as {brief(','.join(value))}" if words and value else ""
             raise UserError(f"{file}: {key} must be a single value{hint}")
-    return settings
+    return settings, is_pipe

@@ -17,8 +17,9 @@ from megazoo.cli.metrics import (
     peak_memory,
     traced_steps,
 )
-from megazoo.cli.run import Run, settings_to_resume
+from megazoo.cli.run import Run
 from megazoo.cli.run_record import Step, begin_record, record_step
+from megazoo.cli.settings import settings_to_resume
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.models.base import Model

@@ -1,37 +1,20 @@
 """What is known of a run before its ranks start: its settings, checked, and where it goes on."""
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
-from megazoo.checkpoint import Checkpoint
-from megazoo.checkpoint.places import TRAINER
-from megazoo.checkpoint.schema import TrainingState, checked_state
-from megazoo.cli.adapters import NO_WEIGHTS, Weights
 from megazoo.cli.elastic import is_restart
-from megazoo.cli.flags import typed_settings
-from megazoo.cli.options import (
-    DataOptions,
-    EvaluationOptions,
-    OptimizerOptions,
-    Options,
-    TrainingOptions,
-    default_dtype,
-)
+from megazoo.cli.options import DataOptions, default_dtype
 from megazoo.cli.rules import check_steps, settle_steps
 from megazoo.cli.run_record import InputFile
+from megazoo.cli.settings import Settings
 from megazoo.data.dataset import Sources
 from megazoo.data.labels import Labels
-from megazoo.errors import UserError
-from megazoo.files import brief
 from megazoo.models.source import ModelSource
 from megazoo.optim.learning_rate import learning_rate
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
 from megazoo.tokenizer import Tokenizer
 
-# The groups of settings that a checkpoint keeps. Of the others, the model's and the adapters' are
-# in its manifest; the layout, the checkpoints and what is logged are of one start.
-KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
 # Settings of the samples and their order: a resumed run says which of them have changed.
 SAMPLING = "data split seed separate_documents chat_template packing".split()
 # The groups of settings that all ranks have alike.
@@ -39,32 +22,28 @@ COMPARED = "parallel training lora optimizer evaluation".split()
 
 
 @dataclass
-class Run:
+class Run(Settings):
     """A run of the training program.
 
-    arguments: the command line, with what a restart adds to it. config: the model's. sources: of
-    the data. source: the model that --load names. resuming: whether the run goes on from there; it
-    may take the weights alone. state: see `resumed_state`. finished: whether torchrun has started
-    the program again after the last step. dtype_chosen: whether no setting named the dtype.
-    fingerprints: of the data, files: checksums of all that is read, for --record; both on rank 0.
-    labels: of a classifier's data. weights: `source`, and
-    what there is beside it.
+    config: the model's. sources: of the data. labels: of a classifier's data. finished: whether
+    torchrun has started the program again after the last step. dtype_chosen: whether no setting
+    named the dtype. fingerprints: of the data, files: checksums of all that is read, for --record;
+    both on rank 0.
     """
 
-    arguments: list[str]
-    options: Options
     config: object
     tokenizer: Tokenizer
     sources: Sources
-    source: ModelSource | None
-    resuming: bool
-    state: dict
+    labels: Labels | None = None
     finished: bool = False
     dtype_chosen: bool = False
     fingerprints: list[dict] = field(default_factory=list)
     files: list[InputFile] = field(default_factory=list)
-    labels: Labels | None = None
-    weights: Weights = NO_WEIGHTS
+
+    @property
+    def source(self) -> ModelSource | None:
+        """What the weights are read from; None: they are drawn from the seed."""
+        return self.weights.base
 
     @property
     def first_step(self) -> int:
@@ -170,23 +149,6 @@ class Run:
         return self.is_last(step) or bool(interval and step % interval == 0)
 
 
-def resumed_state(checkpoint: Checkpoint | None) -> dict:
-    """Return where a run stands: its step, samples and tokens consumed, and settings. Without a
-    checkpoint that is the start. UserError if the checkpoint is not of a training run."""
-    if checkpoint is None:
-        return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
-    missing = {"step", "consumed_samples", "consumed_tokens", "settings"} - set(checkpoint.trainer)
-    if missing:
-        raise UserError(
-            f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}; "
-            "--load-weights-only starts a new run with its weights"
-        )
-    file = checkpoint.path / TRAINER
-    settings = checked_state(checkpoint.trainer, TrainingState, file).settings
-    _check_kept(settings, file)
-    return {**checkpoint.trainer, "settings": typed_settings(Options, settings, str(file))}
-
-
 def notes_on_changes(run: Run) -> list[str]:
     """Return what to say of a run that is resumed: that the checkpoint names its data, and which
     settings of the samples and of what is drawn are others than the checkpoint's."""
@@ -206,31 +168,3 @@ def notes_on_changes(run: Run) -> list[str]:
 def said(value) -> str:
     """Return the value of a setting as it is written after its flag."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
-def _check_kept(settings: dict, file: Path) -> None:
-    """Refuse settings that no run keeps: paths of what it writes, above all. The types and ranges
-    of those that it keeps are checked where they are read: see `parse_options`.
-
-    A setting that this version does not know is refused, too, for to leave it out might change what
-    is computed.
-    """
-    kept = [f.name for group in KEPT for f in fields(group)]
-    for name, value in settings.items():
-        if name not in kept:
-            name = name if name.isidentifier() else brief(name)
-            raise UserError(f"{file}: settings has {name}, which a run does not keep")
-        if name == "tokenizer" and value != "byte":
-            raise UserError(
-                f"{file}: tokenizer is {brief(value)}: a checkpoint may name only byte, "
-                "or have a tokenizer's files"
-            )
-
-
-def settings_to_resume(options: Options) -> dict:
-    """Return what a checkpoint keeps, so that a run goes on as it was: all settings but the layout,
-    and what is printed or saved."""
-    # those of KEPT
-    groups = (options.training, options.optimizer, options.data, options.evaluation)
-    settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
-    return {name: value for name, value in settings.items() if value is not None}

@@ -1,11 +1,43 @@
-"""What the training program prints at its end: what came of the run, and what to do next."""
+"""What the training program prints at its beginning, of what is trained, and at its end: what came
+of the run, and what to do next."""
 
 from megazoo.cli.adapters import flag_to_go_on
 from megazoo.cli.launch import python_line, torchrun_line
 from megazoo.cli.parsing import each_once
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.run import Run
+from megazoo.data.labels import count_of
+from megazoo.environment import is_rank_zero
+from megazoo.models.counts import parameter_count
+from megazoo.models.registry import family_of
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sizes import product_of
+from megazoo.planning.plan import note_on_mfu
+from megazoo.terminal import print_rank_0
+
+
+def introduce(run: Run, ctx: ParallelContext) -> None:
+    """Print what is trained, and on what."""
+    print_rank_0(
+        f"{family_of(run.config)}, {_kind_of(run)}{parameter_count(run.config):,} parameters, "
+        f"on {ctx.world_size} x {ctx.device.type}: "
+        f"{product_of(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size)}"
+        + (", cp-method ulysses" if ctx.cp_size > 1 and ctx.cp_method == "ulysses" else "")
+        + (", sequence parallel" if ctx.sequence_parallel else "")
+        + run.note_on_precision(ctx.device.type)
+    )
+    if run.options.model.import_ and is_rank_zero():
+        note = note_on_mfu(run.config, run.options.training.seq_length)
+        if note:
+            print_rank_0(note)
+
+
+def _kind_of(run: Run) -> str:
+    """Return what to say of a classifier, with a comma behind it; nothing of a language model."""
+    if not run.labels:
+        return ""
+    is_new = run.source and not run.source.config.num_labels
+    return f"classifier of {count_of(run.labels.num_labels)}{' (a new head)' if is_new else ''}, "
 
 
 def summary(run: Run, recorder: Recorder) -> str:

@@ -25,7 +25,7 @@ import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options
-from megazoo.cli.parsing import parse_options
+from megazoo.cli.parsing import CommandLine
 from megazoo.cli.rules import parse_stage_layers
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2Config
@@ -173,13 +173,13 @@ def test_flags_are_the_training_programs(tmp_path, monkeypatch):
 
 
 def stages_of(words: list[str]):
-    return parse_stage_layers(parse_options(words, "").parallel.stage_layers)
+    return parse_stage_layers(CommandLine.read(words).options().parallel.stage_layers)
 
 
 def test_files_of_settings_are_read(tmp_path):
     for span, _ in cases("toml"):
         (tmp_path / "my.toml").write_text("pp = 2\ntp = 2\n" if span == "my.toml" else span)
-        options = parse_options(["--config", str(tmp_path / "my.toml")], "")
+        options = CommandLine.read(["--config", str(tmp_path / "my.toml")]).options()
         assert 2 in vars(options.parallel).values(), span
 
 

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options
-from megazoo.cli.parsing import parse_options
+from megazoo.cli.parsing import CommandLine
 from megazoo.models.base import Model
 from megazoo.models.registry import FAMILIES
 from megazoo.parallel import ParallelContext
@@ -238,7 +238,7 @@ def parsed(line: str) -> str | None:
         words = [launch.training_script, *launch.training_script_args]
     program, *words = words
     if program == "pretrain_gpt.py":
-        parse_options(words, "")
+        CommandLine.read(words).options()
     elif program.startswith("tools/"):
         parse_flags(options_of(importlib.import_module(Path(program).stem)), words, "")
     else:  # a page's own

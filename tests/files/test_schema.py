@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.checkpoint.schema import TensorInfo, _elements_held
-from megazoo.cli.run import resumed_state
+from megazoo.cli.parsing import CommandLine
+from megazoo.cli.settings import resumed_state
 from megazoo.errors import UserError
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
@@ -232,8 +232,8 @@ def test_a_cut_is_let_in_exactly_if_its_pieces_cover_each_element_once():
 def resumed(path):
     """The options of a run that goes on from a step."""
     state = resumed_state(SavedModel(path))
-    return pretrain_gpt.parse_options(
-        ["--steps", "9"], "", resumed=state["settings"], origin=str(path / "trainer.json")
+    return CommandLine.read(["--steps", "9"]).options(
+        state["settings"], origin=str(path / "trainer.json")
     )
 
 

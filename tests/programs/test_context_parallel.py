@@ -9,6 +9,7 @@ import pytest
 
 import pretrain_gpt
 from megazoo.cli.deaths import name_of
+from megazoo.cli.parsing import CommandLine
 from megazoo.models.counts import flops_per_token
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
@@ -142,7 +143,7 @@ def test_mistakes_end_in_one_line_before_any_rank_starts(capsys, monkeypatch):
 def test_cp_can_stand_in_the_toml_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('cp = 4\ncp_method = "ulysses"\n')
-    parallel = pretrain_gpt.parse_options(["--config", str(file), "--cp", "2"], "").parallel
+    parallel = CommandLine.read(["--config", str(file), "--cp", "2"]).options().parallel
     assert (parallel.cp, parallel.cp_method, parallel.replica) == (2, "ulysses", 2)
 
 

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import pretrain_gpt
 from megazoo.cli import callbacks, launch
 from megazoo.cli.launch import run_program
-from megazoo.cli.parsing import parse_options
+from megazoo.cli.parsing import CommandLine
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES
 from tests.support.pretraining import ROOT, SMALL
 
@@ -345,10 +345,19 @@ def test_what_is_read_once_may_be_a_pipe(run, pipe):
 
 
 def test_settings_that_come_through_a_pipe_are_kept_for_a_resume(pipe):
-    arguments = ["--config", pipe("steps = 7")]
-    assert parse_options(arguments, "").training.steps == 7
-    resumed = parse_options(arguments, "", resumed={"steps": 9, "seq_length": 16})
+    line = CommandLine.read(["--config", pipe("steps = 7")])
+    assert line.options().training.steps == 7
+    resumed = line.options({"steps": 9, "seq_length": 16})
     assert (resumed.training.steps, resumed.training.seq_length) == (7, 16)
+
+
+def test_a_run_that_goes_on_reads_its_settings_once(pipe, tmp_path):
+    pretrain_gpt.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", str(tmp_path)])
+    arguments = ["--load", str(tmp_path), "--config", pipe("steps = 3\nlog_interval = 7")]
+    run = pretrain_gpt.prepare([*arguments, "--seed", "5"])
+    training = run.options.training
+    assert (run.first_step, training.steps, training.seed) == (2, 3, 5)
+    assert (training.seq_length, run.options.logging.log_interval) == (32, 7)  # of SMALL; given
 
 
 def test_settings_that_come_through_a_pipe_are_for_one_rank(run, pipe):

@@ -13,7 +13,7 @@ import pytest
 import megazoo
 import pretrain_gpt
 from megazoo.cli import callbacks
-from megazoo.cli.parsing import parse_options
+from megazoo.cli.parsing import CommandLine
 from megazoo.environment import adopt_launcher
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records
 from tests.support.processes import Program, free_port
@@ -242,7 +242,7 @@ def test_the_slurm_script_goes_on_after_a_rank_has_died(tmp_path):
     first, second = (tmp_path / "calls").read_text().splitlines()
     assert second == f"{first} --load runs/job"
     flags = first.partition("pretrain_gpt.py ")[2].split()
-    options = parse_options([*flags, "--vocab-size", "300"], "")
+    options = CommandLine.read([*flags, "--vocab-size", "300"]).options()
     assert (options.parallel.tp, options.parallel.pp, options.parallel.zero) == (8, 4, 1)
 
 

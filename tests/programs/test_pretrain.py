@@ -13,6 +13,7 @@ import pytest
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
+from megazoo.cli.parsing import CommandLine
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records, start
 from tools import preprocess_data
@@ -162,7 +163,7 @@ def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
     """A run with other weights, then what it prints, then what that prints: each flag is named
     once."""
     weights, saved, metrics = tmp_path / "weights", tmp_path / "run", tmp_path / "metrics"
-    config = pretrain_gpt.model_config(pretrain_gpt.parse_options(SMALL, "").model)
+    config = pretrain_gpt.model_config(CommandLine.read(SMALL).options().model)
     megazoo.from_config(config).save_parallelized(weights)
     kept = [*SMALL, "--lr", "1e-3", "--save", str(saved), "--metrics", str(metrics)]
     words = [*kept, "--load", str(weights), "--load-weights-only", "--steps=2"]

@@ -16,8 +16,8 @@ import pretrain_gpt
 from megazoo.checkpoint import load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.cli.options import Options
-from megazoo.cli.parsing import parse_options
-from megazoo.cli.run import KEPT, settings_to_resume
+from megazoo.cli.parsing import CommandLine
+from megazoo.cli.settings import KEPT, settings_to_resume
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.pretrained import load_weights
 from megazoo.models.resharding import write_shards
@@ -37,7 +37,7 @@ def trained(directory: Path) -> None:
     ids, targets = make_batch(0)
     model.train_batch(ids, targets=targets)
     optimizer.step()
-    settings = settings_to_resume(parse_options(RUN, ""))
+    settings = settings_to_resume(CommandLine.read(RUN).options())
     trainer = {"consumed_samples": 8, "consumed_tokens": 128, "settings": settings}
     save(directory / "run", 1, model, optimizer, trainer)
     write_shards(SavedModel(directory / "run"), directory / "cut", 2, 1)
@@ -149,7 +149,7 @@ class Trainer:
         trained(directory)
         self.manifest = json.loads((self.base / "megazoo.json").read_text())
         self.trainer = json.loads((self.base / "trainer.json").read_text())
-        kept = settings_to_resume(parse_options([], ""))
+        kept = settings_to_resume(CommandLine.read([]).options())
         # All that is in these groups may be kept: what is None is left out where it is saved.
         self.kept = {f.name for group in KEPT for f in fields(group)}
         assert kept.keys() <= self.kept
@@ -174,7 +174,7 @@ class Trainer:
         if told:
             return
         run, optimizer = found
-        self.check_options(run.options, parse_options(arguments, ""))
+        self.check_options(run.options, CommandLine.read(arguments).options())
         for name in ("step", "consumed_samples", "consumed_tokens"):
             assert is_count(run.state[name]), f"{name} is {run.state[name]!r}"
         steps = trainer["optimizer_steps"]

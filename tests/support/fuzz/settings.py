@@ -13,7 +13,7 @@ from pathlib import Path
 import pretrain_gpt
 from megazoo.cli.flags import flag_of, parse_flags, settings_of
 from megazoo.cli.options import Options, ShardingOptions
-from megazoo.cli.parsing import parse_options, required
+from megazoo.cli.parsing import CommandLine, required
 from megazoo.models.registry import find_config
 from tests.support.fuzz.cases import damaged, files_under, hostile, refusal
 
@@ -44,6 +44,11 @@ def numbers_of(options) -> list:
     values = [getattr(options, f.name) for f in fields(options)]
     inner = [number for value in values if is_dataclass(value) for number in numbers_of(value)]
     return inner + [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+
+
+def options_of(arguments: list[str]) -> Options:
+    """The settings of a command line of the training program."""
+    return CommandLine.read(arguments).options()
 
 
 class Flags:
@@ -164,7 +169,7 @@ class Toml:
                 self.check_config(config, tomllib.loads(file.read_text()))
             return
         before = files_under(directory)
-        options, told = refusal(parse_options, ["--config", str(file)], "")
+        options, told = refusal(options_of, ["--config", str(file)])
         refusal(pretrain_gpt.prepare, ["--config", str(file)])
         assert files_under(directory) == before, "files were written"
         if not told:

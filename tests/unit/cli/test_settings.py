@@ -13,8 +13,9 @@ import megazoo
 import pretrain_gpt
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options, ShardingOptions
-from megazoo.cli.parsing import each_once
-from megazoo.cli.run import KEPT, notes_on_changes, settings_to_resume
+from megazoo.cli.parsing import CommandLine, each_once
+from megazoo.cli.run import notes_on_changes
+from megazoo.cli.settings import KEPT, settings_to_resume
 from megazoo.errors import UserError
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
@@ -51,7 +52,7 @@ def test_toml_file_and_command_line(tmp_path):
         'preset = "gpt2-tiny"\nlayers = 3\nsteps = 7\ntie_embeddings = false\n'
         "lr = 1e-4\nmin_lr = 0\n"
     )
-    options = pretrain_gpt.parse_options(["--config", str(config), "--steps", "9"], "")
+    options = CommandLine.read(["--config", str(config), "--steps", "9"]).options()
     assert (options.training.steps, options.model.layers, options.optimizer.lr) == (9, 3, 1e-4)
     model = pretrain_gpt.model_config(options.model)
     assert (model.layers, model.hidden_size, model.tie_embeddings) == (3, 128, False)
@@ -60,11 +61,9 @@ def test_toml_file_and_command_line(tmp_path):
 def test_steps_and_epochs_replace_each_other(tmp_path):
     config = tmp_path / "c.toml"
     config.write_text('epochs = 3\ndata = [0.7, "a", 0.3, "b"]\n')
-    options = pretrain_gpt.parse_options(["--config", str(config)], "")
+    options = CommandLine.read(["--config", str(config)]).options()
     assert (options.training.epochs, options.data.data) == (3, ("0.7", "a", "0.3", "b"))
-    options = pretrain_gpt.parse_options(
-        ["--config", str(config), "--steps", "5", "--data", "c"], ""
-    )
+    options = CommandLine.read(["--config", str(config), "--steps", "5", "--data", "c"]).options()
     assert (options.training.epochs, options.training.steps, options.data.data) == (None, 5, ("c",))
     saved = {"epochs": 3, "steps": 70, "lr_decay_steps": 70}
     for arguments, epochs, steps in [
@@ -72,30 +71,28 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
         (["--steps=90"], None, 90),
         (["--epochs", "4"], 4, 400),
     ]:
-        options = pretrain_gpt.parse_options(arguments, "", resumed=saved)
+        options = CommandLine.read(arguments).options(saved)
         assert (options.training.epochs, options.training.steps) == (epochs, steps)
         assert options.optimizer.lr_decay_steps == 70
     # of a run on random tokens
     for arguments, data in [([], ("mock",)), (["--data", "c"], ("c",))]:
-        options = pretrain_gpt.parse_options(
-            arguments, "", resumed={"data": ["mock"], "mock_data": True}
-        )
+        options = CommandLine.read(arguments).options({"data": ["mock"], "mock_data": True})
         assert options.data.data == data
     config.write_text("mock_data = true\n")
-    assert pretrain_gpt.parse_options(["--config", str(config), "--data", "c"], "").data.data == (
-        "c",
-    )
+    assert CommandLine.read(["--config", str(config), "--data", "c"]).options().data.data == ("c",)
     with pytest.raises(megazoo.UserError, match="give data or mock-data, not both"):
-        pretrain_gpt.parse_options(["--mock-data", "--data", "c"], "")
+        CommandLine.read(["--mock-data", "--data", "c"]).options()
+    line = CommandLine.read(["--no-mock-data", "--data", "c"])
+    assert line.options({"data": ["mock"], "mock_data": True}).data.data == ("c",)
     config.write_text("epochs = 3\nsteps = 5\n")
     with pytest.raises(megazoo.UserError, match="give steps or epochs, not both"):
-        pretrain_gpt.parse_options(["--config", str(config)], "")
+        CommandLine.read(["--config", str(config)]).options()
 
 
 def test_dropout_and_sizes_over_a_preset():
-    options = pretrain_gpt.parse_options(
-        ["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"], ""
-    )
+    options = CommandLine.read(
+        ["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"]
+    ).options()
     model = pretrain_gpt.model_config(options.model)
     assert (model.ffn_size, model.layers, model.vocab_size) == (6144, 12, 50257)
     assert model.embedding_dropout == model.attention_dropout == model.residual_dropout == 0.2
@@ -103,7 +100,7 @@ def test_dropout_and_sizes_over_a_preset():
 
 def test_the_shipped_configs_are_valid():
     for path in (ROOT / "configs").glob("*.toml"):
-        options = pretrain_gpt.parse_options(["--config", str(path)], "")
+        options = CommandLine.read(["--config", str(path)]).options()
         config = pretrain_gpt.model_config(options.model)
         pretrain_gpt.check_run(options, GPT2, config, ByteTokenizer(), dp=1)
 
@@ -115,9 +112,7 @@ def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
         '"layers": 1, "heads": 2, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}'
     )
     for length in (256, 257):
-        options = pretrain_gpt.parse_options(
-            ["--preset", str(file), "--seq-length", str(length)], ""
-        )
+        options = CommandLine.read(["--preset", str(file), "--seq-length", str(length)]).options()
         config = pretrain_gpt.model_config(options.model)
         if length == 256:
             pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
@@ -226,9 +221,9 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(capsys, monkeypatch):
 
 def test_an_empty_word_after_a_flag_is_refused_and_so_is_an_empty_argument():
     with pytest.raises(UserError, match=r"^--save is empty: name a directory"):
-        pretrain_gpt.parse_options(["--save", "", "--steps", "3"], "")
+        CommandLine.read(["--save", "", "--steps", "3"]).options()
     with pytest.raises(UserError, match=r"^--data is empty"):
-        pretrain_gpt.parse_options(["--data", "0.5", "a", "0.5", ""], "")
+        CommandLine.read(["--data", "0.5", "a", "0.5", ""]).options()
     for words in (["", "b"], ["a", ""], ["a", "--overwrite", ""], ["--tp", "2", "a", ""]):
         with pytest.raises(UserError, match=r"^an argument is empty: name a directory or file"):
             parse_flags(ShardingOptions, words, "")
@@ -265,7 +260,7 @@ def test_a_wrong_value_in_a_toml_file_is_one_line_that_names_the_file(tmp_path):
     for text, message in TOML.items():
         file.write_text(text)
         with pytest.raises(UserError) as refused:
-            pretrain_gpt.parse_options(["--config", str(file)], "")
+            CommandLine.read(["--config", str(file)]).options()
         assert str(file) in str(refused.value), text[:100]
         assert message in str(refused.value), text[:100]
 
@@ -273,7 +268,7 @@ def test_a_wrong_value_in_a_toml_file_is_one_line_that_names_the_file(tmp_path):
 def test_text_in_a_toml_file_is_never_a_flag(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text('data = "--metrics=x"\nwandb = "--save"\nsplit = "--load"\n')
-    options = pretrain_gpt.parse_options(["--config", str(file)], "")
+    options = CommandLine.read(["--config", str(file)]).options()
     assert (options.data.data, options.logging.wandb) == (("--metrics=x",), "--save")
     assert options.data.split == "--load"
     assert (options.logging.metrics, options.checkpoint.save) == (None, None)
@@ -285,7 +280,7 @@ def test_values_of_a_toml_file_have_the_types_of_the_settings(tmp_path):
         'lr = 1\nmin_lr = 0\nsave = "a"\nprofile_steps = [2, 4]\nzero = 1\nimport = "b.py"\n'
         'data = "a.jsonl"\ncompile = true\ntie_embeddings = false\nmodel = "llama"\n'
     )
-    options = pretrain_gpt.parse_options(["--config", str(file), "--no-compile"], "")
+    options = CommandLine.read(["--config", str(file), "--no-compile"]).options()
     assert repr((options.optimizer.lr, options.optimizer.min_lr)) == "(1.0, 0.0)"
     assert (options.checkpoint.save, options.model.import_) == (Path("a"), Path("b.py"))
     assert (options.logging.profile_steps, options.parallel.zero) == ((2, 4), 1)
@@ -298,21 +293,21 @@ def test_a_text_in_a_toml_file_may_stand_for_a_number_but_not_in_a_checkpoint(tm
     file.write_text(
         'steps = "7"\nlr = "1e-4"\nzero = "1"\nprofile_steps = ["2", "4"]\nseed = "1"\n'
     )
-    options = pretrain_gpt.parse_options(["--config", str(file)], "")
+    options = CommandLine.read(["--config", str(file)]).options()
     assert (options.training.steps, options.optimizer.lr, options.parallel.zero) == (7, 1e-4, 1)
     assert (options.logging.profile_steps, options.training.seed) == ((2, 4), 1)
     with pytest.raises(UserError, match="steps is '7': it must be an int"):
-        pretrain_gpt.parse_options([], "", resumed={"steps": "7"})
+        CommandLine.read([]).options({"steps": "7"})
 
 
 def test_a_resumed_run_evaluates_as_before():
-    settings = settings_to_resume(pretrain_gpt.parse_options("--eval-interval 7".split(), ""))
-    options = pretrain_gpt.parse_options(["--eval-steps", "3"], "", resumed=settings)
+    settings = settings_to_resume(CommandLine.read("--eval-interval 7".split()).options())
+    options = CommandLine.read(["--eval-steps", "3"]).options(settings)
     assert (options.evaluation.eval_interval, options.evaluation.eval_steps) == (7, 3)
 
 
 def test_what_has_changed_of_the_samples_is_told():
-    begun = settings_to_resume(pretrain_gpt.parse_options([], ""))
+    begun = settings_to_resume(CommandLine.read([]).options())
     for given, notes in {
         "": [],
         "--split 90,10 --lr 1": ["split: 90,10; the checkpoint's run had 95,5"],
@@ -321,7 +316,7 @@ def test_what_has_changed_of_the_samples_is_told():
             "separate-documents: True; the checkpoint's run had False",
         ],
     }.items():
-        options = pretrain_gpt.parse_options(given.split(), "", resumed=begun)
+        options = CommandLine.read(given.split()).options(begun)
         run = SimpleNamespace(options=options, state={"settings": begun})
         assert notes_on_changes(run) == notes, given
 
@@ -334,7 +329,7 @@ def test_data_that_a_checkpoint_names_is_told():
         ("stdlib", ["--data", "b"], "data: b; the checkpoint's run had stdlib"),
         ("a.jsonl", ["--mock-data"], "data: mock; the checkpoint's run had a.jsonl"),
     ]:
-        options = pretrain_gpt.parse_options(given, "", resumed={"data": (before,)})
+        options = CommandLine.read(given).options({"data": (before,)})
         state = {"settings": {"data": (before,)}}
         found = notes_on_changes(SimpleNamespace(options=options, state=state))
         assert found == ([note] if note else []), given

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megazoo.cli.parsing import parse_options
+from megazoo.cli.parsing import CommandLine
 from megazoo.layers import ColumnParallelLinear, fused_linear, linear
 from megazoo.parallel import context as context_module
 from megazoo.parallel.context import ParallelContext
@@ -131,4 +131,6 @@ def test_unless_told_the_sequence_is_cut_on_cuda(ranks):
 def test_the_flag_may_be_left_out():
     flags = {"": None, "--sequence-parallel --tp 2": True, "--tp 2 --no-sequence-parallel": False}
     for words, expected in flags.items():
-        assert parse_options(words.split(), "").parallel.sequence_parallel is expected, words
+        assert CommandLine.read(words.split()).options().parallel.sequence_parallel is expected, (
+            words
+        )

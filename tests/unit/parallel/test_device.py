@@ -8,6 +8,8 @@ import torch
 
 import pretrain_gpt
 from megazoo.checkpoint.places import TRAINER
+from megazoo.cli.adapters import NO_WEIGHTS
+from megazoo.cli.parsing import CommandLine
 from megazoo.cli.run import Run
 from megazoo.errors import Advice, UserError
 from megazoo.parallel import device
@@ -105,8 +107,8 @@ def test_nothing_is_said_by_other_ranks_nor_where_cuda_is_not_wanted(machine, re
 
 
 def run_with(arguments: str, resuming: bool = False, settings: dict | None = None) -> Run:
-    options = pretrain_gpt.parse_options(arguments.split(), "", resumed=settings)
-    return Run([], options, None, None, None, None, resuming, {})
+    options = CommandLine.read(arguments.split()).options(settings)
+    return Run([], options, set(), NO_WEIGHTS, resuming, {}, None, None, None)
 
 
 IN_BF16, IN_FP16 = ("bfloat16", ", in bfloat16"), ("float16", ", in float16")

@@ -1,0 +1,65 @@
+"""The data of a run: its tokens, its batches, and what it was like when the run began."""
+
+import sys
+from typing import NamedTuple
+
+import torch
+
+from megazoo.cli.run import Run
+from megazoo.cli.run_record import checksums, inputs_of
+from megazoo.data import Batches, changes, fingerprints, open_datasets, prepare_datasets
+from megazoo.environment import is_rank_zero
+from megazoo.models.base import Model
+from megazoo.parallel.collectives import broadcast_from_stage
+from megazoo.terminal import print_rank_0
+
+
+class Data(NamedTuple):
+    """The global batches of a run, by what they are for."""
+
+    training: Batches
+    validation: Batches
+    test: Batches
+
+
+def prepare_inputs(run: Run) -> None:
+    """Make the tokens of texts that have none, and for --record the checksums of all files."""
+    prepare_datasets(run.sources, run.tokenizer, run.options.data.chat_template, run.labels)
+    if run.options.logging.record:
+        run.files = checksums(inputs_of(run))
+
+
+def open_data(run: Run, model: Model) -> Data:
+    """Open the data, on the stages that use it: the first and the last."""
+    options, ctx = run.options, model.ctx
+    blends = (None, None, None)
+    if model.stages[0].first or model.stages[-1].last:
+        blends = open_datasets(
+            run.sources,
+            run.tokenizer,
+            seq_length=options.training.seq_length,
+            vocab_size=run.config.vocab_size,
+            seed=options.training.seed,
+            separate_documents=options.data.separate_documents,
+            chat_template=options.data.chat_template,
+            packing=options.data.packing,
+            labels=run.labels,
+            report=print_rank_0,
+        )
+    if is_rank_zero():
+        take_fingerprints(run)
+    if options.training.epochs:
+        samples = torch.tensor(len(blends[0]) if blends[0] else 0)
+        run.settle_epochs(broadcast_from_stage(samples, 0, ctx).item())
+    rows, pad = options.training.global_batch_size, run.config.pad_token_id
+    return Data(*(Batches(blend, rows, ctx, pad) for blend in blends))
+
+
+def take_fingerprints(run: Run) -> None:
+    """Note what the data is like, for checkpoints, and warn of what is not as it was in the one
+    that the run goes on from."""
+    template = run.options.data.chat_template
+    names, tokenizer = run.sources.names, run.tokenizer.source
+    run.fingerprints = fingerprints(names, tokenizer, template, run.labels)
+    for change in changes(run.state.get("data", []), run.fingerprints):
+        print(f"warning: {change}", file=sys.stderr, flush=True)

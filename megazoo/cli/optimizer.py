@@ -1,0 +1,29 @@
+"""The optimizer that the settings name."""
+
+from megazoo.cli.options import Options
+from megazoo.models.base import Model
+from megazoo.optim.adamw import AdamW
+from megazoo.optim.loss_scale import LossScale
+from megazoo.optim.muon import Muon
+
+
+def make_optimizer(options: Options, model: Model) -> AdamW:
+    """Make the optimizer that the settings name."""
+    training, chosen, zero = options.training, options.optimizer, options.parallel.zero
+    adamw = {"betas": (chosen.beta1, chosen.beta2), "weight_decay": chosen.weight_decay}
+    loss_scale = LossScale(
+        training.initial_loss_scale, training.loss_scale_window, training.hysteresis
+    )
+    common = {"clip_grad": chosen.clip_grad, "zero": zero, "loss_scale": loss_scale}
+    if chosen.optimizer == "adamw":
+        return AdamW(model, **adamw, **common, offload=options.parallel.offload_optimizer)
+    return Muon(
+        model,
+        chosen.muon_lr,
+        chosen.muon_momentum,
+        ns_steps=chosen.ns_steps,
+        ns_dtype=chosen.ns_dtype,
+        weight_decay=chosen.weight_decay,
+        adamw={"lr": chosen.lr, **adamw},
+        **common,
+    )

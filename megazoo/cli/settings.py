@@ -1,0 +1,121 @@
+"""The settings of a start of the training program, and what it begins with, resolved once."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megazoo.checkpoint import Checkpoint
+from megazoo.checkpoint.places import TRAINER, has_checkpoint
+from megazoo.checkpoint.schema import TrainingState, checked_state
+from megazoo.cli.adapters import Weights, flag_to_go_on, open_weights
+from megazoo.cli.elastic import is_restart
+from megazoo.cli.flags import typed_settings
+from megazoo.cli.options import (
+    DataOptions,
+    EvaluationOptions,
+    OptimizerOptions,
+    Options,
+    TrainingOptions,
+)
+from megazoo.cli.parsing import CommandLine, run_file
+from megazoo.errors import UserError
+from megazoo.files import brief
+
+# The groups of settings that a checkpoint keeps. Of the others, the model's and the adapters' are
+# in its manifest; the layout, the checkpoints and what is logged are of one start.
+KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
+
+
+@dataclass
+class Settings:
+    """What a start of the training program goes by.
+
+    arguments: the command line, with what a restart adds to it. options: its settings, over those
+    of the TOML file and, below both, of the run that is resumed. given: the names of those that the
+    first two give. weights: what the run begins with. resuming: whether it goes on from a
+    checkpoint. state: see `resumed_state`.
+    """
+
+    arguments: list[str]
+    options: Options
+    given: set[str]
+    weights: Weights
+    resuming: bool
+    state: dict
+
+
+def resolve(arguments: list[str], description: str) -> Settings:
+    """Read the command line and its TOML file, run the file of --import, and open what --load and
+    --lora-load name, or, where torchrun has started the program again, its last checkpoint.
+
+    UserError as from `CommandLine`, `run_file`, `open_weights` and `resumed_state`.
+    """
+    line = CommandLine.read(arguments, description)
+    options = line.options()
+    save = options.checkpoint.save
+    if is_restart() and save and has_checkpoint(save):
+        _go_on(line, flag_to_go_on(options))
+        options = line.options()
+    if options.model.import_:
+        run_file(options.model.import_)
+    weights = open_weights(options)
+    resumed = weights.resumed(options)
+    state = resumed_state(resumed)
+    if resumed:
+        options = line.options(state["settings"], str(resumed.path / TRAINER))
+    return Settings(line.words, options, line.given, weights, resumed is not None, state)
+
+
+def _go_on(line: CommandLine, flag: str) -> None:
+    """Have a run go on from its own last checkpoint, as by this flag."""
+    keep, lora = line.parsed.checkpoint, line.parsed.lora
+    line.words = [*line.words, flag, str(keep.save), "--no-load-weights-only"]
+    keep.load_weights_only = False
+    if flag == "--load":
+        keep.load = keep.save
+    else:
+        lora.lora_load = keep.save
+
+
+def resumed_state(checkpoint: Checkpoint | None) -> dict:
+    """Return where a run stands: its step, samples and tokens consumed, and settings. Without a
+    checkpoint that is the start. UserError if the checkpoint is not of a training run."""
+    if checkpoint is None:
+        return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
+    missing = {"step", "consumed_samples", "consumed_tokens", "settings"} - set(checkpoint.trainer)
+    if missing:
+        raise UserError(
+            f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}; "
+            "--load-weights-only starts a new run with its weights"
+        )
+    file = checkpoint.path / TRAINER
+    settings = checked_state(checkpoint.trainer, TrainingState, file).settings
+    _check_kept(settings, file)
+    return {**checkpoint.trainer, "settings": typed_settings(Options, settings, str(file))}
+
+
+def _check_kept(settings: dict, file: Path) -> None:
+    """Refuse settings that no run keeps: paths of what it writes, above all. The types and ranges
+    of those that it keeps are checked where they are read: see `CommandLine`.
+
+    A setting that this version does not know is refused, too, for to leave it out might change what
+    is computed.
+    """
+    kept = [f.name for group in KEPT for f in fields(group)]
+    for name, value in settings.items():
+        if name not in kept:
+            name = name if name.isidentifier() else brief(name)
+            raise UserError(f"{file}: settings has {name}, which a run does not keep")
+        if name == "tokenizer" and value != "byte":
+            raise UserError(
+                f"{file}: tokenizer is {brief(value)}: a checkpoint may name only byte, "
+                "or have a tokenizer's files"
+            )
+
+
+def settings_to_resume(options: Options) -> dict:
+    """Return what a checkpoint keeps, so that a run goes on as it was: all settings but the layout,
+    and what is printed or saved."""
+    # those of KEPT
+    groups = (options.training, options.optimizer, options.data, options.evaluation)
+    settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
+    return {name: value for name, value in settings.items() if value is not None}
