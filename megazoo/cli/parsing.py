@@ -33,9 +33,9 @@ class CommandLine:
     """The settings that a start of the training program is given: those of its command line, over
     those of the TOML file that its --config names.
 
-    words: the command line. parsed: the settings, nothing of a checkpoint in them, and nothing
-    filled in that follows from others. file: those of the TOML file. flags: on the command line,
-    by the names of settings; no_x of one that is turned off.
+    words: the command line. parsed: the settings of both, nothing filled in that follows from
+    others. file: those of the TOML file. flags: on the command line, by the names of settings;
+    no_x of one that is turned off.
     """
 
     words: list[str]
@@ -73,8 +73,8 @@ class CommandLine:
         for name, value in resumed.items():
             check_value(name, value, origin)
         below = self._below_flags(resumed)
-        turned = {name for name in below if {name, f"no_{name}"} & self.flags}
-        options = with_settings(self.parsed, {n: below[n] for n in below.keys() - turned})
+        above = {name for name in below if {name, f"no_{name}"} & self.flags}
+        options = with_settings(self.parsed, {n: below[n] for n in below.keys() - above})
         if options.data.mock_data:
             options.data.data = ("mock",)
         if options.optimizer.min_lr is None:

@@ -7,8 +7,7 @@ from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.places import TRAINER, has_checkpoint
 from megazoo.checkpoint.schema import TrainingState, checked_state
 from megazoo.cli.adapters import Weights, flag_to_go_on, open_weights
-from megazoo.cli.elastic import is_restart
-from megazoo.cli.flags import typed_settings
+from megazoo.cli.flags import typed_settings, with_settings
 from megazoo.cli.options import (
     DataOptions,
     EvaluationOptions,
@@ -17,6 +16,7 @@ from megazoo.cli.options import (
     TrainingOptions,
 )
 from megazoo.cli.parsing import CommandLine, run_file
+from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import brief
 
@@ -52,7 +52,7 @@ def resolve(arguments: list[str], description: str) -> Settings:
     line = CommandLine.read(arguments, description)
     options = line.options()
     save = options.checkpoint.save
-    if is_restart() and save and has_checkpoint(save):
+    if restarts() and save and has_checkpoint(save):
         _go_on(line, flag_to_go_on(options))
         options = line.options()
     if options.model.import_:
@@ -66,14 +66,12 @@ def resolve(arguments: list[str], description: str) -> Settings:
 
 
 def _go_on(line: CommandLine, flag: str) -> None:
-    """Have a run go on from its own last checkpoint, as by this flag."""
-    keep, lora = line.parsed.checkpoint, line.parsed.lora
+    """Have a run go on from its own last checkpoint, as by this flag at the end of its command
+    line."""
+    keep, name = line.parsed.checkpoint, flag.removeprefix("--").replace("-", "_")
     line.words = [*line.words, flag, str(keep.save), "--no-load-weights-only"]
-    keep.load_weights_only = False
-    if flag == "--load":
-        keep.load = keep.save
-    else:
-        lora.lora_load = keep.save
+    line.flags |= {name, "no_load_weights_only"}
+    line.parsed = with_settings(line.parsed, {name: keep.save, "load_weights_only": False})
 
 
 def resumed_state(checkpoint: Checkpoint | None) -> dict:

@@ -276,3 +276,20 @@ def test_a_mistake_of_all_ranks_is_told_once(tmp_path):
     assert done.stderr.count("pretrain_gpt.py: error: ") == 1
     assert "in run_program" not in done.stderr  # torchrun's own report is its own
     assert "File name too long" in done.stderr
+
+
+def test_a_restart_goes_on_from_its_own_checkpoint_whatever_the_file_loads(tmp_path, monkeypatch):
+    """As torchrun starts the program again after a rank has died."""
+    for name, seed in (("first", 1), ("own", 2)):
+        words = f"--steps 2 --eval-steps 0 --seed {seed} --save {tmp_path / name}"
+        pretrain_gpt.main([*SMALL, *words.split()])
+    file = tmp_path / "c.toml"
+    settings = [f'load = "{tmp_path / "first"}"', "load_weights_only = true"]
+    file.write_text("\n".join([*settings, "steps = 9", "lr = 1", "seq_length = 32"]))
+    arguments = ["--config", str(file), "--save", str(tmp_path / "own")]
+    begun = pretrain_gpt.prepare(arguments)
+    assert (begun.resuming, begun.first_step, begun.source.path.parent.name) == (False, 0, "first")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run = pretrain_gpt.prepare(arguments)
+    assert (run.resuming, run.first_step, run.source.path.parent.name) == (True, 2, "own")
+    assert (run.options.training.steps, run.options.training.seed) == (9, 2)
