@@ -9,14 +9,9 @@ $ python pretrain_gpt.py --load runs/a --tp 4 --steps 2000    go on, in another 
 from contextlib import closing
 from datetime import timedelta
 
-from megazoo.cli.launch import (
-    after_rank_zero,
-    data_parallel_size,
-    help_at_once,
-    run_program,
-    start_missing_ranks,
-)
+from megazoo.cli.launch.starting import after_rank_zero, data_parallel_size, start_missing_ranks
 from megazoo.cli.options import Options
+from megazoo.cli.program import help_at_once, run_program
 
 if __name__ == "__main__":
     help_at_once(Options, __doc__)  # what is imported below takes seconds
@@ -29,7 +24,7 @@ from megazoo.checkpoint import load
 from megazoo.cli.adapters import add_adapters, note_on_trained
 from megazoo.cli.classifier import measures_of, settle_labels
 from megazoo.cli.data import Data, open_data, prepare_inputs
-from megazoo.cli.deaths import naming_dead_ranks
+from megazoo.cli.launch.deaths import naming_dead_ranks
 from megazoo.cli.optimizer import make_optimizer
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.rules import check_run, model_config, parse_stage_layers, refuse_default_rate

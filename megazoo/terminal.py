@@ -11,6 +11,11 @@ def print_rank_0(*words, end: str = "\n") -> None:
         print(*words, end=end, flush=True)
 
 
+def print_error(line: str) -> None:
+    """Print a line on stderr, without delay."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def clock(seconds: float) -> str:
     """Return seconds as 1:05 or 2:03:04."""
     minutes, seconds = divmod(round(seconds), 60)

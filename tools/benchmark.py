@@ -24,7 +24,7 @@ from benchmarks import laws, picture
 from benchmarks.results import Setup
 
 from megazoo.cli.flags import File, parse_flags
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.files import write_text
 

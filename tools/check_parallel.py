@@ -23,9 +23,9 @@ from typing import Annotated, Literal
 import tyro
 
 from megazoo.cli.flags import File, Name, parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
+from megazoo.cli.program import run_program
 from megazoo.errors import UserError, check_number
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source

@@ -36,11 +36,11 @@ from megazoo.cli.flags import (
     typed_settings,
     with_settings,
 )
-from megazoo.cli.launch import run_program
-from megazoo.cli.local_ranks import PASSED_ON, LocalRanks
+from megazoo.cli.launch.local_ranks import PASSED_ON, LocalRanks
 from megazoo.cli.options import ImportOption
 from megazoo.cli.options import Options as TrainingProgram
 from megazoo.cli.parsing import required
+from megazoo.cli.program import run_program
 from megazoo.cli.rules import check_value, model_config
 from megazoo.cli.run_record import (
     BESIDE,

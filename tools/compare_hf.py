@@ -19,9 +19,9 @@ import tyro
 
 from megazoo.checkpoint.places import CONFIG
 from megazoo.cli.flags import Argument, File, Name, Text, optional, parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
+from megazoo.cli.program import run_program
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.engine.batch import check_range
 from megazoo.errors import UserError, check_number

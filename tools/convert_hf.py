@@ -5,9 +5,9 @@ $ python tools/convert_hf.py path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 """
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import ShardingOptions
 from megazoo.cli.parsing import required
+from megazoo.cli.program import run_program
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.resharding import write_shards
 from megazoo.terminal import byte_bar

@@ -10,9 +10,9 @@ The formats are torch_dist and torch. Optimizer state is left behind.
 from dataclasses import dataclass
 
 from megazoo.cli.flags import Argument, optional, parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import ShardingOptions
 from megazoo.cli.parsing import required
+from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.export import write_hugging_face
 from megazoo.models.megatron.source import MegatronCheckpoint

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megazoo.cli.classifier import measures_of
 from megazoo.cli.flags import File, Name, flag_of, optional, parse_flags
 from megazoo.cli.inference import InferenceOptions, load_for_inference
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, labels_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError

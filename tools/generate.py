@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megazoo.cli.flags import File, Text, optional, parse_flags
 from megazoo.cli.inference import InferenceOptions, load_for_inference
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.files import regular_file, without_mark

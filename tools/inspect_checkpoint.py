@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from megazoo.checkpoint import Checkpoint
 from megazoo.cli.adapters import describe
 from megazoo.cli.flags import Argument, parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
+from megazoo.cli.program import run_program
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import family_of

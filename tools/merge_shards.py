@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from megazoo.checkpoint.ownership import check_replaceable
 from megazoo.cli.flags import File, parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
+from megazoo.cli.program import run_program
 from megazoo.models.adapter_source import open_beside
 from megazoo.models.hugging_face.export import parse_size, write_hugging_face
 from megazoo.models.merged import MergedSource

@@ -22,9 +22,9 @@ from typing import Annotated, Literal
 import tyro
 
 from megazoo.cli.flags import File, flag_of, optional, parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import LoRAOptions, ModelOptions, ParallelOptions
 from megazoo.cli.parsing import run_file
+from megazoo.cli.program import run_program
 from megazoo.cli.rules import check_value, model_config, parse_stage_layers
 from megazoo.errors import UserError
 from megazoo.files import write_text

@@ -12,7 +12,7 @@ from pathlib import Path
 import tyro
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.files import regular_file
 

@@ -15,9 +15,9 @@ from typing import Annotated
 import tyro
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import ImportOption, ScheduleName
 from megazoo.cli.parsing import run_file
+from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.parallel.schedule import (
     COST,

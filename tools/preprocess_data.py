@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazoo.cli.flags import File, parse_flags
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data.encoding import Recipe
 from megazoo.data.indexed import IndexedTokens

@@ -7,9 +7,9 @@ loaded again and again.
 """
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.launch import run_program
 from megazoo.cli.options import ShardingOptions
 from megazoo.cli.parsing import required
+from megazoo.cli.program import run_program
 from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
 from megazoo.models.source import SavedAdapters

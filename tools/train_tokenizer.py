@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import sentencepiece
 
 from megazoo.cli.flags import File, parse_flags
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.data.corpus import standard_library
 from megazoo.errors import UserError
 from megazoo.files import regular_file

@@ -8,7 +8,7 @@ import torch
 
 from megazoo.cli.classifier import with_pad_token
 from megazoo.cli.flags import Argument, File, Name
-from megazoo.cli.launch import data_parallel_size, start_missing_ranks
+from megazoo.cli.launch.starting import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption, VerifyOption
 from megazoo.cli.parsing import required
 from megazoo.cli.rules import parse_stage_layers

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from megazoo.checkpoint import Saver
 from megazoo.cli import callbacks
-from megazoo.cli.elastic import StopSignal, naming_absent_ranks
+from megazoo.cli.launch.elastic import StopSignal, naming_absent_ranks
 from megazoo.cli.metrics import (
     Metrics,
     StepLines,

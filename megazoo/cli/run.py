@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field, fields
 
-from megazoo.cli.elastic import is_restart
 from megazoo.cli.options import DataOptions, default_dtype
 from megazoo.cli.rules import check_steps, settle_steps
 from megazoo.cli.run_record import InputFile
 from megazoo.cli.settings import Settings
 from megazoo.data.dataset import Sources
 from megazoo.data.labels import Labels
+from megazoo.environment import restarts
 from megazoo.models.source import ModelSource
 from megazoo.optim.learning_rate import learning_rate
 from megazoo.parallel.agreement import Terms
@@ -76,7 +76,7 @@ class Run(Settings):
     def check_remaining(self) -> None:
         """Note whether torchrun has started the program again after the last step. UserError if a
         user asks for no more steps than there have been."""
-        if is_restart() and self.first_step >= self.options.training.steps:
+        if restarts() and self.first_step >= self.options.training.steps:
             self.finished = True
         else:
             check_steps(self.options, self.first_step)

@@ -24,7 +24,6 @@ from msgspec import Meta
 
 from megazoo.checkpoint.writing import json_bytes, write_atomically
 from megazoo.cli.adapters import Weights
-from megazoo.cli.elastic import is_restart
 from megazoo.cli.metrics import append_line
 from megazoo.cli.options import (
     DataOptions,
@@ -35,6 +34,7 @@ from megazoo.cli.options import (
 )
 from megazoo.data.corpus import standard_library_files
 from megazoo.data.text_files import is_loose_json
+from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
 from megazoo.models.megatron.source import is_iteration
@@ -305,7 +305,7 @@ def begin_record(directory: Path, run, ctx, run_id: str) -> None:
     if (directory / RECORD).exists():
         before, steps = read_record(directory), read_steps(directory)
         goes_on = run.resuming and before.run == run_id and before.first_step <= run.first_step
-        if not goes_on and not (is_restart() and _began_so(before, steps, now)):
+        if not goes_on and not (restarts() and _began_so(before, steps, now)):
             raise UserError(
                 f"--record {directory} holds the record of another run: choose another directory"
             )

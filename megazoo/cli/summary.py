@@ -2,7 +2,7 @@
 of the run, and what to do next."""
 
 from megazoo.cli.adapters import flag_to_go_on
-from megazoo.cli.launch import python_line, torchrun_line
+from megazoo.cli.launch.starting import python_line, torchrun_line
 from megazoo.cli.parsing import each_once
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.run import Run

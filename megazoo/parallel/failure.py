@@ -8,7 +8,7 @@ raise what the first one said.
 
 This is so for what travels by gloo and through shared memory. What waits for NCCL ends with the
 launcher, which ends all ranks when one has died, or after the timeout, by NCCL's own watchdog; a
-training program then has named the absent rank before (megazoo/cli/heartbeat.py).
+training program then has named the absent rank before (megazoo/cli/launch/heartbeat.py).
 """
 
 import inspect

@@ -11,7 +11,7 @@ import torch
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.errors import Advice
 from megazoo.evaluation.scoring import score
 from megazoo.models.counts import parameter_count

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, save
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import parse_size

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megazoo
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.models.megatron.source import MegatronCheckpoint
 from megazoo.models.megatron.unpickling import unpickle

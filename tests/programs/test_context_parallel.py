@@ -8,7 +8,7 @@ import re
 import pytest
 
 import pretrain_gpt
-from megazoo.cli.deaths import name_of
+from megazoo.cli.launch.deaths import name_of
 from megazoo.cli.parsing import CommandLine
 from megazoo.models.counts import flops_per_token
 from megazoo.models.source import SavedModel

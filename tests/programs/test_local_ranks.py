@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from megazoo.cli import local_ranks
+from megazoo.cli.launch import local_ranks
 from tests.support.pretraining import ROOT
 from tests.support.programs import python
 
 PROGRAM = """
 import os, signal, sys, threading
-from megazoo.cli.launch import start_missing_ranks
-from megazoo.cli.local_ranks import PASSED_ON
+from megazoo.cli.launch.starting import start_missing_ranks
+from megazoo.cli.launch.local_ranks import PASSED_ON
 from megazoo.cli.mistakes import user_files
 
 how, words = sys.argv[1], sys.argv[2:]

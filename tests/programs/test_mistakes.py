@@ -20,9 +20,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pretrain_gpt
-from megazoo.cli import callbacks, launch
-from megazoo.cli.launch import run_program
+from megazoo.cli import callbacks
 from megazoo.cli.parsing import CommandLine
+from megazoo.cli.program import run_program
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES
 from tests.support.pretraining import ROOT, SMALL
 
@@ -234,7 +234,7 @@ def run(files, monkeypatch, capsys):
     for name in list(os.environ):
         if name.startswith(("SLURM_", *LAUNCHER_PREFIXES)) or name in LAUNCHER_NAMES:
             monkeypatch.delenv(name)
-    monkeypatch.setattr(launch, "REPORT_DELAY", 0.1)
+    monkeypatch.setattr("megazoo.cli.program.REPORT_DELAY", 0.1)
     monkeypatch.chdir(files)
     monkeypatch.syspath_prepend(ROOT / "tools")
     capsys.readouterr()

@@ -45,7 +45,7 @@ def faulty(self, *arguments, step=None, **named):
 
 base.Model.train_batch = faulty
 import pretrain_gpt
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 run_program(pretrain_gpt.main)
 """
 

@@ -85,7 +85,7 @@ def slow(self, *arguments, step=None, **named):
 
 base.Model.train_batch = slow
 import pretrain_gpt
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 run_program(pretrain_gpt.main)
 """
 
@@ -216,7 +216,7 @@ class Late(subprocess.Popen):  # whose caller is late to hear that it has starte
 
 word = sys.argv[1:][int(os.environ.get("RANK", 0))]
 if "RANK" not in os.environ:
-    from megazoo.cli.local_ranks import LocalRanks
+    from megazoo.cli.launch.local_ranks import LocalRanks
     subprocess.Popen = Late
     sys.exit(LocalRanks(2, 1, [sys.executable, *sys.argv]).run())
 if word == "deaf":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
 from tests.support.transformers_models import deep_llama

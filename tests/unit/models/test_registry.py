@@ -14,8 +14,8 @@ from torch import nn
 import pretrain_gpt
 from megazoo import from_config, register
 from megazoo.cli.inference import InferenceOptions, load_for_inference
-from megazoo.cli.launch import run_program
 from megazoo.cli.parsing import run_file
+from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.layers import MLP
 from megazoo.models import Model

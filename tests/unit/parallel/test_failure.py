@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megazoo
-from megazoo.cli.elastic import StopSignal
+from megazoo.cli.launch.elastic import StopSignal
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import score
 from megazoo.parallel import failure

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import megazoo
-from megazoo.cli.launch import run_program
+from megazoo.cli.program import run_program
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.registry import FAMILIES, family_of, find_config

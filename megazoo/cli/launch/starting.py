@@ -1,5 +1,4 @@
-"""How a program starts and ends: it starts the ranks that are missing, and tells a user's mistake
-in one line."""
+"""How the ranks of a program start: those that are missing, and the commands for more of them."""
 
 import ctypes
 import os
@@ -8,28 +7,17 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import NoReturn
+from contextlib import suppress
 
-from megazoo.cli.flags import parse_flags
-from megazoo.cli.mistakes import is_of_network, line_of, tell_bug
 from megazoo.environment import (
-    adopt_launcher,
     check_meeting_point,
     is_child_of_launcher,
     is_rank_zero,
     megazoos_launcher,
     world_size,
 )
-from megazoo.errors import Advice, UserError
-from megazoo.files import reason_of
-
-# Seconds that other ranks wait before they print a mistake: one that all have found is printed by
-# rank 0, and the launcher ends the others meanwhile.
-REPORT_DELAY = 10.0
+from megazoo.errors import UserError
 
 
 def data_parallel_size(tp: int, pp: int, cp: int = 1) -> int:
@@ -88,7 +76,7 @@ def start_missing_ranks(tp: int, pp: int, cp: int = 1) -> None:
         return
     print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
     # This loads torch, which --help does not need.
-    from megazoo.cli.local_ranks import LocalRanks, can_fork
+    from megazoo.cli.launch.local_ranks import LocalRanks, can_fork
 
     command = None if can_fork() else [sys.executable, "-u", *sys.argv]
     code = LocalRanks(tp, pp, command, cp).run()
@@ -130,91 +118,6 @@ def _lives(pid: int) -> bool:
         except ProcessLookupError:
             return False
     return True
-
-
-def help_at_once(kind: type, description: str) -> None:
-    """Print the help of a program and exit, if that is all that its command line asks for. A
-    program that calls this before it imports torch answers without."""
-    if sys.argv[1:] in (["--help"], ["-h"]):
-        run_program(lambda arguments: parse_flags(kind, arguments, description))
-
-
-@contextmanager
-def _alone_if_it_fails():
-    """Have a process that fails within end at once: it does not wait for other ranks to end."""
-    try:
-        yield
-    except BaseException:
-        if ending := sys.modules.get("megazoo.parallel.ending"):  # which would load torch
-            ending.leave()
-        raise
-
-
-@_alone_if_it_fails()
-def run_program(main: Callable[[list[str]], None]) -> None:
-    """Run main(arguments) and exit: 0, or after one line on stderr for a mistake, with a
-    UserError's exit code, else 1. Of a bug, the traceback is printed, too.
-
-    A mistake that all ranks find is printed by rank 0; the launcher ends the others, which wait.
-    """
-    usual = warnings.formatwarning
-
-    def formatted(message, category, *where) -> str:
-        return f"warning: {message}\n" if category is Advice else usual(message, category, *where)
-
-    warnings.formatwarning = formatted
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError):  # a notebook's can't be
-            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
-    try:
-        sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
-        end_with_launcher()
-        try:
-            main(sys.argv[1:])
-        except SystemExit:  # after --help
-            sys.stdout.flush()
-            raise
-        sys.stdout.flush()
-    except UserError as error:
-        _end(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        lost = _lost_output()
-        if isinstance(lost, BrokenPipeError):  # of `| head`, say, which has read enough
-            sys.exit(128 + signal.SIGPIPE)
-        if lost:
-            _end(f"standard output: {reason_of(lost)}")
-        if is_of_network(error):
-            # gloo says so of a peer that ended; what that one prints comes first.
-            if "Connection" in str(error):
-                time.sleep(REPORT_DELAY)
-            raise
-        if line := line_of(error):
-            _end(line)
-        tell_bug(error)
-        sys.exit(1)
-
-
-def _end(line: str, exit_code: int = 1) -> NoReturn:
-    """Print why the program ends, on ranks above 0 after a moment, and exit."""
-    rank = os.environ.get("RANK", "")  # as it stands: it may be what is wrong
-    if rank.isdecimal() and rank.strip("0"):
-        time.sleep(REPORT_DELAY)
-    line = " ".join(line.split())
-    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
-    sys.exit(exit_code)
-
-
-def _lost_output() -> OSError | None:
-    """Return why what was printed can't be written, if it can't. Python's end does not try again
-    then."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return error
-    return None
 
 
 def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:

@@ -8,17 +8,17 @@ others are, hangs somewhere else.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
-from megazoo.cli.deaths import name_of
+from megazoo.cli.launch.deaths import name_of
 from megazoo.environment import local_rank
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import calls_made
+from megazoo.terminal import print_error
 from megazoo.torch_internals import store_of_a_thread
 
 PERIOD = 5.0  # seconds between two beats, or a tenth of the groups' timeout
@@ -78,7 +78,7 @@ class _Heart:
             elif not told and time.monotonic() - began > self.silence:
                 told = True
                 if self._watch or local_rank() == 0:
-                    _say(
+                    print_error(
                         f"rank {self._rank} on {os.uname().nodename} has had no answer of the "
                         f"job's store for {self.silence:.0f} s: is its machine or the network down?"
                     )
@@ -100,7 +100,7 @@ class _Heart:
             lines = self._watch.look(self._store.multi_get(self._keys), time.monotonic())
             if self._rank == 0 or self._watch.is_silent(0):
                 for line in lines:
-                    _say(line)
+                    print_error(line)
 
     def _beat(self) -> None:
         self._beats += 1
@@ -177,7 +177,3 @@ class Watch:
 def _call(beat: bytes) -> str:
     """Return the call that a beat names, as "train_batch 17"."""
     return "" if beat == LEFT else beat.decode().split(" ", 2)[2]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

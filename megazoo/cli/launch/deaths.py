@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import struct
-import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
@@ -13,6 +12,7 @@ from threading import Thread
 from megazoo.environment import megazoos_launcher
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
+from megazoo.terminal import print_error
 from megazoo.torch_internals import default_store
 
 # Signals by which launchers and users end a job: a rank that dies of one is nobody's surprise.
@@ -93,7 +93,7 @@ class _Watch:
             text = _death(handle, pid, rank)
             if text is None:  # what came after it, it has told itself
                 return
-            print(f"{name} on {os.uname().nodename} {text}", file=sys.stderr, flush=True)
+            print_error(f"{name} on {os.uname().nodename} {text}")
 
 
 def _death(handle: int, pid: int, rank: int) -> str | None:

@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-from megazoo.cli.deaths import death_by, name_of
-from megazoo.cli.elastic import SAME
+from megazoo.cli.launch.deaths import death_by, name_of
+from megazoo.cli.launch.elastic import SAME
 from megazoo.cli.mistakes import user_files
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES, of_local_rank
 from megazoo.parallel.context import ParallelContext
+from megazoo.terminal import print_error
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 PATIENCE = 30.0  # seconds that ranks have to end after one has failed, as with torchrun
@@ -190,8 +191,7 @@ class LocalRanks:
         code = self.processes[rank].returncode
         if self.told is None and code not in (1, 2):
             what = death_by(-code) if code < 0 else f"ended with exit code {code}"
-            where = f"{name_of(rank, self.layout)} on {os.uname().nodename}"
-            print(f"{where} {what}", file=sys.stderr, flush=True)
+            print_error(f"{name_of(rank, self.layout)} on {os.uname().nodename} {what}")
 
     def _exit_code(self, failed: int | None) -> int:
         """Return 0 if all ranks ended well, what the first that failed ended with, and of a signal

@@ -1,10 +1,8 @@
-"""What a run does when it is sent a signal to stop, when it is started again, and when a rank dies
-or stalls."""
+"""What a run does when it is sent a signal to stop, and when a rank dies or stalls."""
 
 import os
 import select
 import signal
-import sys
 import time
 from contextlib import contextmanager
 from threading import Event, Thread
@@ -12,17 +10,17 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
-from megazoo.cli.deaths import name_of
-from megazoo.cli.heartbeat import heartbeat
+from megazoo.cli.launch.deaths import name_of
+from megazoo.cli.launch.heartbeat import heartbeat
 from megazoo.environment import (
     is_child_of_launcher,
     is_rank_zero,
     megazoos_launcher,
-    restarts,
 )
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
+from megazoo.terminal import print_error
 from megazoo.torch_internals import default_store
 
 # Seconds from a signal to the end of the step; then SIGTERM does what it does by itself.
@@ -31,11 +29,6 @@ PATIENCE = 20.0
 SAME = 0.5
 GRACE = 3.0  # seconds in which ranks that wait in vain tell each other so
 OUT_OF_REACH = 5.0  # seconds more, after which the job's store is taken to be out of reach
-
-
-def is_restart() -> bool:
-    """Return whether torchrun has started this program again after a rank died (--max-restarts)."""
-    return restarts() > 0
 
 
 class StopSignal:
@@ -140,21 +133,17 @@ class StopSignal:
     @staticmethod
     def _say_steps_are_long(seconds: float) -> None:
         if is_rank_zero():
-            print(
+            print_error(
                 f"warning: a step took {seconds:.0f} s, saving included, but {PATIENCE:.0f}"
-                f" s after a SIGTERM a rank ends at once, unsaved: {_instead_of_sigterm()}",
-                file=sys.stderr,
-                flush=True,
+                f" s after a SIGTERM a rank ends at once, unsaved: {_instead_of_sigterm()}"
             )
 
     @staticmethod
     def _say_what_follows() -> None:
         if is_rank_zero():
-            print(
+            print_error(
                 "Ctrl-C: the run ends after this step, and saves if there is --save; "
-                "a second one ends it at once",
-                file=sys.stderr,
-                flush=True,
+                "a second one ends it at once"
             )
 
 
@@ -189,11 +178,9 @@ def naming_absent_ranks(ctx: ParallelContext):
             teller.start()
             teller.join(GRACE + OUT_OF_REACH)
             if teller.is_alive():
-                print(
+                print_error(
                     f"rank {ctx.rank} on {os.uname().nodename} can't reach the others any more, "
-                    "nor the job's store: is a node or its network down?",
-                    file=sys.stderr,
-                    flush=True,
+                    "nor the job's store: is a node or its network down?"
                 )
         raise
 
@@ -206,15 +193,13 @@ def _tell_absent(ctx: ParallelContext, reason: str) -> None:
         time.sleep(GRACE)
         there = [rank for rank in range(ctx.world_size) if store.check([f"waited in vain/{rank}"])]
     except RuntimeError as error:
-        print(f"rank {ctx.rank} can't reach the job's store: {error}", file=sys.stderr, flush=True)
+        print_error(f"rank {ctx.rank} can't reach the job's store: {error}")
         return
     absent = [rank for rank in range(ctx.world_size) if rank not in there]
     # Without a timeout a connection broke: the launcher says whose.
     if ctx.rank == min(there) and "timed out" in reason.lower():
         who = ", ".join(name_of(rank, ctx) for rank in absent)
-        print(
+        print_error(
             f"no word from {who or 'no rank: all waited for each other'}: "
-            f"it stalled longer than the timeout, or died ({reason})",
-            file=sys.stderr,
-            flush=True,
+            f"it stalled longer than the timeout, or died ({reason})"
         )
