@@ -19,6 +19,7 @@ from megazoo.cli.options import ImportOption, ScheduleName
 from megazoo.cli.parsing import run_file
 from megazoo.cli.program import run_program
 from megazoo.errors import UserError
+from megazoo.parallel.placement import Placement
 from megazoo.parallel.schedule import (
     COST,
     Action,
@@ -28,7 +29,6 @@ from megazoo.parallel.schedule import (
     tables_of,
     timeline,
 )
-from megazoo.parallel.stages import rank_of, stages_of
 
 MOST_BOXES = 10_000  # what is drawn in a minute
 LONGEST = 1e12  # cost of an action
@@ -69,13 +69,14 @@ def main(arguments: list[str]) -> None:
     forward, inputs, weights = options.cost
     cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
     schedule = schedule_named(options.schedule)
+    placement = Placement("loop", options.pp, options.virtual_pp)
     tables = tables_of(schedule, options.pp, options.virtual_pp, options.microbatches)
     spans = timeline(tables, cost)
     end = max(span.end for span in spans.values())
     busy = sum(span.end - span.start for span in spans.values()) / options.pp
     figure, axes = pyplot.subplots(figsize=(min(40.0, 2 + end * 0.35), 1 + 0.6 * options.pp))
     for rank, table in enumerate(tables):
-        draw_rank(axes, rank, table, spans, options)
+        draw_rank(axes, rank, table, spans, placement)
     axes.set(
         yticks=range(options.pp),
         yticklabels=[f"rank {rank}" for rank in range(options.pp)],
@@ -112,7 +113,7 @@ def check(options: Options) -> None:
 
 
 def draw_rank(
-    axes, rank: int, table: list[Action], spans: dict[Action, Span], options: Options
+    axes, rank: int, table: list[Action], spans: dict[Action, Span], placement: Placement
 ) -> None:
     """Draw what a rank does as a row of boxes, and an arrow to each action that had to wait."""
     free = 0.0  # since when the rank has been idle
@@ -122,7 +123,7 @@ def draw_rank(
             rank,
             span.end - span.start,
             left=span.start,
-            color=color_of(action, options),
+            color=color_of(action, placement),
             edgecolor="white",
             height=0.9,
         )
@@ -134,23 +135,23 @@ def draw_rank(
             va="center",
             fontsize=7,
         )
-        source = source_of(action, options.pp * options.virtual_pp - 1)
+        source = source_of(action, placement.count - 1)
         if source and span.start > free:
             axes.annotate(
                 "",
                 (span.start, rank),
-                (span.start, rank_of(source.stage, options.pp)),
+                (span.start, placement.rank_of(source.stage)),
                 arrowprops={"arrowstyle": "->", "color": "#555555", "lw": 0.8},
             )
         free = span.end
 
 
-def color_of(action: Action, options: Options) -> list[float]:
+def color_of(action: Action, placement: Placement) -> list[float]:
     """Return the color of an action's kind, darker for each further stage of its rank."""
     from matplotlib.colors import to_rgb
 
-    stages = stages_of(rank_of(action.stage, options.pp), options.pp, options.virtual_pp)
-    shade = 1 - 0.5 * stages.index(action.stage) / options.virtual_pp
+    stages = placement.stages_of(placement.rank_of(action.stage))
+    shade = 1 - 0.5 * stages.index(action.stage) / placement.virtual
     return [part * shade for part in to_rgb(COLORS[action.kind])]
 
 

@@ -112,7 +112,9 @@ def run_pipeline(
     if last:
         loss += sum(run.losses) if run.losses else torch.nan
         all_reduce(loss, others)
-    loss, labelled = broadcast_from_stage(torch.stack([loss, labelled]), ctx.pp_size - 1, ctx)
+    loss, labelled = broadcast_from_stage(
+        torch.stack([loss, labelled]), ctx.placement.last_rank, ctx
+    )
     return Result(loss.float(), labelled, torch.cat(run.collected) if run.collected else None)
 
 

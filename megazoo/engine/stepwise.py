@@ -12,7 +12,6 @@ from megazoo.engine.pipeline import PipelineModel, PipelineRun, count_labels
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.schedule import Action, Exchange, Transfer
-from megazoo.parallel.stages import rank_of
 
 
 def run_stepwise(
@@ -65,7 +64,7 @@ class StepwiseRun(PipelineRun):
         last = self.model.stages[-1].last
         loss = self.losses[-1].float() if last else torch.zeros((), device=self.ctx.device)
         all_reduce(loss, self.ctx.token_axis.group if last else None)
-        return broadcast_from_stage(loss, self.ctx.pp_size - 1, self.ctx)
+        return broadcast_from_stage(loss, self.ctx.placement.last_rank, self.ctx)
 
     def backward_through(self, number: int, gradient: float) -> None:
         """Run a micro-batch's backward, the loss's gradient being `gradient`."""
@@ -80,13 +79,13 @@ class StepwiseRun(PipelineRun):
 
     def _receive(self, action: Action, stage: int) -> None:
         """Start receiving an action's input from another stage."""
-        source = rank_of(stage, self.ctx.pp_size)
+        source = self.ctx.placement.rank_of(stage)
         transfer = Transfer(action, source, self.ctx.pp_rank)
         self.exchange(Exchange(sends=(), receives=(transfer,)))
 
     def _send(self, action: Action) -> None:
         """Start sending the input of an action of another stage."""
-        target = rank_of(action.stage, self.ctx.pp_size)
+        target = self.ctx.placement.rank_of(action.stage)
         transfer = Transfer(action, self.ctx.pp_rank, target)
         self.exchange(Exchange(sends=(transfer,), receives=()))
 

@@ -96,7 +96,7 @@ def evaluate_rows(
     if result.collected is not None:
         counts += result.collected.sum(dim=0)
         all_reduce(counts, ctx.dp_group)
-    broadcast_from_stage(counts, ctx.pp_size - 1, ctx)
+    broadcast_from_stage(counts, ctx.placement.last_rank, ctx)
     return result.loss, result.labelled, Tally(*map(int, counts.tolist()))
 
 

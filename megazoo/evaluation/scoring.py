@@ -97,7 +97,7 @@ def _of_every_row(
             result = run_pipeline(model, batches, global_batch=False, collect=of_rows).collected
         if result is not None:
             values[part] = result
-    broadcast_from_stage(values, ctx.pp_size - 1, ctx)
+    broadcast_from_stage(values, ctx.placement.last_rank, ctx)
     all_reduce(values, sharing.group)  # each rank has its rows, and zeros
     if not bool(values.isfinite().all()):
         raise not_finite(model.dtype)

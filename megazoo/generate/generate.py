@@ -180,7 +180,7 @@ def _new_tokens(
         rows[:, 0] = result.shape[1]
         rows[:, 1:] = settings.padding
         rows[:, 1 : 1 + result.shape[1]] = result
-    broadcast_from_stage(new, ctx.pp_size - 1, ctx)
+    broadcast_from_stage(new, ctx.placement.last_rank, ctx)
     all_reduce(new, sharing.group)  # each rank has its rows, and zeros
     if bool((new[:, 0] < 0).any()):
         raise not_finite(model.dtype)

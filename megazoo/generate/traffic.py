@@ -52,7 +52,7 @@ class Traffic:
 
     def __init__(self, model, groups: list[Group], streamer=None):
         self.model, self.ctx, self.groups, self.streamer = model, model.ctx, groups, streamer
-        self.last = self.ctx.pp_size - 1  # the pipeline rank that chooses
+        self.last = self.ctx.placement.last_rank  # the pipeline rank that chooses
         # By group: the tensor that will come, and the work to wait for.
         self.activations: dict[int, tuple] = {}
         self.choices: dict[int, tuple] = {}

@@ -49,7 +49,7 @@ from megazoo.parallel.module import NamedParameter, ShardedModule, initialize, w
 from megazoo.parallel.random import all_seeded, derive_seed
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.shard import ParameterSpec
-from megazoo.parallel.stages import Stage, cut_into_stages, rank_of, stages_of
+from megazoo.parallel.stages import Stage, cut_into_stages
 from megazoo.parallel.staging import Upload
 
 # A family or a user that overrides these on the model would not be heard.
@@ -101,7 +101,7 @@ class Model(BatchCalls, Freezing, nn.Module):
         super().__init__()
         self.check(config, ctx.tp_size, ctx.pp_size, ctx.virtual_size)
         self.config, self.ctx, self.seed = config, ctx, seed
-        mine = stages_of(ctx.pp_rank, ctx.pp_size, ctx.virtual_size)
+        mine = ctx.placement.stages_of(ctx.pp_rank)
         all_stages = self.all_stages(config, ctx)
         self.stages: list[Stage] = [all_stages[index] for index in mine]
         # global name -> the pipeline ranks that share the parameter
@@ -207,6 +207,7 @@ class Model(BatchCalls, Freezing, nn.Module):
         size |= {"cp": ctx.cp_size, "cp_method": ctx.cp_method}
         if pp_rank is not None:
             size |= {"pp": ctx.pp_size, "virtual": ctx.virtual_size}
+            size |= {"placement": ctx.placement.name}
             rank = pp_rank * ctx.cp_size * ctx.tp_size
             size |= {"rank": rank, "stage_layers": ctx.stage_layers}
         return cls.on_meta(config, ParallelContext.virtual(**size))
@@ -315,7 +316,7 @@ class Model(BatchCalls, Freezing, nn.Module):
         the norm, and a checkpoint has it once.
         """
         indices = [stage % self.ctx.stage_count for stage in stages]
-        ranks = tuple(dict.fromkeys(rank_of(index, self.ctx.pp_size) for index in indices))
+        ranks = tuple(dict.fromkeys(map(self.ctx.placement.rank_of, indices)))
         if len(ranks) > 1:
             self.tied[name] = ranks
 

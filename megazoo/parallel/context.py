@@ -28,6 +28,7 @@ from megazoo.parallel.groups import (
     solitary_group,
     warm_up,
 )
+from megazoo.parallel.placement import Placement
 from megazoo.parallel.sizes import (
     check_sizes,
     check_timeout,
@@ -80,7 +81,8 @@ class ParallelContext:
     # between tensor-parallel regions each tp rank has its part of the sequence
     sequence_parallel: bool = False
     cp_method: str = "allgather"  # one of CP_METHODS
-    virtual_size: int = 1  # stages of a rank
+    # which rank of the pipeline has which stage
+    placement: Placement = field(default_factory=Placement)
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
     name: str = field(default="", repr=False)  # the same on all ranks, and of no other context
     calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
@@ -117,6 +119,7 @@ class ParallelContext:
         context_parallel_method: str = "allgather",
         sequence_parallel: bool | None = False,
         virtual_pipeline_size: int = 1,
+        placement: str = "loop",
         stage_layers: str | Sequence[int] = "balanced",
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -134,6 +137,8 @@ class ParallelContext:
         (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
         in return backward gathers once more what a column-parallel layer takes. None: on CUDA.
         virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule.
+        placement: which rank has which stage: "loop", in turn; or "v", for schedules that name it
+        (see megazoo/parallel/placement.py).
         stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
         included; "uniform" by layers; or the number of layers of each.
         In a plain process (no launcher) with all sizes 1, nothing is initialised. What is
@@ -154,6 +159,7 @@ class ParallelContext:
             rank=rank,
             sequence_parallel=sequence_parallel,
             virtual=virtual_pipeline_size,
+            placement=placement,
             stage_layers=stage_layers,
         )
         device = choose_device(device)
@@ -199,12 +205,13 @@ class ParallelContext:
         rank: int = 0,
         sequence_parallel: bool = False,
         virtual: int = 1,
+        placement: str = "loop",
         stage_layers: str | Sequence[int] = "balanced",
     ) -> "ParallelContext":
         """Return the context of rank `rank` of a world that need not exist.
 
-        virtual: the stages of a rank. UserError if the world has no such rank, or can't have such
-        stages.
+        virtual: the stages of a rank. placement: which rank has which: "loop" or "v". UserError if
+        the world has no such rank, or can't have such stages.
         """
         size = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
         sizes = tuple(size[axis] for axis in AXES)
@@ -221,7 +228,7 @@ class ParallelContext:
             rank,
             sequence_parallel=sequence_parallel,
             cp_method=cp_method,
-            virtual_size=virtual,
+            placement=Placement(placement, pp, virtual),
             stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
         )
 
@@ -323,7 +330,12 @@ class ParallelContext:
     @property
     def stage_count(self) -> int:
         """The stages of the whole pipeline."""
-        return self.pp_size * self.virtual_size
+        return self.placement.count
+
+    @property
+    def virtual_size(self) -> int:
+        """The stages of a rank."""
+        return self.placement.virtual
 
     @property
     def world_size(self) -> int:

@@ -13,13 +13,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megazoo.errors import UserError
-from megazoo.parallel.stages import rank_of, stages_of
+from megazoo.parallel.placement import Placement
 
 COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # the time of each kind of action, by default
 
 
 class Action(NamedTuple):
-    """What a rank does with one micro-batch in one stage; which rank has a stage says `rank_of`.
+    """What a rank does with one micro-batch in one stage; which rank has a stage says the
+    placement: see placement.py.
 
     kind: "F" forward; "B" backward; or backward in two parts: "I", of the inputs, and "W", of the
     weights.
@@ -41,7 +42,7 @@ Schedule = Callable[[int, int, int, int], list[Action]]
 def forward_only(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
     """Evaluation: every micro-batch forward, in groups of at least pp, each group through all of
     the rank's stages."""
-    return _in_groups("F", stages_of(rank, pp, virtual), pp, microbatches)
+    return _in_groups("F", Placement("loop", pp, virtual).stages_of(rank), pp, microbatches)
 
 
 def gpipe(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
@@ -115,7 +116,8 @@ def _in_groups(kind: str, stages: Sequence[int], pp: int, microbatches: int) -> 
 
 
 def _backwards(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    return _in_groups("B", stages_of(rank, pp, virtual)[::-1], pp, microbatches)
+    stages = Placement("loop", pp, virtual).stages_of(rank)[::-1]
+    return _in_groups("B", stages, pp, microbatches)
 
 
 # Questions to a schedule.
@@ -300,13 +302,17 @@ def transfers_in_order(
     or shorter than in the timeline. Of those at the same place every other pair of stages goes
     first, so that a late rank holds up its neighbours and not, one behind the other, all ranks.
     """
-    spans = timeline(tables_of(schedule, pp, virtual, microbatches))
+    spans, placement = (
+        timeline(tables_of(schedule, pp, virtual, microbatches)),
+        Placement("loop", pp, virtual),
+    )
+    rank_of = placement.rank_of
     order = []
     for consumer, span in spans.items():
-        source = source_of(consumer, pp * virtual - 1)
+        source = source_of(consumer, placement.count - 1)
         if source:
             place = (spans[source].end + span.start) / 2
-            transfer = Transfer(consumer, rank_of(source.stage, pp), rank_of(consumer.stage, pp))
+            transfer = Transfer(consumer, rank_of(source.stage), rank_of(consumer.stage))
             pair = min(source.stage, consumer.stage)
             order.append((place, pair % 2, transfer, source))
     return spans, [(place, source, transfer) for place, _, transfer, source in sorted(order)]

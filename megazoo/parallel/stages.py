@@ -1,4 +1,4 @@
-"""Stages of the pipeline: which rank has which, and how layers are cut into them."""
+"""Stages of the pipeline, and how layers are cut into them."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,17 +6,6 @@ from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from megazoo.errors import UserError
-
-
-def rank_of(stage: int, pp: int) -> int:
-    """Return the pipeline rank that has a stage: the stages are dealt out to the ranks in turn."""
-    return stage % pp
-
-
-def stages_of(rank: int, pp: int, virtual: int) -> range:
-    """Return the stages of a pipeline rank, which has `virtual` of them, in the order of the
-    forward."""
-    return range(rank, pp * virtual, pp)
 
 
 @dataclass(frozen=True)

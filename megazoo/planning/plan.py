@@ -30,7 +30,6 @@ from megazoo.parallel.schedule import (
     tables_of,
     timeline,
 )
-from megazoo.parallel.stages import rank_of, stages_of
 from megazoo.planning.meter import (
     META,
     Cost,
@@ -239,8 +238,8 @@ class Planner(Builder):
         stages, by their kind.
         """
         ctx, static = model.ctx, self.static(model, run)
-        pp_rank = rank_of(table[0].stage, ctx.pp_size)
-        by_stage = dict(zip(stages_of(pp_rank, ctx.pp_size, ctx.virtual_size), costs, strict=True))
+        pp_rank = ctx.placement.rank_of(table[0].stage)
+        by_stage = dict(zip(ctx.placement.stages_of(pp_rank), costs, strict=True))
         taken = [by_stage[action.stage][action.kind] for action in table]
         boundary = boundary_bytes(run, model) if ctx.pp_size > 1 else 0
         on_their_way = (MAX_OPEN_EXCHANGES + 1) * boundary

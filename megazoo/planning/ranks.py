@@ -52,14 +52,18 @@ class Builder:
     def first_trained_stage(self, ctx: ParallelContext, train_only: str | None) -> int:
         """Return the index of the first stage of the pipeline that trains anything, as all ranks
         would find it together: see `TrainingEngine.agree_on_frozen`. ctx: of any rank."""
-        key = (ctx.pp_size, ctx.virtual_size, ctx.stage_layers, train_only)
+        key = (ctx.placement, ctx.stage_layers, train_only)
         if key not in self._first_trained:
             first = ctx.stage_count
             for pp_rank in range(ctx.pp_size):
-                if first < pp_rank:  # the stages of later ranks come later, too
+                if first < pp_rank:  # of its first stage, and those of later ranks come later
                     break
                 there = ParallelContext.virtual(
-                    1, ctx.pp_size, virtual=ctx.virtual_size, stage_layers=ctx.stage_layers
+                    1,
+                    ctx.pp_size,
+                    virtual=ctx.virtual_size,
+                    placement=ctx.placement.name,
+                    stage_layers=ctx.stage_layers,
                 )
                 model = self.family.on_meta(self.config, place_in(there, pp_rank))
                 if self.lora:

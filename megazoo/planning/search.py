@@ -11,7 +11,6 @@ from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.recompute import MODES
-from megazoo.parallel.stages import stages_of
 from megazoo.planning.meter import Cost, boundary_bytes
 from megazoo.planning.plan import Planner, RankPlan, bubble_and_time, schedule_tables
 from megazoo.planning.ranks import place_in
@@ -161,8 +160,7 @@ def fitting_layout(
     for pp_rank, table in enumerate(tables):
         ctx = place_in(layout, pp_rank)
         all_stages = planner.family.all_stages(planner.config, ctx)
-        numbers = stages_of(pp_rank, layout.pp_size, layout.virtual_size)
-        stages = [all_stages[number] for number in numbers]
+        stages = [all_stages[number] for number in ctx.placement.stages_of(pp_rank)]
         alike = planner.alike(stages, ctx, run.train_only)
         if alike not in models:
             models[alike] = planner.build(ctx, run.train_only)

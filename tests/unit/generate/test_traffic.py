@@ -12,6 +12,7 @@ import torch
 from megazoo.generate import traffic
 from megazoo.generate.decoding import GOES_ON, OVER, Choice
 from megazoo.parallel.cpu.shared_memory import Mailboxes
+from megazoo.parallel.placement import Placement
 
 STEPS = 5
 
@@ -68,7 +69,11 @@ def transfers_of(
         return SimpleNamespace(wait=lambda: made.append(("take", other, number)))
 
     ctx = SimpleNamespace(
-        pp_rank=pp_rank, pp_size=pp, virtual_size=virtual, device=torch.device("cpu")
+        pp_rank=pp_rank,
+        pp_size=pp,
+        virtual_size=virtual,
+        placement=Placement("loop", pp, virtual),
+        device=torch.device("cpu"),
     )
     model = SimpleNamespace(ctx=ctx, hidden_size=2, dtype=torch.float32)
     with mock.patch.multiple(traffic, start_send=start_send, start_receive=start_receive):

@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext
 from megazoo.parallel import context as context_module
 from megazoo.parallel.collectives import all_reduce_over
-from megazoo.parallel.stages import rank_of, stages_of
+from megazoo.parallel.placement import Placement
 from tests.support.training import context
 
 
@@ -43,12 +45,31 @@ def test_a_rank_and_its_place_say_the_same():
     assert (other.pp_rank, other.dp_rank, other.tp_rank) == (2, 3, 0)
 
 
-def test_each_stage_is_one_ranks():
-    for pp, virtual in ((1, 1), (2, 1), (4, 3)):
-        stages = {rank: list(stages_of(rank, pp, virtual)) for rank in range(pp)}
-        everywhere = sorted(stage for mine in stages.values() for stage in mine)
-        assert everywhere == list(range(pp * virtual))
-        assert all(rank_of(stage, pp) == rank for rank, mine in stages.items() for stage in mine)
+@pytest.mark.parametrize(
+    ("name", "pp", "virtual", "expected"),
+    [
+        ("loop", 1, 1, [[0]]),
+        ("loop", 2, 1, [[0], [1]]),
+        ("loop", 4, 3, [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]),
+        ("v", 2, 2, [[0, 3], [1, 2]]),
+        ("v", 4, 2, [[0, 7], [1, 6], [2, 5], [3, 4]]),
+    ],
+)
+def test_each_stage_is_one_ranks(name, pp, virtual, expected):
+    placement = Placement(name, pp, virtual)
+    assert [list(placement.stages_of(rank)) for rank in range(pp)] == expected
+    ranks = {stage: rank for rank, mine in enumerate(expected) for stage in mine}
+    assert [placement.rank_of(stage) for stage in range(placement.count)] == [
+        ranks[stage] for stage in range(pp * virtual)
+    ]
+    assert (placement.first_rank, placement.last_rank) == (0, ranks[pp * virtual - 1])
+
+
+def test_a_placement_that_cannot_be_is_refused():
+    with pytest.raises(UserError, match="unknown placement 'w': there are loop and v"):
+        ParallelContext.virtual(pp=2, placement="w")
+    with pytest.raises(UserError, match="placement v has two stages a rank, not 1: use virtual-pp"):
+        ParallelContext.virtual(pp=2, placement="v")
 
 
 def totals():

@@ -1,0 +1,56 @@
+"""Which pipeline rank has which stage."""
+
+from dataclasses import dataclass
+
+from megazoo.errors import UserError
+
+PLACEMENTS = ("loop", "v")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the stages of a pipeline lie; they are numbered in the order of the forward.
+
+    name: "loop" deals them out to the ranks in turn, as many to each as you like. "v" goes down the
+    ranks and up again: rank r of P has stages r and 2P-1-r, so the first rank has the last stage,
+    too. pp: pipeline ranks. virtual: stages of a rank. UserError for another name, or if a rank of
+    "v" has not two stages.
+    """
+
+    name: str = "loop"
+    pp: int = 1
+    virtual: int = 1
+
+    def __post_init__(self):
+        if self.name not in PLACEMENTS:
+            known = " and ".join(PLACEMENTS)
+            raise UserError(f"unknown placement {self.name!r}: there are {known}")
+        if self.name == "v" and self.virtual != 2:
+            raise UserError(
+                f"placement v has two stages a rank, not {self.virtual}: use virtual-pp 2"
+            )
+
+    @property
+    def count(self) -> int:
+        """The stages of the whole pipeline."""
+        return self.pp * self.virtual
+
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline rank that has a stage."""
+        return min(stage, self.count - 1 - stage) if self.name == "v" else stage % self.pp
+
+    def stages_of(self, rank: int) -> range:
+        """Return the stages of a pipeline rank, in the order of the forward."""
+        if self.name == "v":
+            return range(rank, self.count - rank, self.count - 1 - 2 * rank)
+        return range(rank, self.count, self.pp)
+
+    @property
+    def first_rank(self) -> int:
+        """The pipeline rank that has the first stage."""
+        return self.rank_of(0)
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that has the last stage."""
+        return self.rank_of(self.count - 1)
