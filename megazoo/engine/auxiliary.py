@@ -25,7 +25,7 @@ def losses_of(
     if not names:
         return None
     ctx = model.ctx
-    labelled = broadcast_from_stage(labelled.clone(), ctx.pp_size - 1, ctx)
+    labelled = broadcast_from_stage(labelled.clone(), ctx.placement.last_rank, ctx)
     own_rows = sum(batch.shape[0] for batch in batches) if ctx.cp_rank == 0 else 0
     rows = torch.tensor(own_rows, dtype=torch.float64, device=ctx.device)
     all_reduce(rows, ctx.token_axis.group)
