@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
 from megazoo.layers.layer import Layer
-from megazoo.layers.linear import column_parallel_linear
 from megazoo.layers.loss_terms import PLAIN, LossTerms
+from megazoo.layers.matmul import linear
 from megazoo.layers.soft_cap import soft_capped
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import (
@@ -55,7 +55,7 @@ class _VocabParallel(Layer):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""
-        return column_parallel_linear(x, self.matrix, None, self.ctx, self.weight_queue, align=True)
+        return linear(x, self.matrix, entering=self.ctx, queue=self.weight_queue, align=True)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""

@@ -2,7 +2,7 @@
 
 A twin computes what its formula computes ("Same as") and keeps less of it for backward, or writes
 it where it will be needed. tests/unit/layers/test_fused.py compares the two, values and gradients.
-The twins of linear layers stand in fused_linear.py, those of the cross-entropies in
+The twins of linear layers stand in matmul.py, those of the cross-entropies in
 fused_cross_entropy.py.
 """
 

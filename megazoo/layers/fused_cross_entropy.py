@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megazoo.layers.aligned import aligned, empty_aligned
-from megazoo.layers.fused_linear import linear
 from megazoo.layers.loss_terms import PLAIN, LossTerms
+from megazoo.layers.matmul import linear
 from megazoo.layers.soft_cap import soft_capped
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext

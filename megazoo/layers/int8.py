@@ -1,11 +1,16 @@
 """The arithmetic of linear layers whose weights are rounded to 8 bits: see `round_to_int8`."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from megazoo.parallel.collectives import all_reduce
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
+from megazoo.parallel.regions import enter_tensor_parallel
 from megazoo.torch_internals import int8_product, takes_int8_product
 
 LARGEST = 127  # of 8 bits with a sign
@@ -45,3 +50,27 @@ def int8_linear(
         y = F.linear(rows.to(dtype), widened).to(x.dtype)
     y = y.unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
+
+
+class Int8Product(nn.Module):
+    """The product of a linear layer whose weight is rounded: see `int8_linear`. scale: of the
+    weight's rows."""
+
+    def __init__(self, scale: torch.Tensor):
+        super().__init__()
+        self.register_buffer("scale", scale, persistent=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        entering: ParallelContext | None = None,
+        recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        queue=None,
+    ) -> torch.Tensor:
+        """Return x W^T + b, as `megazoo.layers.matmul.linear` does; there is nothing to train."""
+        x = enter_tensor_parallel(x, entering) if entering else x
+        x = recompute(x) if recompute else x
+        return int8_linear(x, weight, self.scale, bias)

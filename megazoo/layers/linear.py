@@ -1,21 +1,17 @@
 """Linear layers cut over the tensor-parallel ranks: Megatron-LM (Shoeybi et al. 2019)."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from megazoo.errors import UserError
-from megazoo.layers.aligned import needs_alignment
-from megazoo.layers.fused_linear import entered_linears, hides_communication, linears
-from megazoo.layers.int8 import int8_linear, rounded_to_int8
+from megazoo.layers.int8 import Int8Product, rounded_to_int8
 from megazoo.layers.layer import Layer
 from megazoo.layers.lora import Adapters
+from megazoo.layers.matmul import linear
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.regions import (
-    enter_tensor_parallel,
     gather_from_tensor_parallel,
     scatter_to_tensor_parallel,
 )
@@ -25,7 +21,28 @@ from megazoo.parallel.regions import leave_tensor_parallel_in_place as leave_ten
 from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
-class ColumnParallelLinear(Layer):
+class _ParallelLinear(Layer):
+    """What both linear layers have: the slot of what multiplies.
+
+    lora: adapters, which megazoo.lora adds. int8: the product of a rounded weight: see
+    round_to_int8.
+    """
+
+    multiplied = ("weight",)
+
+    def __init__(self, ctx: ParallelContext | None):
+        super().__init__(ctx)
+        self.lora: Adapters | None = None
+        self.int8: Int8Product | None = None
+
+    @property
+    def product(self) -> Callable[..., torch.Tensor]:
+        """What multiplies: product(x, weight, bias, entering=, recompute=, queue=), as `linear`
+        does."""
+        return self.lora or self.int8 or linear
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """y = x W^T + b with the outputs cut over tp: each rank computes its own columns of y.
 
     Args:
@@ -48,8 +65,6 @@ class ColumnParallelLinear(Layer):
     are replicated.
     """
 
-    multiplied = ("weight",)
-
     def __init__(
         self,
         in_features: int,
@@ -63,8 +78,6 @@ class ColumnParallelLinear(Layer):
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
-        self.lora: Adapters | None = None  # see megazoo.lora
-        self.register_buffer("int8_scale", None, persistent=False)  # see round_to_int8
         parts = out_features if isinstance(out_features, tuple) else (out_features,)
         shard = Shard(0, parts, units or units_for(parts, self.ctx.tp_size))
         shard.check(self.ctx.tp_size, "outputs")
@@ -83,57 +96,11 @@ class ColumnParallelLinear(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.synced_parameter("weight"), self.synced_parameter("bias")
-        multiply = partial(column_parallel_linears, ctx=self.ctx, queue=self.weight_queue)
-        if self.int8_scale is not None:
-            x = enter_tensor_parallel(x, self.ctx)
-            y = int8_linear(x, weight, self.int8_scale, bias)
-        elif self.lora is None:
-            (y,) = multiply(x, (weight,), bias)
-        else:
-            enter = partial(enter_tensor_parallel, ctx=self.ctx)
-            y = self.lora(x, weight, bias, multiply, enter, self.weight_queue)
+        y = self.product(x, weight, bias, entering=self.ctx, queue=self.weight_queue)
         return gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
-def column_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    ctx: ParallelContext,
-    queue: WeightQueue | AtOnce | None,
-    *,
-    align: bool = False,
-) -> torch.Tensor:
-    """Enter the tensor-parallel region with x, where its gradient is summed over tp, and multiply.
-
-    Under sequence parallelism this rank's part of x is kept, and gathered again in backward. align:
-    as in `linear`.
-    """
-    align = align and needs_alignment(x, len(weight))
-    return column_parallel_linears(x, (weight,), bias, ctx, queue, align=align)[0]
-
-
-def column_parallel_linears(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    ctx: ParallelContext,
-    queue: WeightQueue | AtOnce | None,
-    *,
-    align: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """Enter the tensor-parallel region with x once, and multiply by several weights: see `linears`
-    and `column_parallel_linear`. Where all weights are frozen, nothing is kept or gathered
-    again."""
-    if ctx.tp_size > 1 and hides_communication(x):
-        return entered_linears(x, weights, bias, ctx, queue=queue, align=align)
-    enter = partial(enter_tensor_parallel, ctx=ctx)
-    if ctx.sequence_parallel and any(weight.requires_grad for weight in weights):
-        return linears(x, weights, bias, recompute=enter, queue=queue, align=align)
-    return linears(enter(x), weights, bias, queue=queue, align=align)
-
-
-class RowParallelLinear(Layer):
+class RowParallelLinear(_ParallelLinear):
     """y = x W^T + b with the inputs cut over tp: each rank computes a partial y, and the sum is
     returned on all.
 
@@ -153,8 +120,6 @@ class RowParallelLinear(Layer):
     here under sequence parallelism.
     """
 
-    multiplied = ("weight",)
-
     def __init__(
         self,
         in_features: int,
@@ -167,8 +132,6 @@ class RowParallelLinear(Layer):
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
-        self.lora: Adapters | None = None  # see megazoo.lora
-        self.register_buffer("int8_scale", None, persistent=False)  # see round_to_int8
         units = (unit,) if unit else units_for((in_features,), self.ctx.tp_size)
         shard = Shard(1, (in_features,), units)
         shard.check(self.ctx.tp_size, "inputs")
@@ -198,15 +161,8 @@ class RowParallelLinear(Layer):
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel(x, self.ctx, self.sizes)
         alone = self.ctx.tp_size == 1  # there is no sum over ranks that the bias has to wait for
-        bias = self.bias if alone else None
-        multiply = partial(linears, recompute=recompute, queue=self.weight_queue)
-        if self.int8_scale is not None:
-            x = recompute(x) if recompute else x
-            y = int8_linear(x, self.weight, self.int8_scale, bias)
-        elif self.lora is None:
-            (y,) = multiply(x, (self.weight,), bias)
-        else:  # what the adapters add is partial, as y is: both leave by one sum
-            y = self.lora(x, self.weight, bias, multiply, recompute, self.weight_queue)
+        bias, queue = self.bias if alone else None, self.weight_queue
+        y = self.product(x, self.weight, bias, recompute=recompute, queue=queue)
         y = leave_tensor_parallel(y, self.ctx)
         return y if alone or self.bias is None else y + self.synced_parameter("bias")
 
@@ -221,7 +177,7 @@ def round_to_int8(model: nn.Module) -> None:
     layers = [
         layer
         for layer in model.modules()
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.int8_scale is None
+        if isinstance(layer, _ParallelLinear) and layer.int8 is None
     ]
     if any(layer.lora is not None for layer in layers):
         raise UserError("megazoo.lora.merge(model) first: adapters can't change rounded weights")
@@ -229,7 +185,7 @@ def round_to_int8(model: nn.Module) -> None:
     for layer in layers:
         cut_inputs = layer.ctx.tp_group if isinstance(layer, RowParallelLinear) else None
         weight, scale = rounded_to_int8(layer.weight.detach(), cut_inputs)
-        layer.weight, layer.int8_scale = nn.Parameter(weight, requires_grad=False), scale
+        layer.weight, layer.int8 = nn.Parameter(weight, requires_grad=False), Int8Product(scale)
 
 
 def refuse_rounded(model: nn.Module, what: str) -> None:

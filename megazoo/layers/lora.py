@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from megazoo.layers.dropout import Dropout
-from megazoo.layers.fused_linear import linear
 from megazoo.layers.layer import Layer
+from megazoo.layers.matmul import linear, multiply
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AtOnce, WeightQueue
+from megazoo.parallel.regions import enter_tensor_parallel
 from megazoo.parallel.shard import ParameterSpec, Shard
 
 
@@ -101,23 +102,22 @@ class Adapters(nn.ModuleDict):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[..., tuple[torch.Tensor, ...]],
-        enter: Callable[[torch.Tensor], torch.Tensor] | None,
-        queue: WeightQueue | AtOnce | None,
+        *,
+        entering: ParallelContext | None = None,
+        recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        queue: WeightQueue | AtOnce | None = None,
     ) -> torch.Tensor:
-        """Return what a layer makes of x, with what the adapters add to it.
-
-        enter: turns x into what is multiplied, if anything does. multiply(x, weights, bias): the
-        products of enter(x) by several weights, as `linears` returns them, for which x is entered
-        once. queue: of the layer.
-        """
+        """Return what a layer makes of x, with what the adapters add to it; the layer's arguments
+        are those of `megazoo.layers.matmul.linear`. x is entered once, or recomputed once."""
         if any(adapter.dropout.active for adapter in self.values()):  # each has another x
-            x = enter(x) if enter else x
+            x = enter_tensor_parallel(x, entering) if entering else x
+            x = recompute(x) if recompute else x
             y = linear(x, weight, bias, queue=queue)
             inner = [adapter.project_down(x) for adapter in self.values()]
         else:
             first = [adapter.synced_parameter("A") for adapter in self.values()]
-            y, *inner = multiply(x, (weight, *first), bias)
+            how = {"entering": entering, "recompute": recompute, "queue": queue}
+            y, *inner = multiply(x, (weight, *first), bias, **how)
         return self._added(y, dict(zip(self, inner, strict=True)))
 
     def _added(self, y: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.layers import fused_linear
+from megazoo.layers import matmul
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.cpu import products
 from tests.support.checkpoints import run_steps
@@ -58,7 +58,7 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
         )
         x.grad = weight.grad = bias.grad = None
         assert products.product_dtype(x) == dtype
-        y = fused_linear.linear(x, weight, bias)
+        y = matmul.linear(x, weight, bias)
         y.backward(grad)
         assert y.dtype == x.grad.dtype == torch.bfloat16
         for ours, theirs in zip((y, x.grad), expected, strict=True):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megazoo.torch_internals import linear_by_onednn
 
 WIDENED_ROWS = 128  # the fewest that are widened: see product_dtype
-FEW_ROWS = 32  # the most for which another library is taken: see product
+FEW_ROWS = 32  # the most for which another library is taken: see linear_for
 FEWEST_WEIGHTS = 1 << 16  # of such a matrix; smaller ones are read from a cache in no time
 FEATURES, PAIRS = 512, 5  # of what is timed: some twenty milliseconds in all
 OUTPUTS = 8192  # of a matrix that a core's own cache does not keep, as a model's are not kept
@@ -32,11 +32,10 @@ class Verdicts(NamedTuple):
 _agreed: Verdicts | None = None  # what `follow` was told
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x W^T + b: [..., inputs] -> [..., outputs].
-
-    Same as: F.linear(x, weight, bias), but for the order of sums where a few rows in fp32 are
-    multiplied in inference mode, as generation does, on a CPU where oneDNN is faster.
+def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return the function f(x, weight, bias) that multiplies x by a weight: F.linear, or oneDNN's,
+    which sums in another order, where a few rows in fp32 are multiplied in inference mode, as
+    generation does, on a CPU where that is faster.
     """
     few = (
         not torch.compiler.is_compiling()
@@ -46,8 +45,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
         and x.shape[:-1].numel() <= FEW_ROWS
     )
     if few and weight.numel() >= FEWEST_WEIGHTS and verdicts().by_onednn:
-        return linear_by_onednn(x, weight, bias)
-    return F.linear(x, weight, bias)
+        return linear_by_onednn
+    return F.linear
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:

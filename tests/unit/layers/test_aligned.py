@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megazoo.layers import VocabParallelHead, aligned, linear
+from megazoo.layers import VocabParallelHead, aligned, matmul
 from tests.support.layouts import case_name, one_process, short_pieces
 from tests.support.sampling import marked_slow
 from tests.support.training import (
@@ -29,14 +29,14 @@ def on_tensor_cores():
         return columns % 8 != 0
 
     with ExitStack() as stack:
-        for module in ("aligned", "fused_linear", "linear"):
+        for module in ("aligned", "matmul"):
             patch = mock.patch(f"megazoo.layers.{module}.needs_alignment", needs_alignment)
             stack.enter_context(patch)
         yield
 
 
 def train(*args, overlapped, in_pieces):
-    hides = mock.patch.object(linear, "hides_communication", return_value=overlapped)
+    hides = mock.patch.object(matmul, "hides_communication", return_value=overlapped)
     made = mock.patch.object(aligned, "empty_aligned", side_effect=aligned.empty_aligned)
     pieces = short_pieces() if in_pieces else nullcontext()
     with on_tensor_cores(), hides, made as count, pieces:

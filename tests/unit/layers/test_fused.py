@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazoo.layers import fused, fused_cross_entropy, fused_linear
+from megazoo.layers import fused, fused_cross_entropy, matmul
 from megazoo.layers.cross_entropy import _columns_of, summed_losses, token_losses
 from megazoo.layers.loss_terms import LossTerms
 from megazoo.layers.mlp import gated, gelu_tanh
@@ -99,7 +99,7 @@ def check_linear(deferred, recompute, bias, dtype):
     def ours(x, weight, bias=None):
         weight.grad_dtype = None  # as parameters of a model have it: gradients are fp32
         weights.append(weight)
-        return fused_linear.linear(x, weight, bias, recompute=recompute, queue=queue)
+        return matmul.linear(x, weight, bias, recompute=recompute, queue=queue)
 
     values, gradients = results(ours, *inputs)
     if deferred:
@@ -116,7 +116,7 @@ def test_linear_of_bfloat16_widened_on_cpus(monkeypatch):
     inputs = [x.bfloat16() for x in inputs]
     assert products.product_dtype(inputs[0]) == torch.float32
     exact = results(F.linear, *(x.float() for x in inputs))
-    values, gradients = results(fused_linear.linear, *inputs)
+    values, gradients = results(matmul.linear, *inputs)
     rounded = [y.bfloat16() for y in exact[0]], [x.bfloat16() for x in exact[1]]
     assert_equal((values, gradients), rounded, tolerance={torch.bfloat16: 2**-8})
 
@@ -130,7 +130,7 @@ def test_a_recomputed_linear_draws_as_it_drew_before():
         masks.append(torch.rand_like(x) > 0.5)
         return x * masks[-1]
 
-    results(partial(fused_linear.linear, recompute=dropped), x, weight)
+    results(partial(matmul.linear, recompute=dropped), x, weight)
     assert len(masks) == 2
     assert torch.equal(*masks)
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazoo.layers import ColumnParallelLinear, RowParallelLinear, fused_linear
-from megazoo.layers.linear import column_parallel_linears
+from megazoo.layers import ColumnParallelLinear, RowParallelLinear, matmul
 from megazoo.lora import add
 from megazoo.parallel import collectives
 from megazoo.parallel.cpu import products
@@ -48,7 +47,7 @@ def check_products(dtype, recompute, deferred, frozen):
         for weight in given:
             weight.grad_dtype = None  # as parameters of a model have it: gradients are fp32
         weights[:] = given
-        return fused_linear.linears(x, freeze(*given), bias, recompute=recompute, queue=queue)
+        return matmul.multiply(x, freeze(*given), bias, recompute=recompute, queue=queue)
 
     def theirs(x, *given):
         *given, bias = given
@@ -70,7 +69,7 @@ def test_products_of_bfloat16_widened_on_cpus(monkeypatch):
     monkeypatch.setattr(products, "verdicts", lambda: products.Verdicts(True, False))
     inputs = inputs_of(torch.bfloat16, tokens=64)
     exact = results(plain, *(x.float() for x in inputs))
-    ours = results(lambda x, *w: fused_linear.linears(x, w[:3], w[3]), *inputs)
+    ours = results(lambda x, *w: matmul.multiply(x, w[:3], w[3]), *inputs)
     rounded = [y.bfloat16() for y in exact[0]], [x.bfloat16() for x in exact[1]]
     assert_equal(ours, rounded)
 
@@ -95,12 +94,12 @@ def entered_by_all(sp, hides):
     ctx, found = context(tp=2, sp=sp), []
     x, first, second, third, bias = inputs_of(torch.float32, tokens=6)
     x = x.chunk(2, dim=1)[ctx.tp_rank] if sp else x
-    with mock.patch("megazoo.layers.linear.hides_communication", return_value=hides):
+    with mock.patch("megazoo.layers.matmul.hides_communication", return_value=hides):
         for frozen in ((), (0,), (0, 1, 2)):
 
             def run(x, *weights, frozen=frozen):
                 weights = [w.detach() if n in frozen else w for n, w in enumerate(weights)]
-                return column_parallel_linears(x, weights[:3], weights[3], ctx, None)
+                return matmul.multiply(x, weights[:3], weights[3], entering=ctx)
 
             inputs = x, first, second, third, bias
             done = counted(lambda run=run, inputs=inputs: found.append(results(run, *inputs)))

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megazoo.cli.parsing import CommandLine
-from megazoo.layers import ColumnParallelLinear, fused_linear, linear
+from megazoo.layers import ColumnParallelLinear, matmul
 from megazoo.parallel import context as context_module
 from megazoo.parallel.context import ParallelContext
 from tests.support.layouts import case_name
@@ -19,14 +19,12 @@ CPU = torch.device("cpu")
 
 
 def overlapped():
-    return mock.patch.object(linear, "hides_communication", return_value=True)
+    return mock.patch.object(matmul, "hides_communication", return_value=True)
 
 
 def train_both_ways(*args, **kwargs):
     plain = train_and_keep_gradients(*args, **kwargs)
-    entered = mock.patch.object(
-        fused_linear, "_entered_linears", side_effect=fused_linear._entered_linears
-    )
+    entered = mock.patch.object(matmul, "_entered_linears", side_effect=matmul._entered_linears)
     with overlapped(), entered as count:
         return plain, train_and_keep_gradients(*args, **kwargs), count.call_count
 
@@ -63,16 +61,16 @@ def order_of_backward(sp, frozen):
     x = torch.randn(2, 6, 8, requires_grad=True)
 
     def noted(name):
-        begin = getattr(fused_linear, name)
+        begin = getattr(matmul, name)
 
         def run(*args):
             done.append(name)
             wait = begin(*args)
             return lambda: (done.append("wait"), wait())[1]
 
-        return mock.patch.object(fused_linear, name, run)
+        return mock.patch.object(matmul, name, run)
 
-    product = fused_linear._gradients_of_weights
+    product = matmul._gradients_of_weights
 
     def weights(*args):
         done.append("weights")
@@ -83,7 +81,7 @@ def order_of_backward(sp, frozen):
         noted("begin_sum"),
         noted("begin_reduce_scatter_sequence"),
         noted("begin_all_gather_sequence"),
-        mock.patch.object(fused_linear, "_gradients_of_weights", weights),
+        mock.patch.object(matmul, "_gradients_of_weights", weights),
     ):
         layer(x).sum().backward()
     return done

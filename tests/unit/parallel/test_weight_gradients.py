@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import megazoo
 from megazoo import torch_internals
-from megazoo.layers import fused_linear
+from megazoo.layers import matmul
 from megazoo.parallel import deferred
 from megazoo.parallel.buckets import GradientBuckets, accumulate_in_fp32
 from megazoo.parallel.cpu import products
@@ -131,7 +131,7 @@ def test_a_gradient_is_the_sum_of_fp32_products_and_stays_where_it_is():
     with products_in_fp32():
         for seed in range(3):
             x, grad = numbers(2, 7, 24, seed=seed), numbers(2, 7, 16, seed=10 + seed)
-            fused_linear.linear(x, weight, queue=AT_ONCE).backward(grad)
+            matmul.linear(x, weight, queue=AT_ONCE).backward(grad)
             expected = product(expected, grad.flatten(0, 1).t(), x.flatten(0, 1))
             places.add(weight.grad.data_ptr())
     assert torch.equal(weight.grad, expected)
@@ -144,10 +144,10 @@ def test_a_weight_that_is_used_twice_gets_both_and_tells_it_once(uses):
     def output(queue):
         x = numbers(5, 24)
         if uses == "twice":
-            x = fused_linear.linear(x, weight, queue=queue)
+            x = matmul.linear(x, weight, queue=queue)
         else:
             x = x + F.embedding(torch.tensor([3, 1, 4, 1, 5]), weight)
-        return fused_linear.linear(x, weight, queue=queue)
+        return matmul.linear(x, weight, queue=queue)
 
     found = {}
     for queue in (None, AT_ONCE):
@@ -183,7 +183,7 @@ def test_autograd_adds_up_what_more_is_to_be_done_with(kind):
         for weight, queue in zip(weights, (None, AT_ONCE), strict=True):
             weight.retain_grad()
             for seed in range(2):
-                y = fused_linear.linear(numbers(5, 24, seed=seed), weight, queue=queue)
+                y = matmul.linear(numbers(5, 24, seed=seed), weight, queue=queue)
                 y.backward(numbers(5, 16, seed=2), retain_graph=True)
     assert not made
     assert torch.equal(weights[0].grad, weights[1].grad)

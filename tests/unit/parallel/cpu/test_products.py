@@ -6,7 +6,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from megazoo.layers.fused_linear import linear
+from megazoo.layers.matmul import linear
 from megazoo.parallel.cpu import products
 from megazoo.parallel.cpu.products import FEW_ROWS, FEWEST_WEIGHTS, Verdicts
 from tests.support.training import context

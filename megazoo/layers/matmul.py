@@ -1,10 +1,12 @@
-"""The memory-saving twins of linear layers: products of one x by one weight or by several.
+"""The products of linear layers, of one x by one weight or by several.
 
-Each is the same as a plain formula, which its docstring gives; tests/unit/layers/test_fused.py
-compares the two, values and gradients.
+`multiply` is the one function that all of them call. Where there is nothing to save or to hide it
+is F.linear; elsewhere it is a twin, which computes the same as the plain formula that its docstring
+gives. tests/unit/layers/test_fused.py compares the two, values and gradients.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -17,9 +19,10 @@ from megazoo.parallel.collectives import (
 )
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.cpu.products import product, product_dtype
+from megazoo.parallel.cpu.products import linear_for, product_dtype
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.recompute import replay
+from megazoo.parallel.regions import enter_tensor_parallel
 
 Weights = Sequence[torch.Tensor]
 
@@ -29,51 +32,63 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    entering: ParallelContext | None = None,
     recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
     queue: WeightQueue | AtOnce | None = None,
     align: bool = False,
 ) -> torch.Tensor:
-    """Return x W^T + b, or recompute(x) W^T + b, keeping x alone for backward: see `linears`.
-
-    align: the number of outputs may be odd, as a vocabulary's: see aligned.py. No bias then.
-    """
-    align = align and needs_alignment(x, len(weight))
-    return linears(x, (weight,), bias, recompute=recompute, queue=queue, align=align)[0]
+    """Return x W^T + b, [..., inputs] -> [..., outputs]: see `multiply`."""
+    how = {"entering": entering, "recompute": recompute, "queue": queue, "align": align}
+    return multiply(x, (weight,), bias, **how)[0]
 
 
-def linears(
+def multiply(
     x: torch.Tensor,
     weights: Weights,
     bias: torch.Tensor | None = None,
     *,
+    entering: ParallelContext | None = None,
     recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
     queue: WeightQueue | AtOnce | None = None,
     align: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Return x W^T of each weight, to the first of which the bias is added; or the same of
-    recompute(x), made once in forward and once more in backward.
+    """Return x W^T of each weight, to the first of which the bias is added.
 
-    Same as: F.linear(recompute(x), weight, bias) and so on, but that bfloat16 is multiplied as fp32
-    on CPUs where that is faster. Kept for backward is x alone, and not that where all weights are
-    frozen and nothing is recomputed.
+    Same as: F.linear(x, weight, bias) and so on, of enter_tensor_parallel(x, entering), or of
+    recompute(x), but that bfloat16 is multiplied as fp32 on CPUs where that is faster. Kept for
+    backward is x alone, and not that where all weights are frozen and nothing is recomputed.
 
     Args:
-        x: [..., inputs], or what recompute turns into that.
+        x: [..., inputs], or what recompute turns into that. Entering under sequence parallelism,
+            this rank's part of it: kept is the part, which is gathered again in backward.
         weights: of each [outputs, inputs]; bias: [outputs] of the first.
+        entering: the context whose tensor-parallel region x enters here, once for all weights:
+            there its gradient is summed over tp.
         recompute: a function without parameters of its own, run again in backward.
         queue: what adds up the weights' gradients if autograd does not: at once, or in an idle
             moment of the pipeline.
-        align: give the products aligned rows: see aligned.py.
+        align: the numbers of outputs may be odd, as a vocabulary's: see aligned.py. No bias then.
     """
+    align = align and any(needs_alignment(x, len(weight)) for weight in weights)
+    if entering is not None and entering.tp_size > 1:
+        if hides_communication(x):
+            queues = _queues(queue, x, weights)
+            return _entered_linears(entering, queues, align, x, bias, *weights)
+        enter = partial(enter_tensor_parallel, ctx=entering)
+        if entering.sequence_parallel and any(weight.requires_grad for weight in weights):
+            recompute = enter
+        else:
+            x = enter(x)
     queues = _queues(queue, x, weights)
     if recompute is None and not any(queues) and not align and product_dtype(x) == x.dtype:
-        return _plain(x, weights, bias)
+        return _products(x, weights, bias)
     return _linears(recompute, queues, align, x, bias, *weights)
 
 
-def _plain(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> tuple:
+def _products(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> tuple:
+    linear = linear_for(x, weights[0])
     first, *others = weights
-    return product(x, first, bias), *(product(x, weight, None) for weight in others)
+    return linear(x, first, bias), *(linear_for(x, each)(x, each, None) for each in others)
 
 
 def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weights) -> tuple:
@@ -103,8 +118,8 @@ class _Linears(torch.autograd.Function):
         if align:
             return tuple(aligned_product(inputs, weight) for weight in weights)
         weights = [weight.to(dtype) for weight in weights]
-        products = _plain(inputs.to(dtype), weights, None if bias is None else bias.to(dtype))
-        return tuple(product.to(x.dtype) for product in products)
+        bias = None if bias is None else bias.to(dtype)
+        return tuple(y.to(x.dtype) for y in _products(inputs.to(dtype), weights, bias))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -158,30 +173,9 @@ def _gradients_of_weights(ctx, grads: Weights, inputs: torch.Tensor | None) -> t
 
 
 def hides_communication(x: torch.Tensor) -> bool:
-    """Say whether entered_linears pays for x: in training on CUDA, whose collectives run beside the
+    """Say whether _EnteredLinears pays for x: in training on CUDA, whose collectives run beside the
     products. On CPUs both would share the same cores. Plans of GPUs run on the meta device."""
     return (x.is_cuda or x.is_meta) and torch.is_grad_enabled()
-
-
-def entered_linears(
-    x: torch.Tensor,
-    weights: Weights,
-    bias: torch.Tensor | None,
-    parallel: ParallelContext,
-    *,
-    queue: WeightQueue | AtOnce | None = None,
-    align: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """Enter the tensor-parallel region with x and multiply by each weight, with the backward's
-    communication under its products.
-
-    Same as: linears(enter_tensor_parallel(x), weights, bias, queue=queue, align=align).
-
-    While x's gradient is summed over the ranks (scattered, under sequence parallelism), the
-    weights' are computed; and while x's is computed, this rank's part of x is gathered again, if
-    any weight is trained. The sum takes the memory of the product that it is the sum of.
-    """
-    return _entered_linears(parallel, _queues(queue, x, weights), align, x, bias, *weights)
 
 
 @untraced
@@ -190,6 +184,14 @@ def _entered_linears(parallel, queues, align, x, bias, *weights) -> tuple[torch.
 
 
 class _EnteredLinears(torch.autograd.Function):
+    """Enter the tensor-parallel region and multiply, with the backward's communication under its
+    products.
+
+    While x's gradient is summed over the ranks (scattered, under sequence parallelism), the
+    weights' are computed; and while x's is computed, this rank's part of x is gathered again, if
+    any weight is trained. The sum takes the memory of the product that it is the sum of.
+    """
+
     @staticmethod
     def forward(ctx, parallel, queues, align, x, bias, *weights):
         ctx.parallel, ctx.queues, ctx.align, ctx.weights = parallel, queues, align, weights
@@ -198,7 +200,7 @@ class _EnteredLinears(torch.autograd.Function):
             x = all_gather_sequence(x, parallel.tp_group)
         if align:
             return tuple(aligned_product(x, weight) for weight in weights)
-        return _plain(x, weights, bias)
+        return _products(x, weights, bias)
 
     @staticmethod
     def backward(ctx, *grads):
