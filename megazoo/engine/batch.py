@@ -219,7 +219,7 @@ def _agree_on_shape(
 
 def _tell(numbers: list[int], ctx: ParallelContext) -> list[int]:
     """Return the first stage's numbers: on the CPU, for nobody is to wait for a device."""
-    return broadcast_from_stage(torch.tensor(numbers), 0, ctx).tolist()
+    return broadcast_from_stage(torch.tensor(numbers), ctx.placement.first_rank, ctx).tolist()
 
 
 def _check_size(shape: tuple[int, int], count: int, longest: int) -> None:
@@ -333,7 +333,7 @@ def _from_first_stage(
             tensor = tensors[name].to(dtype).contiguous()
         else:
             tensor = torch.empty(size, dtype=dtype, device=ctx.device)
-        kept[name] = broadcast_from_stage(tensor, 0, ctx)
+        kept[name] = broadcast_from_stage(tensor, ctx.placement.first_rank, ctx)
     return kept
 
 

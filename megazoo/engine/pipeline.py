@@ -17,11 +17,11 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.p2p import start_receive, start_send
 from megazoo.parallel.schedule import (
+    FORWARD_ONLY,
     Action,
     Exchange,
     Transfer,
     backward_follows,
-    forward_only,
     program,
 )
 from megazoo.parallel.stages import Stage
@@ -89,9 +89,8 @@ def run_pipeline(
     ctx, last = model.ctx, model.stages[-1].last
     others = (ctx.token_axis if global_batch else ctx.cp).group
     labelled = count_labels(model, batches, others)
-    table = program(
-        schedule or forward_only, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches)
-    )
+    order = schedule or FORWARD_ONLY[ctx.placement.name]
+    table = program(order, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches))
     names = model.engine.auxiliary_names if schedule else set()
     run = PipelineRun(
         model,
@@ -159,7 +158,8 @@ class PipelineRun:
         self.stages = {stage.index: stage for stage in model.stages}
         engine = getattr(model, "engine", None)
         self.first_trained_stage = engine.first_trained_stage if engine else 0
-        # by the action that consumes it: what is received, and the work to wait for
+        # by the action that consumes it: what is received, and the work to wait for, which is None
+        # of what another stage of this rank has made
         self.arrived: dict[Action, tuple] = {}
         # by the action, of another rank, that consumes it
         self.leaving: dict[Action, torch.Tensor] = {}
@@ -199,7 +199,7 @@ class PipelineRun:
                 output = self._end(output, batch)
             else:
                 self._check_activations(output, stage, self.shape(action.microbatch))
-                self.leaving[action._replace(stage=stage.index + 1)] = output.detach()
+                self._pass_on(action._replace(stage=stage.index + 1), output.detach())
         if train:
             self.graphs[action.stage, action.microbatch] = (received, output)
 
@@ -242,7 +242,7 @@ class PipelineRun:
             self.weights[action.stage, action.microbatch] = self.weight_queue.take()
         if received is not None:
             gradient = torch.zeros_like(received) if received.grad is None else received.grad
-            self.leaving[action._replace(stage=action.stage - 1)] = gradient
+            self._pass_on(action._replace(stage=action.stage - 1), gradient)
 
     @spent("communication", "exchange")
     def exchange(self, exchange: Exchange) -> None:
@@ -271,9 +271,18 @@ class PipelineRun:
         if action not in self.arrived:
             return None
         buffer, work = self.arrived.pop(action)
-        with spent("communication", "wait"):
-            work.wait()
+        if work is not None:
+            with spent("communication", "wait"):
+                work.wait()
         return buffer
+
+    def _pass_on(self, consumer: Action, tensor: torch.Tensor) -> None:
+        """Keep what an action of another stage consumes until it is sent; or, if this rank has that
+        stage, until the action takes it."""
+        if consumer.stage in self.stages:
+            self.arrived[consumer] = (tensor, None)
+        else:
+            self.leaving[consumer] = tensor
 
     def shape(self, microbatch: int) -> tuple[int, int, int]:
         """Return the shape of a micro-batch's activations between stages, and of their

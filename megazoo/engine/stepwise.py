@@ -78,14 +78,18 @@ class StepwiseRun(PipelineRun):
                     self._send(action._replace(stage=stage.index - 1))
 
     def _receive(self, action: Action, stage: int) -> None:
-        """Start receiving an action's input from another stage."""
+        """Start receiving an action's input from another stage, if it is another rank's."""
         source = self.ctx.placement.rank_of(stage)
+        if source == self.ctx.pp_rank:
+            return
         transfer = Transfer(action, source, self.ctx.pp_rank)
         self.exchange(Exchange(sends=(), receives=(transfer,)))
 
     def _send(self, action: Action) -> None:
-        """Start sending the input of an action of another stage."""
+        """Start sending the input of an action of another stage, if it is another rank's."""
         target = self.ctx.placement.rank_of(action.stage)
+        if target == self.ctx.pp_rank:
+            return
         transfer = Transfer(action, self.ctx.pp_rank, target)
         self.exchange(Exchange(sends=(transfer,), receives=()))
 

@@ -25,7 +25,7 @@ from megazoo.parallel.deferred import AT_ONCE, WeightQueue
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, ShardedModule, sum_over_copies
 from megazoo.parallel.p2p import sum_between_stages
-from megazoo.parallel.schedule import schedule_named, splits_backward
+from megazoo.parallel.schedule import placement_name, schedule_named, splits_backward
 
 
 class TrainingEngine:
@@ -71,6 +71,7 @@ class TrainingEngine:
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
         """Run forward and backward of a replica's batch; see `Model.train_batch`."""
+        self._check_placement(schedule)
         splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
         buckets = self.buckets_to_train()
         micro_batches = self.micro_batches(batch, num_microbatches, step, loss_fn is not None)
@@ -169,6 +170,15 @@ class TrainingEngine:
                 "it on"
             )
 
+    def _check_placement(self, schedule: str) -> None:
+        """Raise UserError if a schedule's stages lie elsewhere than the model's."""
+        needed, found = placement_name(schedule_named(schedule)), self.ctx.placement.name
+        if needed != found:
+            raise UserError(
+                f"schedule {schedule} needs placement {needed}, and the model's context has "
+                f"{found}: make the context with placement={needed!r}, or use another schedule"
+            )
+
     def _require_labels(self, batches: list[MicroBatch]) -> None:
         if self.model.stages[-1].last and batches[0].targets is None and batches[0].labels is None:
             raise UserError("the last stage needs labels or targets")
@@ -234,7 +244,9 @@ class TrainingEngine:
             late = {
                 entry.parameter
                 for entry in entries
-                if len(entry.pp_ranks) > 1 or entry.spec.has_partial_gradient(self.ctx)
+                if len(entry.pp_ranks) > 1
+                or entry.name in self.model.used_again
+                or entry.spec.has_partial_gradient(self.ctx)
             }
             unsummed = {e.parameter for e in entries if e.spec.plain and e.parameter in late}
             parameters = [entry.parameter for entry in entries]

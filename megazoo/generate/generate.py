@@ -34,6 +34,11 @@ def generate(
 ) -> torch.Tensor:
     """Generate as `Model.generate` says. model: a `megazoo.models.base.Model`."""
     model.ctx.require_ranks()
+    if (placement := model.ctx.placement.name) != "loop":
+        raise UserError(
+            f"generation needs placement loop, not {placement}: save the model, and load it with a "
+            'context of placement="loop"'
+        )
     sharing = sharing_axis(model.ctx, input_ids, attention_mask)
     with model.using_context(model.ctx.cp_as_dp):
         return _generate(model, input_ids, attention_mask, settings, use_cache, streamer, sharing)

@@ -106,6 +106,8 @@ class Model(BatchCalls, Freezing, nn.Module):
         self.stages: list[Stage] = [all_stages[index] for index in mine]
         # global name -> the pipeline ranks that share the parameter
         self.tied: dict[str, tuple[int, ...]] = {}
+        # the tied parameters that several stages of this rank use, each with a backward of its own
+        self.used_again: set[str] = set()
         self._recompute, self._interval = "none", 1
         # tokenizer files and the like that came with the weights, on rank 0
         self.sidecar_files: dict[str, bytes] = {}
@@ -319,6 +321,8 @@ class Model(BatchCalls, Freezing, nn.Module):
         ranks = tuple(dict.fromkeys(map(self.ctx.placement.rank_of, indices)))
         if len(ranks) > 1:
             self.tied[name] = ranks
+        if len({*indices} & {stage.index for stage in self.stages}) > 1:
+            self.used_again.add(name)
 
     def entries(self) -> Iterator[NamedParameter]:
         """Yield this rank's parameters with their global names and cuts, in the order of the

@@ -40,6 +40,11 @@ MIXED = (
     "model.zero_grad() before it"
 )
 
+USED_AGAIN = (
+    "a parameter got more gradients than there are micro-batches, after its sum over the replicas "
+    "had begun: if several stages use it, say so by model.tie(NAME, *STAGES)"
+)
+
 
 def elements_for(ctx: ParallelContext) -> int:
     """Return how many elements a bucket has.
@@ -71,8 +76,9 @@ class GradientBuckets:
     `wait_for_sums` waits for all. No memory is taken before: gradients come while activations go.
     One replica alone needs no buckets.
     The sum needs no division: the loss is already a part of the global batch's mean.
-    late: parameters whose gradients are not whole after the last backward, because parts over tp or
-    tied copies are still to be summed: their buckets leave in `wait_for_sums`.
+    late: parameters whose gradients are not whole after so many backwards, because parts over tp or
+    tied copies are still to be summed, or several stages of the rank use them: their buckets leave
+    in `wait_for_sums`.
     unsummed: those of which a user's own backward leaves parts over tp, too.
 
     The order of calls, in engine/training.py: `start`, the backwards, `fill_missing`; the sums over
@@ -215,6 +221,8 @@ class GradientBuckets:
         index, _ = self.place[parameter]
         if self.missing and index < self.early:
             self.missing[index] -= 1
+            if self.missing[index] < 0 < self.axis.size - 1:
+                raise UserError(USED_AGAIN)
             if not self.missing[index]:
                 self._launch(
                     next((i for i, missing in enumerate(self.missing) if missing), self.early)

@@ -1,9 +1,10 @@
 """Pipeline schedules as pure tables: what each rank does, in what order. No processes needed.
 
 A schedule is a function (rank, pp, virtual, microbatches) -> table: the list of a rank's actions.
-It is known by its name in SCHEDULES, and everything else follows from its tables: `timeline` says
-when each action would run, and `program` orders the point-to-point traffic by that, the same on
-both its sides; whether backward is in two parts, and how much memory is held, can be asked below.
+It is known by its name in SCHEDULES, and `placed` says where its stages lie. Everything else
+follows from its tables: `timeline` says when each action would run, and `program` orders the
+point-to-point traffic by that, the same on both its sides; whether backward is in two parts, and
+how much memory is held, can be asked below.
 """
 
 from bisect import bisect_right
@@ -36,6 +37,28 @@ class Action(NamedTuple):
 
 Schedule = Callable[[int, int, int, int], list[Action]]
 
+
+def placed(placement: str) -> Callable[[Schedule], Schedule]:
+    """Mark a schedule, `@placed("v")`, as one whose stages lie so: see placement.py. Without a mark
+    they lie in a "loop"."""
+
+    def mark(schedule: Schedule) -> Schedule:
+        schedule.placement = placement
+        return schedule
+
+    return mark
+
+
+def placement_of(schedule: Schedule, pp: int, virtual: int) -> Placement:
+    """Return where the stages of a schedule lie. UserError if it can't have so many a rank."""
+    return Placement(placement_name(schedule), pp, virtual)
+
+
+def placement_name(schedule: Schedule) -> str:
+    """Return the name of the placement of a schedule."""
+    return getattr(schedule, "placement", "loop")
+
+
 # The schedules. virtual: the stages of a rank.
 
 
@@ -43,6 +66,22 @@ def forward_only(rank: int, pp: int, virtual: int, microbatches: int) -> list[Ac
     """Evaluation: every micro-batch forward, in groups of at least pp, each group through all of
     the rank's stages."""
     return _in_groups("F", Placement("loop", pp, virtual).stages_of(rank), pp, microbatches)
+
+
+@placed("v")
+def forward_only_v(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
+    """Evaluation in a V: forwards of a rank's first stage until the first micro-batch has come back
+    to its second, then of both in turn."""
+    down, up = placement_of(forward_only_v, pp, virtual).stages_of(rank)
+    table = [Action("F", down, microbatch) for microbatch in range(microbatches)]
+    warm_up = up - down
+    for microbatch in range(microbatches):
+        table.insert(warm_up + 2 * microbatch, Action("F", up, microbatch))
+    return table
+
+
+# What evaluates where the stages of a model lie so.
+FORWARD_ONLY: dict[str, Schedule] = {"loop": forward_only, "v": forward_only_v}
 
 
 def gpipe(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
@@ -131,8 +170,17 @@ def schedule_named(name: str) -> Schedule:
 
 
 def tables_of(schedule: Schedule, pp: int, virtual: int, microbatches: int) -> list[list[Action]]:
-    """Return the tables of all ranks. UserError if the schedule can't have such stages."""
-    return [schedule(rank, pp, virtual, microbatches) for rank in range(pp)]
+    """Return the tables of all ranks. UserError if the schedule can't have such stages, or gives a
+    rank a stage of another."""
+    placement = placement_of(schedule, pp, virtual)
+    tables = [schedule(rank, pp, virtual, microbatches) for rank in range(pp)]
+    for rank, table in enumerate(tables):
+        for stage in sorted({action.stage for action in table} - {*placement.stages_of(rank)}):
+            raise UserError(
+                f"schedule {schedule.__name__} gives rank {rank} stage {stage}, which placement "
+                f'{placement.name} does not: name another, as @placed("v") does'
+            )
+    return tables
 
 
 def check_schedule(name: str, pp: int, virtual: int) -> None:
@@ -191,12 +239,14 @@ def timeline(
     soon as what they need is there.
 
     cost: the time of each kind of action, or of each (kind, stage); by default a backward takes two
-    forwards. transfer: the time that what a stage makes takes to the next, while both go on.
+    forwards. transfer: the time that what a stage makes takes to the next, while both go on, if
+    that is another rank's.
     Raises UserError if the tables wait for each other.
     """
     cost, spans = cost or COST, {}
     position, clock = [0] * len(tables), [0.0] * len(tables)
-    last = max(action.stage for table in tables for action in table)
+    stages = [{action.stage for action in table} for table in tables]
+    last = max(map(max, stages))
     unfinished = True
     while unfinished:
         unfinished = progress = False
@@ -209,7 +259,7 @@ def timeline(
                 if needed and needed not in spans:
                     unfinished = True
                     break
-                under_way = transfer if needed and needed.stage != action.stage else 0.0
+                under_way = transfer if needed and needed.stage not in stages[rank] else 0.0
                 start = max(clock[rank], spans[needed].end + under_way if needed else 0.0)
                 clock[rank] = start + cost[action.kind if action.kind in cost else action[:2]]
                 spans[action] = Span(start, clock[rank])
@@ -301,18 +351,17 @@ def transfers_in_order(
     needed: one that is not needed soon then holds up none that is, also where actions take longer
     or shorter than in the timeline. Of those at the same place every other pair of stages goes
     first, so that a late rank holds up its neighbours and not, one behind the other, all ranks.
+    What a rank's stage makes for another stage of the rank does not travel.
     """
-    spans, placement = (
-        timeline(tables_of(schedule, pp, virtual, microbatches)),
-        Placement("loop", pp, virtual),
-    )
-    rank_of = placement.rank_of
-    order = []
+    spans = timeline(tables_of(schedule, pp, virtual, microbatches))
+    placement, order = placement_of(schedule, pp, virtual), []
     for consumer, span in spans.items():
         source = source_of(consumer, placement.count - 1)
-        if source:
+        if source is None:
+            continue
+        transfer = Transfer(consumer, *map(placement.rank_of, (source.stage, consumer.stage)))
+        if transfer.source != transfer.target:
             place = (spans[source].end + span.start) / 2
-            transfer = Transfer(consumer, rank_of(source.stage), rank_of(consumer.stage))
             pair = min(source.stage, consumer.stage)
             order.append((place, pair % 2, transfer, source))
     return spans, [(place, source, transfer) for place, _, transfer, source in sorted(order)]

@@ -56,8 +56,23 @@ def replica_rows(tensor, ctx):
     return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
 
 
-def context(tp=1, pp=1, dp=1, sp=False, v=1, stage_layers="balanced", cp=1, method="allgather"):
-    how = {"sequence_parallel": sp, "virtual_pipeline_size": v, "stage_layers": stage_layers}
+def context(
+    tp=1,
+    pp=1,
+    dp=1,
+    sp=False,
+    v=1,
+    stage_layers="balanced",
+    cp=1,
+    method="allgather",
+    placement="loop",
+):
+    how = {
+        "placement": placement,
+        "sequence_parallel": sp,
+        "virtual_pipeline_size": v,
+        "stage_layers": stage_layers,
+    }
     how |= {"context_parallel_size": cp, "context_parallel_method": method}
     ctx = megazoo.ParallelContext.from_torch(tp, pp, dp, **how, device="cpu", timeout=GROUP_TIMEOUT)
     torch.set_num_threads(1)  # bits may depend on the number of threads
