@@ -181,29 +181,19 @@ class BatchCalls:
         result = self.engine.eval_batch(batch, num_microbatches)
         return (result.loss, result.labelled) if return_count else result.loss
 
-    @contextmanager
-    def without_dropout(self):
-        """Within this block every module is in evaluation mode; afterwards each is as it was."""
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
-    @contextmanager
-    def using_context(self, ctx: ParallelContext):
-        """Within this block the model and its modules have another context, of the same ranks."""
-        before = self.ctx
-        modules = [m for m in self.modules() if getattr(m, "ctx", None) is before]
+@contextmanager
+def using_context(model, ctx: ParallelContext):
+    """Within this block a model and its modules have another context, of the same ranks."""
+    before = model.ctx
+    modules = [m for m in model.modules() if getattr(m, "ctx", None) is before]
+    for module in modules:
+        module.ctx = ctx
+    try:
+        yield
+    finally:
         for module in modules:
-            module.ctx = ctx
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.ctx = before
+            module.ctx = before
 
 
 def _refuse_backward(_: float) -> None:

@@ -4,7 +4,7 @@ stages."""
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,14 +34,14 @@ MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest on
 class PipelineModel(Protocol):
     """What a run asks of a model: `megazoo.models.Model` is one.
 
-    stages: those of this rank. hidden_size, dtype: of the activations between stages. output_head:
-    of the rank with the last stage, whose output it takes: see `megazoo.models.outputs`. A model
-    that is trained also has `engine`, its TrainingEngine.
+    stages: those of this rank. dtype, and config.hidden_size: of the activations between them.
+    output_head: on the rank with the last stage, whose output it takes: see
+    `megazoo.models.outputs`. A model that is trained also has `engine`, its TrainingEngine.
     """
 
     ctx: ParallelContext
     stages: list[Stage]
-    hidden_size: int
+    config: Any
     dtype: torch.dtype
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor: ...
@@ -289,7 +289,7 @@ class PipelineRun:
         gradients."""
         batch, sequence = self.batches[microbatch].shape
         parts = self.ctx.tp_size if self.ctx.sequence_parallel else 1
-        return batch, sequence // parts, self.model.hidden_size
+        return batch, sequence // parts, self.model.config.hidden_size
 
     def _empty_input(self, microbatch: int) -> torch.Tensor:
         """Return memory for what another stage sends."""

@@ -16,7 +16,7 @@ from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import Result, run_pipeline
 from megazoo.engine.stepwise import run_stepwise
 from megazoo.errors import UserError, advise
-from megazoo.layers.dropout import Dropout
+from megazoo.layers.dropout import Dropout, without_dropout
 from megazoo.layers.linear import refuse_rounded
 from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
 from megazoo.parallel.collectives import all_gather_objects, all_reduce, all_reduce_over
@@ -121,7 +121,7 @@ class TrainingEngine:
 
     def eval_batch(self, batch: Batch, num_microbatches: int) -> Result:
         """Run the forward of a replica's batch without dropout; see `Model.eval_batch`."""
-        with self.model.without_dropout():
+        with without_dropout(self.model):
             micro_batches = self.micro_batches(batch, num_microbatches)
             self._require_labels(micro_batches)
             return run_pipeline(self.model, micro_batches)

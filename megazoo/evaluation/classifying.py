@@ -10,6 +10,7 @@ from megazoo.engine.pipeline import run_pipeline
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import of_every_row
 from megazoo.layers.classification import problem_of
+from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import on_all_ranks
 
@@ -89,7 +90,7 @@ def evaluate_rows(
         """Return the tally of a micro-batch: fp64 [1, 5]."""
         return tally(model.output_head.full_outputs(outputs, batch), batch.targets, problem)[None]
 
-    with model.without_dropout():
+    with without_dropout(model):
         batches = model.engine.micro_batches(Batch(input_ids, labels), num_microbatches)
         result = run_pipeline(model, batches, collect=counted)
     counts = torch.zeros(width, dtype=torch.float64, device=ctx.device)

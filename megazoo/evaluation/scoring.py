@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from megazoo.engine.batch import Batch
+from megazoo.engine.calls import using_context
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.pipeline import run_pipeline
 from megazoo.errors import UserError
 from megazoo.generate.decoding import not_finite
 from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.agreement import sharing_axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.context import Axis
@@ -73,7 +75,7 @@ def of_every_row(
     """
     model.ctx.require_ranks()
     sharing = sharing_axis(model.ctx, batch.input_ids, batch.targets)
-    with model.using_context(model.ctx.cp_as_dp):
+    with using_context(model, model.ctx.cp_as_dp):
         return _of_every_row(model, batch, columns, of_rows, sharing)
 
 
@@ -82,7 +84,7 @@ def _of_every_row(
 ) -> torch.Tensor:
     ctx, rows = model.ctx, len(batch.input_ids)
     if sharing.size > 1:  # refuse, on every rank, what any would
-        with model.without_dropout():
+        with without_dropout(model):
             model.engine.micro_batches(batch, 1)
     mine = share_of(range(rows), sharing.size, sharing.rank)
     values = torch.zeros(rows, columns, dtype=torch.float64, device=ctx.device)
@@ -90,7 +92,7 @@ def _of_every_row(
         part = slice(mine.start, mine.stop)
         # of each stage a micro-batch, or as many as divide the rows evenly
         count = max(n for n in range(1, min(len(mine), ctx.pp_size) + 1) if len(mine) % n == 0)
-        with model.without_dropout():
+        with without_dropout(model):
             targets = None if batch.targets is None else batch.targets[part]
             taken = replace(batch, input_ids=batch.input_ids[part], targets=targets)
             batches = model.engine.micro_batches(taken, count)

@@ -10,12 +10,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megazoo.engine.batch import ids_of, is_mask
+from megazoo.engine.calls import using_context
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.generate.decoding import Choice, not_finite
 from megazoo.generate.group import Group
 from megazoo.generate.settings import GenerationSettings
 from megazoo.generate.traffic import Traffic, Turn
+from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.agreement import sharing_axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.context import Axis
@@ -40,7 +42,7 @@ def generate(
             'context of placement="loop"'
         )
     sharing = sharing_axis(model.ctx, input_ids, attention_mask)
-    with model.using_context(model.ctx.cp_as_dp):
+    with using_context(model, model.ctx.cp_as_dp):
         return _generate(model, input_ids, attention_mask, settings, use_cache, streamer, sharing)
 
 
@@ -197,8 +199,8 @@ def _generating(model):
     """Turn off dropout within this block, and sequence parallelism: one token can't be cut."""
     whole = replace(model.ctx, sequence_parallel=False)
     with (
-        model.using_context(whole),
-        model.without_dropout(),
+        using_context(model, whole),
+        without_dropout(model),
         _kernels_for_all_lengths(model.ctx.device),
     ):
         yield

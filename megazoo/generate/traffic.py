@@ -143,7 +143,7 @@ class Traffic:
                 return
             buffer, coming = Choice.empty_message(group.rows, group.beams, ctx.device), self.choices
         elif (source + 1) % ctx.pp_size == ctx.pp_rank:
-            shape = (*group.input_ids.shape, self.model.hidden_size)
+            shape = (*group.input_ids.shape, self.model.config.hidden_size)
             buffer = torch.empty(shape, dtype=self.model.dtype, device=ctx.device)
             coming = self.activations
         else:

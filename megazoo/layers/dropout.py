@@ -5,6 +5,7 @@ from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers.layer import Layer
@@ -24,6 +25,19 @@ def dropout_seed(seed: int | None):
         yield
     finally:
         _seed.reset(token)
+
+
+@contextmanager
+def without_dropout(model: nn.Module):
+    """Within this block every module of a model is in evaluation mode; afterwards each is as it
+    was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class Dropout(Layer):

@@ -35,7 +35,6 @@ __all__ = [
     "Pythia",
     "Qwen2",
     "Qwen3",
-    "Theirs",
     "config_from_dict",
     "config_from_file",
     "config_from_hugging_face",
@@ -48,4 +47,3 @@ __all__ = [
     "parameter_count",
     "register",
 ]
-Theirs = HFNames  # its name in the first version

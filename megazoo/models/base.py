@@ -24,7 +24,7 @@ from megazoo.layers.layer import declared
 from megazoo.models.adapters import LoRASettings
 from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
-from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.hugging_face.names import HFFiles, HFNames
 from megazoo.models.outputs import (
     ClassifierHead,
     LanguageModelHead,
@@ -77,12 +77,8 @@ class Model(BatchCalls, Freezing, nn.Module):
     Config: type[ModelConfig]
     Block: type[nn.Module]  # a layer: Block(config, its index in the whole model)
     presets: dict
-    # For Hugging Face directories: our modules to theirs, what a backbone's files leave out of the
-    # names, and a regular expression of tensors that may be there besides.
-    HUGGING_FACE_TYPE: str | None = None  # its model_type there, if it is not the family's name
-    HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}
-    HUGGING_FACE_PREFIX = ""
-    HUGGING_FACE_LEGACY = "$^"
+    HUGGING_FACE = HFFiles()  # of Hugging Face directories, beside the names
+    HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}  # our modules to theirs
     lora: LoRASettings | None = None  # of its adapters, if megazoo.lora has added some
     weights_path: str | None = None  # of the directory that its weights were read from
     read_from: Sequence[TensorSource] = ()  # the sources of the weights, until the first step
@@ -395,10 +391,6 @@ class Model(BatchCalls, Freezing, nn.Module):
         """Return whether a parameter of these layers is not frozen."""
         parameters = (p for index in layers for p in self.layers[str(index)].parameters())
         return any(parameter.requires_grad for parameter in parameters)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:

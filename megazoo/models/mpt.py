@@ -155,8 +155,7 @@ class MPT(Model):
     }
 
     HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
-    HUGGING_FACE_PREFIX = hugging_face.PREFIX
-    HUGGING_FACE_LEGACY = hugging_face.LEGACY
+    HUGGING_FACE = hugging_face.FILES
 
     def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)

@@ -91,9 +91,8 @@ class Block(Layer):
 @register("pythia")
 class Pythia(Model):
     Config, Block = PythiaConfig, Block
-    HUGGING_FACE_TYPE = "gpt_neox"
     HUGGING_FACE_NAMES = hugging_face.NAMES
-    HUGGING_FACE_PREFIX, HUGGING_FACE_LEGACY = hugging_face.PREFIX, hugging_face.LEGACY
+    HUGGING_FACE = hugging_face.FILES
     presets = {
         # vocab_size, max_positions, hidden_size, layers, heads, ffn_size
         "pythia-tiny": PythiaConfig(257, 256, 128, 4, 4, 512),

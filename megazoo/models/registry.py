@@ -190,7 +190,7 @@ def config_from_hugging_face(values: dict):
     if not isinstance(family, str):
         raise UserError(f"model_type is {brief(family)}: it must be a string")
     known = {
-        getattr(model, "HUGGING_FACE_TYPE", None) or name: model
+        model.HUGGING_FACE.model_type or name: model
         for name, model in FAMILIES.items()
         if hasattr(model.Config, "from_hugging_face")
     }

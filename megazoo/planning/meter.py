@@ -307,4 +307,4 @@ def boundary_shape(run: PlannedRun, model: Model) -> tuple[int, int, int]:
     ctx = model.ctx
     ranks = ctx.cp_size * (ctx.tp_size if ctx.sequence_parallel else 1)
     sequence = padded_length(run.seq_length, ctx) // ranks
-    return run.micro_batch_size, sequence, model.hidden_size
+    return run.micro_batch_size, sequence, model.config.hidden_size

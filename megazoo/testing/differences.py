@@ -13,6 +13,7 @@ import torch
 
 from megazoo.errors import Advice
 from megazoo.layers import CausalSelfAttention
+from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.module import NamedParameter
 from megazoo.testing.distances import gradients_of, parameter_distances
 from megazoo.testing.parts import part_of
@@ -58,7 +59,7 @@ def find_differences(model, reference: Reference, tolerance: float) -> Findings:
     batch = {"attention_mask": reference.attention_mask, "labels": reference.labels}
     with (
         torch.no_grad(),
-        model.without_dropout(),
+        without_dropout(model),
         _comparing(model, reference, tolerance) as activations,
     ):
         out = model(reference.input_ids, **batch, return_logits=True)
@@ -72,7 +73,7 @@ def find_differences(model, reference: Reference, tolerance: float) -> Findings:
         if entry.name in reference.weights
     }
     if reference.gradients:
-        with model.without_dropout(), warnings.catch_warnings():
+        with without_dropout(model), warnings.catch_warnings():
             warnings.simplefilter("ignore", Advice)  # of training without dropout
             model.train_batch(reference.input_ids, **batch)
         found.gradients = parameter_distances(gradients_of(model), reference.gradients, model)

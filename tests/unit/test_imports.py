@@ -25,7 +25,7 @@ ORDER = [
     ("models",),
     ("data", "evaluation", "lora", "planning"),
     ("cli",),
-    ("compat", "testing", "command_line"),
+    ("compat", "testing"),
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 

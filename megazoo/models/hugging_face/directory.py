@@ -155,7 +155,7 @@ class HuggingFaceDirectory(ModelSource):
         A backbone is saved without the prefix. A tied head may be there, or the head instead of the
         embedding; one that differs from the embedding makes the config untied, as in transformers.
         """
-        names, prefix = set(self._file_of), self.model.HUGGING_FACE_PREFIX
+        names, prefix = set(self._file_of), self.model.HUGGING_FACE.prefix
         bare = not any(name.startswith(prefix) for name in names)
 
         def names_of(name: str) -> HFNames:
@@ -181,7 +181,7 @@ class HuggingFaceDirectory(ModelSource):
     def _check_complete(self, wanted: set[str], optional: set[str]) -> None:
         """Raise UserError if a tensor is missing, or there is one that is neither wanted nor
         optional, nor a buffer that older versions of transformers wrote."""
-        names, legacy = set(self._file_of), self.model.HUGGING_FACE_LEGACY
+        names, legacy = set(self._file_of), self.model.HUGGING_FACE.legacy
         extra = {name for name in names - wanted - optional if not re.fullmatch(legacy, name)}
         problems = []
         if wanted - names:

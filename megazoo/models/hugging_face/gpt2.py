@@ -3,10 +3,12 @@
 from typing import Any
 
 from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.hugging_face.names import HFFiles, HFNames
 
-PREFIX = "transformer."
-LEGACY = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"  # buffers in older files
+FILES = HFFiles(
+    prefix="transformer.",
+    legacy=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # buffers in older files
+)
 NAMES = {
     "embedding": HFNames("transformer.wte"),
     "position_embedding": HFNames("transformer.wpe"),

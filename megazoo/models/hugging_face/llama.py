@@ -5,10 +5,12 @@ import dataclasses
 from typing import Any
 
 from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.hugging_face.names import HFFiles, HFNames
 
-PREFIX = "model."
-LEGACY = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # a buffer in older files
+FILES = HFFiles(
+    prefix="model.",
+    legacy=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # a buffer in older files
+)
 NAMES = {
     "embedding": HFNames("model.embed_tokens"),
     "layers.{}.attention_norm": HFNames("model.layers.{}.input_layernorm"),

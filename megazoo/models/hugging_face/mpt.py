@@ -8,10 +8,9 @@ from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.hugging_face.names import HFFiles, HFNames
 
-PREFIX = "transformer."
-LEGACY = ""
+FILES = HFFiles(prefix="transformer.", legacy="")
 NAMES = {
     "embedding": HFNames("transformer.wte"),
     "position_embedding": HFNames("transformer.wpe"),

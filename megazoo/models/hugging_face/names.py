@@ -15,6 +15,19 @@ class Run(NamedTuple):
     count: int
 
 
+class HFFiles(NamedTuple):
+    """What else a family says of its Hugging Face directories.
+
+    model_type: in config.json; None: the name that the family is registered by. prefix: of tensors,
+    which the files of a backbone leave out. legacy: a regular expression of tensors that may be
+    there besides, which older versions of transformers wrote.
+    """
+
+    model_type: str | None = None
+    prefix: str = ""
+    legacy: str = "$^"
+
+
 class HFNames:
     """Hugging Face's names of what is one tensor of ours: parts that follow one another along its
     rows.

@@ -3,11 +3,13 @@
 from typing import Any
 
 from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.hugging_face.names import HFFiles, HFNames
 
-PREFIX = "gpt_neox."
-LEGACY = (  # buffers in older files
-    r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+FILES = HFFiles(
+    model_type="gpt_neox",
+    prefix="gpt_neox.",
+    # buffers in older files
+    legacy=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
 NAMES = {
     "embedding": HFNames("gpt_neox.embed_in"),

@@ -75,7 +75,8 @@ def transfers_of(
         placement=Placement("loop", pp, virtual),
         device=torch.device("cpu"),
     )
-    model = SimpleNamespace(ctx=ctx, hidden_size=2, dtype=torch.float32)
+    config = SimpleNamespace(hidden_size=2)
+    model = SimpleNamespace(ctx=ctx, config=config, dtype=torch.float32)
     with mock.patch.multiple(traffic, start_send=start_send, start_receive=start_receive):
         moving = traffic.Traffic(model, groups)
         for tick in count():
