@@ -13,15 +13,15 @@ from megazoo.checkpoint.source import TensorSource
 from megazoo.engine.calls import BatchCalls
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.training import TrainingEngine
-from megazoo.errors import UserError, advise, check_number
+from megazoo.errors import UserError, check_number
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import VocabParallelEmbedding
 from megazoo.layers.auxiliary import collecting, current_losses
-from megazoo.layers.context_parallel import check_layers
 from megazoo.layers.dropout import dropout_seed
 from megazoo.layers.layer import declared
 from megazoo.models.adapters import LoRASettings
+from megazoo.models.building import fill, make_empty, make_on_meta
 from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
 from megazoo.models.hugging_face.names import HFFiles, HFNames
@@ -33,24 +33,16 @@ from megazoo.models.outputs import (
     SequenceClassification,
     task_of,
 )
-from megazoo.models.plain import (
-    check_plain,
-    check_stages,
-    initialize_plain,
-    place_plain,
-    plain_parameters,
-)
+from megazoo.models.plain import plain_parameters
 from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import on_all_ranks
-from megazoo.parallel.module import NamedParameter, ShardedModule, initialize, without_memory
-from megazoo.parallel.random import all_seeded, derive_seed
+from megazoo.parallel.module import NamedParameter, ShardedModule
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.parallel.stages import Stage, cut_into_stages
-from megazoo.parallel.staging import Upload
 
 # A family or a user that overrides these on the model would not be heard.
 OF_THE_HEAD = ("outputs", "full_logits", "token_losses", "loss_sum", "label_count", "loss_of")
@@ -158,80 +150,18 @@ class Model(BatchCalls, Freezing, nn.Module):
     def build(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
         """This rank's stages with initial weights: planned on meta, then filled parameter by
         parameter."""
-        model, upload = cls.empty(config, ctx, dtype=dtype, seed=seed), Upload()
-        for entry in model.entries():
-            if not entry.spec.plain:
-                seed_of_entry = derive_seed(seed, entry.name)
-                initialize(entry.parameter, entry.spec, ctx, seed_of_entry, upload)
-        return model
+        return fill(cls.empty(config, ctx, dtype=dtype, seed=seed), seed)
 
     @classmethod
     def empty(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
         """This rank's stages on its device, to be filled; plain modules have their initial values.
         Warns, on rank 0, of stages without layers."""
-        model = cls._planned(config, ctx, seed)
-        if ctx.rank == 0 and ctx.device.type != "meta":
-            cls._warn_of_empty_stages(config, ctx)
-        check_stages(model, partial(cls._elsewhere, config, ctx))
-        initialize_plain(model, partial(cls._planned, config, ctx, seed, draw=1), seed)
-        place_plain(model, ctx.device, dtype)
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.is_meta:
-                    empty = torch.empty(parameter.shape, dtype=dtype, device=ctx.device)
-                    setattr(module, name, nn.Parameter(empty))
-        for parameter in model.parameters():
-            accumulate_in_fp32(parameter)
-        model.engine.parameters_changed()
-        return model
-
-    @classmethod
-    def _planned(cls, config, ctx: ParallelContext, seed: int, draw: int = 0) -> "Model":
-        """Make this rank's stages, of which the parameters that are cut take no memory. draw: seeds
-        the default generators, on which nothing that is made may depend."""
-        with ctx, without_memory(), all_seeded(draw):
-            model = cls(config, ctx, seed)
-        check_layers(model.layers, ctx)
-        check_plain(model)
-        for name, module in model.named_modules():
-            if declared(module, "site") is not None:
-                module.site = name
-        return model
-
-    @classmethod
-    def _elsewhere(cls, config, ctx: ParallelContext, pp_rank: int | None) -> "Model":
-        """Make, without memory, the stages of a rank of the pipeline; of None, the whole model."""
-        size = {"tp": ctx.tp_size, "sequence_parallel": ctx.sequence_parallel}
-        size |= {"cp": ctx.cp_size, "cp_method": ctx.cp_method}
-        if pp_rank is not None:
-            size |= {"pp": ctx.pp_size, "virtual": ctx.virtual_size}
-            size |= {"placement": ctx.placement.name}
-            rank = pp_rank * ctx.cp_size * ctx.tp_size
-            size |= {"rank": rank, "stage_layers": ctx.stage_layers}
-        return cls.on_meta(config, ParallelContext.virtual(**size))
-
-    @classmethod
-    def _warn_of_empty_stages(cls, config, ctx: ParallelContext) -> None:
-        layer, first, last = cls.stage_costs(config)
-        for stage in cls.all_stages(config, ctx):
-            if not stage.layers:
-                what, cost = ("embedding", first) if stage.first else ("head", last)
-                advise(
-                    f"stage {stage.index + 1} of {stage.count} gets no layers: its {what} weighs "
-                    f"as much as {cost / layer:.1f} of them; use stage_layers uniform "
-                    "(--stage-layers uniform), or a smaller pp"
-                )
+        return make_empty(cls, config, ctx, dtype, seed)
 
     @classmethod
     def on_meta(cls, config, ctx: ParallelContext, *, seed: int = 0) -> "Model":
         """Make this rank's stages without memory: what a virtual context can build."""
-        try:
-            with torch.device("meta"):
-                return cls._planned(config, ctx, seed)
-        except RuntimeError:  # of a module that looks at its values while it is made
-            model = cls._planned(config, ctx, seed)
-            place_plain(model, "meta")
-            return model
+        return make_on_meta(cls, config, ctx, seed)
 
     @property
     def engine(self) -> TrainingEngine:

@@ -40,36 +40,20 @@ class Block(llama.Block):
         return {"window": window or None, "output_bias": False}
 
 
+def _published(*sizes: int, **more) -> Qwen2Config:
+    """sizes: from vocab_size to ffn_size, in the order of the fields."""
+    return Qwen2Config(*sizes, rope_theta=1e6, **more)
+
+
 @register("qwen2")
 class Qwen2(llama.Llama):
     Config, Block = Qwen2Config, Block
     presets = {
-        "qwen2-tiny": Qwen2Config(
-            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2,
-            ffn_size=384, tie_embeddings=True,
-        ),
-        "qwen2-0.5b": Qwen2Config(
-            max_positions=131072, hidden_size=896, layers=24, heads=14, kv_heads=2, ffn_size=4864,
-            rope_theta=1e6, tie_embeddings=True,
-        ),
-        "qwen2-1.5b": Qwen2Config(
-            max_positions=131072, hidden_size=1536, layers=28, heads=12, kv_heads=2, ffn_size=8960,
-            rope_theta=1e6, tie_embeddings=True,
-        ),
-        "qwen2-7b": Qwen2Config(
-            vocab_size=152064, max_positions=131072, hidden_size=3584, layers=28, heads=28,
-            kv_heads=4, ffn_size=18944, rope_theta=1e6,
-        ),
-        "qwen2-72b": Qwen2Config(
-            vocab_size=152064, max_positions=131072, hidden_size=8192, layers=80, heads=64,
-            kv_heads=8, ffn_size=29568, rope_theta=1e6,
-        ),
-        "qwen2.5-3b": Qwen2Config(
-            hidden_size=2048, layers=36, heads=16, kv_heads=2, ffn_size=11008, rope_theta=1e6,
-            tie_embeddings=True,
-        ),
-        "qwen2.5-32b": Qwen2Config(
-            vocab_size=152064, max_positions=131072, hidden_size=5120, layers=64, heads=40,
-            kv_heads=8, ffn_size=27648, norm_epsilon=1e-5, rope_theta=1e6,
-        ),
-    }  # fmt: skip
+        "qwen2-tiny": Qwen2Config(257, 256, 128, 4, 4, 2, 0, 384, tie_embeddings=True),
+        "qwen2-0.5b": _published(151936, 131072, 896, 24, 14, 2, 0, 4864, tie_embeddings=True),
+        "qwen2-1.5b": _published(151936, 131072, 1536, 28, 12, 2, 0, 8960, tie_embeddings=True),
+        "qwen2-7b": _published(152064, 131072, 3584, 28, 28, 4, 0, 18944),
+        "qwen2-72b": _published(152064, 131072, 8192, 80, 64, 8, 0, 29568),
+        "qwen2.5-3b": _published(151936, 32768, 2048, 36, 16, 2, 0, 11008, tie_embeddings=True),
+        "qwen2.5-32b": _published(152064, 131072, 5120, 64, 40, 8, 0, 27648, norm_epsilon=1e-5),
+    }

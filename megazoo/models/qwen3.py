@@ -50,14 +50,11 @@ class Qwen3(qwen2.Qwen2):
     Config, Block = Qwen3Config, Block
     HUGGING_FACE_NAMES = NAMES
     presets = {
-        "qwen3-tiny": Qwen3Config(
-            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2,
-            ffn_size=384, head_size=48, tie_embeddings=True,
-        ),
+        "qwen3-tiny": Qwen3Config(257, 256, 128, 4, 4, 2, 48, 384, tie_embeddings=True),
         "qwen3-0.6b": _published(1024, 28, 16, 3072, tied=True),
         "qwen3-1.7b": _published(2048, 28, 16, 6144, tied=True),
         "qwen3-4b": _published(2560, 36, 32, 9728, tied=True),
         "qwen3-8b": _published(4096, 36, 32, 12288),
         "qwen3-14b": _published(5120, 40, 40, 17408),
         "qwen3-32b": _published(5120, 64, 64, 25600),
-    }  # fmt: skip
+    }

@@ -1,0 +1,92 @@
+"""How a rank's stages are made: without memory, then on the device, then filled."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from megazoo.errors import advise
+from megazoo.layers.context_parallel import check_layers
+from megazoo.layers.layer import declared
+from megazoo.models.plain import check_plain, check_stages, initialize_plain, place_plain
+from megazoo.parallel.buckets import accumulate_in_fp32
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import initialize, without_memory
+from megazoo.parallel.random import all_seeded, derive_seed
+from megazoo.parallel.staging import Upload
+
+
+def fill(model, seed: int):
+    """Draw the initial values of a model's parameters, but for those of plain modules; returns
+    it."""
+    upload = Upload()
+    for entry in model.entries():
+        if not entry.spec.plain:
+            seed_of_entry = derive_seed(seed, entry.name)
+            initialize(entry.parameter, entry.spec, model.ctx, seed_of_entry, upload)
+    return model
+
+
+def make_empty(family: type, config, ctx: ParallelContext, dtype: torch.dtype, seed: int):
+    """Make a rank's stages on its device, to be filled: see `Model.empty`."""
+    model = _make(family, config, ctx, seed)
+    if ctx.rank == 0 and ctx.device.type != "meta":
+        _advise_of_empty_stages(family, config, ctx)
+    check_stages(model, partial(_make_elsewhere, family, config, ctx))
+    initialize_plain(model, partial(_make, family, config, ctx, seed, draw=1), seed)
+    place_plain(model, ctx.device, dtype)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty(parameter.shape, dtype=dtype, device=ctx.device)
+                setattr(module, name, nn.Parameter(empty))
+    for parameter in model.parameters():
+        accumulate_in_fp32(parameter)
+    model.engine.parameters_changed()
+    return model
+
+
+def make_on_meta(family: type, config, ctx: ParallelContext, seed: int = 0):
+    """Make a rank's stages without memory."""
+    try:
+        with torch.device("meta"):
+            return _make(family, config, ctx, seed)
+    except RuntimeError:  # of a module that looks at its values while it is made
+        model = _make(family, config, ctx, seed)
+        place_plain(model, "meta")
+        return model
+
+
+def _make(family: type, config, ctx: ParallelContext, seed: int, draw: int = 0):
+    """Make a rank's stages, of which the parameters that are cut take no memory. draw: seeds the
+    default generators, on which nothing that is made may depend."""
+    with ctx, without_memory(), all_seeded(draw):
+        model = family(config, ctx, seed)
+    check_layers(model.layers, ctx)
+    check_plain(model)
+    for name, module in model.named_modules():
+        if declared(module, "site") is not None:
+            module.site = name
+    return model
+
+
+def _make_elsewhere(family: type, config, ctx: ParallelContext, pp_rank: int | None):
+    """Make, without memory, the stages of a rank of the pipeline; of None, the whole model."""
+    size = {"tp": ctx.tp_size, "sequence_parallel": ctx.sequence_parallel}
+    size |= {"cp": ctx.cp_size, "cp_method": ctx.cp_method}
+    if pp_rank is not None:
+        size |= {"pp": ctx.pp_size, "virtual": ctx.virtual_size, "placement": ctx.placement.name}
+        size |= {"rank": pp_rank * ctx.cp_size * ctx.tp_size, "stage_layers": ctx.stage_layers}
+    return make_on_meta(family, config, ParallelContext.virtual(**size))
+
+
+def _advise_of_empty_stages(family: type, config, ctx: ParallelContext) -> None:
+    layer, first, last = family.stage_costs(config)
+    for stage in family.all_stages(config, ctx):
+        if not stage.layers:
+            what, cost = ("embedding", first) if stage.first else ("head", last)
+            advise(
+                f"stage {stage.index + 1} of {stage.count} gets no layers: its {what} weighs "
+                f"as much as {cost / layer:.1f} of them; use stage_layers uniform "
+                "(--stage-layers uniform), or a smaller pp"
+            )
