@@ -75,7 +75,7 @@ def initialize_plain(model: nn.Module, again: Callable[[], nn.Module], seed: int
                 )
     with torch.random.fork_rng(devices=[]):
         for name, module in reversed(list(model.named_modules())):  # parts before their whole
-            if not isinstance(module, ShardedModule) and (reset := _reset_of(module)):
+            if not _is_cut(module) and (reset := _reset_of(module)):
                 torch.manual_seed(derive_seed(seed, name))
                 reset()
 
@@ -87,7 +87,7 @@ def place_plain(
     of floating point; the others keep theirs, as a table of angles has to."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        if not isinstance(module, ShardedModule):
+        if not _is_cut(module):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter not in moved:
                     of = dtype if parameter.is_floating_point() else None
@@ -162,7 +162,7 @@ def _given(model: nn.Module) -> dict[str, torch.Tensor]:
     given = {}
     for prefix, module in model.named_modules():
         tensors = [*module.named_buffers(recurse=False), *_attributes(module)]
-        if not isinstance(module, ShardedModule) and not _reset_of(module):
+        if not _is_cut(module) and not _reset_of(module):
             tensors += module.named_parameters(recurse=False)
         given |= {f"{prefix}.{name}".lstrip("."): tensor.detach() for name, tensor in tensors}
     return {name: tensor for name, tensor in given.items() if not tensor.is_meta}

@@ -148,7 +148,7 @@ MISTAKES = [
     ("drawn", r"layers\.0\.drawn is drawn while the model is built.* reset_parameters\(\)"),
     (
         "no spec",
-        r"layers\.0\.attention\.qkv\.extra has no ParameterSpec: a ShardedModule makes its",
+        r"layers\.0\.attention\.qkv\.extra has no ParameterSpec: a Layer that makes",
     ),
     ("hidden", "engine is an attribute of every Model: give this part another name"),
     ("scalar", r"layers\.0\.scalar has no dimension: give it the shape \[1\]"),
