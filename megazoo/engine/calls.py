@@ -29,6 +29,10 @@ class BatchCalls:
         terms = Terms(rows={"the number of training calls": self.engine.calls})
         terms.take({f"the model's {name}": value for name, value in settings.items()})
         terms.take_config(self.config)
+        if self.has_last:
+            settings = self.output_head.settings
+            terms.rows |= settings
+            terms.replicas |= settings
         return terms
 
     @on_replica_ranks

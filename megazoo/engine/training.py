@@ -169,6 +169,12 @@ class TrainingEngine:
                 "the model is trained in evaluation mode, without its dropout: model.train() turns "
                 "it on"
             )
+        head = self.model.output_head if self.model.has_last else None
+        if getattr(head, "label_smoothing", 0) or getattr(head, "z_loss", 0):
+            advise(
+                "the model is trained in evaluation mode, without label smoothing and z-loss: "
+                "model.train() turns them on"
+            )
 
     def _check_placement(self, schedule: str) -> None:
         """Raise UserError if a schedule's stages lie elsewhere than the model's."""

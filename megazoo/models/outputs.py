@@ -125,6 +125,11 @@ class OutputHead:
     ctx: ParallelContext
     task: LanguageModeling | SequenceClassification
 
+    @property
+    def settings(self) -> dict[str, float | None]:
+        """What must be equal on the ranks of the last stage, by names for messages."""
+        return {}
+
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return what the model says, from what the last stage returns."""
         raise NotImplementedError
@@ -194,8 +199,8 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         config: the model's.
         embedding: the token embedding, if the head is tied to it.
         soft_cap: a smooth bound of the logits, if any: see `soft_capped`.
-        label_smoothing, z_loss: terms of the loss in training mode, each a number from 0: see
-            LossTerms. They may be changed at any time.
+        label_smoothing, z_loss: terms of the loss in training mode, numbers from 0: see LossTerms.
+            They may be changed at any time, on all ranks of the last stage alike.
 
     Outputs: this rank's logits, [batch, sequence, part of the vocabulary]; while generating those
     of the last position only.
@@ -226,10 +231,15 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         super().__init__(
             config.vocab_size, config.hidden_size, embedding=embedding, soft_cap=soft_cap, ctx=ctx
         )
-        check_number("label_smoothing", label_smoothing, 0)
+        check_number("label_smoothing", label_smoothing, 0, 1)
         check_number("z_loss", z_loss, 0)
         self.task = LanguageModeling(config)
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
+
+    @property
+    def settings(self) -> dict[str, float | None]:
+        names = ("soft_cap", "label_smoothing", "z_loss")
+        return {f"the head's {name}": getattr(self, name) for name in names}
 
     @property
     def terms(self) -> LossTerms:

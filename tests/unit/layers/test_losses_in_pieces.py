@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import megazoo
-from megazoo import UserError
 from megazoo.engine.batch import Batch
+from megazoo.errors import Advice, UserError
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
 from megazoo.models.outputs import LanguageModelHead
@@ -211,3 +211,27 @@ def test_soft_cap_smoothing_and_z_loss_equal_torch(ranks, family, name, layout, 
         assert evaluated == pytest.approx(plain.item(), rel=1e-5), "without the terms"
     distance, name = worst_gradient([found for *_, found in results], gradients_of(model))
     assert distance < 1e-5, name
+
+
+def smoothed_on_one_rank(layout):
+    model = megazoo.from_config(MODELS["gpt2"], context(**layout))
+    if model.has_last and model.ctx.rank == model.ctx.world_size - 1:
+        model.head.label_smoothing = 0.1
+    ids, targets = make_batch(0)
+    with pytest.raises(UserError) as error:
+        model.train_batch(ids, targets=targets)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", [dict(dp=2), dict(tp=2)], ids=layout_name)
+def test_ranks_whose_heads_differ_are_told(ranks, layout):
+    errors = ranks(smoothed_on_one_rank, world(layout), layout)
+    assert any("the head's label_smoothing" in error for error in errors), errors
+
+
+def test_training_in_evaluation_mode_says_what_the_loss_lacks():
+    model = megazoo.from_config(MODELS["llama"], context()).eval()
+    model.head.z_loss = 1e-3
+    ids, targets = make_batch(0)
+    with pytest.warns(Advice, match="without label smoothing and z-loss"):
+        model.train_batch(ids, targets=targets)
