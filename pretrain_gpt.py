@@ -137,7 +137,7 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
     add_adapters(model, options, run.weights.settings)
     if training.train_only:
         model.train_only(training.train_only)
-    if note := note_on_trained(run.config, model.lora, training.train_only):
+    if note := note_on_trained(run.config, model.attached, training.train_only):
         print_rank_0(note)
     if adapters and not run.resuming:
         load(adapters, model)

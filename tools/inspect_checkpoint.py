@@ -13,10 +13,9 @@ from megazoo.cli.flags import Argument, parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.cli.program import run_program
+from megazoo.lora.source import SavedAdapters, open_model_or_adapters
 from megazoo.models.counts import parameter_count
-from megazoo.models.pretrained import open_source
 from megazoo.models.registry import family_of
-from megazoo.models.source import SavedAdapters
 from megazoo.terminal import byte_bar
 
 
@@ -33,7 +32,7 @@ class Options(ImportOption):
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     (path,) = required(options, "source")
-    source = open_source(path, adapters=True)
+    source = open_model_or_adapters(path)
     count = sum(math.prod(spec.shape) for spec in source.specs.values())
     settings = [(field.name, getattr(source.config, field.name)) for field in fields(source.config)]
     dtypes = {str(source.dtype_of(name)).removeprefix("torch.") for name in source.specs}

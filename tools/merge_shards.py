@@ -14,9 +14,9 @@ from megazoo.cli.flags import File, parse_flags
 from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
 from megazoo.cli.program import run_program
-from megazoo.models.adapter_source import open_beside
+from megazoo.lora.merged import MergedSource
+from megazoo.lora.source import open_beside
 from megazoo.models.hugging_face.export import parse_size, write_hugging_face
-from megazoo.models.merged import MergedSource
 from megazoo.models.pretrained import open_source
 from megazoo.terminal import byte_bar
 

@@ -169,7 +169,7 @@ def main(arguments: list[str]) -> None:
     for group in (options.parallel, run):
         for f in fields(group):
             check_value(f.name, getattr(group, f.name))
-    planner = Planner(config, quick=options.search, lora=options.lora.settings)
+    planner = Planner(config, quick=options.search, attached=options.lora.settings)
     values, lines = (searched if options.search else planned)(planner, options, run)
     text = json.dumps(values, indent=1)
     if str(options.json) == "-":

@@ -10,16 +10,15 @@ from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ShardingOptions
 from megazoo.cli.parsing import required
 from megazoo.cli.program import run_program
-from megazoo.models.pretrained import open_source
+from megazoo.lora.source import SavedAdapters, open_model_or_adapters
 from megazoo.models.resharding import write_shards
-from megazoo.models.source import SavedAdapters
 from megazoo.terminal import byte_bar
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(ShardingOptions, arguments, __doc__)
     path, output = required(options, "source", "output")
-    source = open_source(path, verify=options.verify, adapters=True)
+    source = open_model_or_adapters(path, verify=options.verify)
     with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
         write_shards(
             source,

@@ -46,7 +46,7 @@ _known: WeakKeyDictionary = WeakKeyDictionary()
 def about_adapters(model) -> dict:
     """Return what the manifest says of a model's adapters and of their base; nothing of a model
     that has none. Every rank of a replica calls it."""
-    if not model.lora:
+    if not model.attached:
         return {}
     held = {entry.name for entry in model.saved_entries()}
     left_out = [entry for entry in model.entries() if entry.name not in held]
@@ -56,7 +56,7 @@ def about_adapters(model) -> dict:
         "dtype": DTYPES[model.dtype],
         "path": path if path.isprintable() and path else None,
     }
-    return {"adapters": asdict(model.lora), "base": base}
+    return {"adapters": asdict(model.attached), "base": base}
 
 
 def check_base(checkpoint: Checkpoint, model) -> None:

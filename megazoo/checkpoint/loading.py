@@ -59,16 +59,16 @@ def _check_adapters(checkpoint: Checkpoint, model) -> None:
     """Raise UserError unless a checkpoint and the model hold the same: all, or adapters alone that
     are alike, on the same base."""
     stored = checkpoint.about_adapters.get("adapters")
-    if stored is None and not model.lora:
+    if stored is None and not model.attached:
         return
-    if stored is None or not model.lora:
+    if stored is None or not model.attached:
         theirs = "has no adapters, the model has: load it before megazoo.lora.add"
         if stored:
             theirs = (
                 "holds adapters alone, and the model has none: megazoo.lora.load gives it these"
             )
         raise UserError(f"{checkpoint.path} {theirs}")
-    ours = json.loads(json.dumps(asdict(model.lora)))
+    ours = json.loads(json.dumps(asdict(model.attached)))
     for key in sorted(stored.keys() | ours.keys()):
         if stored.get(key) != ours.get(key):
             raise UserError(

@@ -68,7 +68,7 @@ class TensorInfo:
 
 @dataclass
 class AdapterInfo:
-    """What the adapters of a model are: see `megazoo.models.adapters.LoRASettings`."""
+    """What the adapters of a model are: see `megazoo.lora.LoRASettings`."""
 
     rank: Rank
     alpha: Alpha

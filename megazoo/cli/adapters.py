@@ -11,12 +11,13 @@ from megazoo.cli.flags import flag_of
 from megazoo.cli.options import LoRAOptions, Options
 from megazoo.errors import UserError
 from megazoo.files import brief
-from megazoo.models.adapter_source import check_configs
-from megazoo.models.adapters import CLASSIFIER_HEAD, LoRASettings, is_adapter
+from megazoo.lora.settings import LoRASettings
+from megazoo.lora.source import SavedAdapters, check_configs, open_model_or_adapters
 from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count, whole_model
+from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.pretrained import open_source
-from megazoo.models.source import ModelSource, SavedAdapters, SavedModel
+from megazoo.models.source import ModelSource, SavedModel
 
 
 class Weights(NamedTuple):
@@ -59,7 +60,7 @@ def open_weights(options: Options) -> Weights:
     """Open what --load and --lora-load name. UserError if they don't belong together, or if flags
     say something else of the adapters than the checkpoint does."""
     load, flags, verify = options.checkpoint.load, options.lora, options.checkpoint.verify
-    base = open_source(load, verify=verify, adapters=True) if load else None
+    base = open_model_or_adapters(load, verify=verify) if load else None
     adapters = None
     if flags.lora_load and isinstance(base, SavedAdapters):
         raise UserError(
@@ -149,15 +150,15 @@ def check_trained(options: Options, config, weights: Weights) -> None:
     pattern = options.training.train_only
     from_peft = options.lora.lora_load and not weights.adapters
     settings = LoRASettings(targets=("all-linear",)) if from_peft else weights.settings
-    names = [entry.name for entry in whole_model(config, pattern, settings).trained_entries()]
+    trained = whole_model(config, pattern, settings).trained_entries()
     if weights.adapters or not settings:
         return
-    if not from_peft and not any(map(is_adapter, names)):
+    if not from_peft and not any(entry.spec.added for entry in trained):
         raise UserError(
             f"train-only {pattern} trains no adapter: leave --lora-rank out, "
             "or let the pattern match lora, too"
         )
-    if weights.has_new_head(config.num_labels) and CLASSIFIER_HEAD not in names:
+    if weights.has_new_head(config.num_labels) and CLASSIFIER_HEAD not in {e.name for e in trained}:
         raise UserError(
             f"train-only {pattern} leaves the new head untrained: let the pattern match score, too"
         )
@@ -179,7 +180,7 @@ def note_on_trained(config, settings: LoRASettings | None, pattern: str | None) 
     count = parameter_count(config, pattern, settings)
     if settings is None:
         return f"training {count:,} of them: {pattern}"
-    model = whole_model(config, lora=settings)
+    model = whole_model(config, attached=settings)
     total = sum(parameter.numel() for parameter in model.parameters())
     what = f"adapters of {describe(settings)}"
     if pattern:

@@ -17,7 +17,7 @@ from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.layers import round_to_int8
 from megazoo.lora import load_from, merge
-from megazoo.models.adapter_source import open_beside
+from megazoo.lora.source import open_beside
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
 from megazoo.parallel.context import ParallelContext

@@ -16,7 +16,7 @@ from megazoo.parallel.schedule import SCHEDULES
 if TYPE_CHECKING:
     import torch
 
-    from megazoo.models.adapters import LoRASettings
+    from megazoo.lora.settings import LoRASettings
 
 Size = optional(int, "INT", "the preset's")
 Rate = optional(float, "FLOAT", "the preset's")
@@ -187,7 +187,7 @@ class LoRAOptions:
     @property
     def settings(self) -> "LoRASettings | None":
         """What the adapters are that the flags ask for; None without."""
-        from megazoo.models.adapters import LoRASettings
+        from megazoo.lora.settings import LoRASettings
 
         if not self.lora_rank:
             return None

@@ -87,7 +87,7 @@ def _command_to_use(run: Run, recorder: Recorder) -> str | None:
     """The command that lets the model write, or classify; None where adapters have no base on
     disk."""
     words = [str(run.options.checkpoint.save)]
-    if recorder.model.lora:
+    if recorder.model.attached:
         if run.source is None:
             return None
         words = [str(run.source.path), "--adapter", *words]

@@ -17,6 +17,7 @@ TYPES = {
     "kernel_masks": bool,
     "static_cache": bool,
     "auxiliary_losses": tuple,
+    "same_input": bool,
 }
 
 
@@ -32,6 +33,8 @@ class Layer(ShardedModule):
         gives its mask to its attention, and uses it for nothing else.
     static_cache: an attention works with a StaticKVCache, whose places do not move.
     auxiliary_losses: names of the losses that the layer attaches: see `attach_loss`.
+    same_input: the modules within all have the layer's input, none another's output;
+        `flops_per_token` asks which of them pass a gradient on.
 
     Set by a layer when it is made:
 
@@ -51,6 +54,7 @@ class Layer(ShardedModule):
     kernel_masks: bool = False
     static_cache: bool = False
     auxiliary_losses: tuple[str, ...] = ()
+    same_input: bool = False
     score_features: int | None = None
     window: int | None = None
     recompute: bool | None = None

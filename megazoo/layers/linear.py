@@ -8,7 +8,6 @@ from torch import nn
 from megazoo.errors import UserError
 from megazoo.layers.int8 import Int8Product, rounded_to_int8
 from megazoo.layers.layer import Layer
-from megazoo.layers.lora import Adapters
 from megazoo.layers.matmul import linear
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import (
@@ -24,15 +23,15 @@ from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 class _ParallelLinear(Layer):
     """What both linear layers have: the slot of what multiplies.
 
-    lora: adapters, which megazoo.lora adds. int8: the product of a rounded weight: see
-    round_to_int8.
+    lora: what multiplies by the weight and its adapters, from megazoo.lora. int8: the product of a
+    rounded weight: see round_to_int8.
     """
 
     multiplied = ("weight",)
 
     def __init__(self, ctx: ParallelContext | None):
         super().__init__(ctx)
-        self.lora: Adapters | None = None
+        self.lora: nn.Module | None = None
         self.int8: Int8Product | None = None
 
     @property

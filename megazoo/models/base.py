@@ -20,7 +20,7 @@ from megazoo.layers import VocabParallelEmbedding
 from megazoo.layers.auxiliary import collecting, current_losses
 from megazoo.layers.dropout import dropout_seed
 from megazoo.layers.layer import declared
-from megazoo.models.adapters import LoRASettings
+from megazoo.models.attachment import Attachment
 from megazoo.models.building import fill, make_empty, make_on_meta
 from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
@@ -71,7 +71,7 @@ class Model(BatchCalls, Freezing, nn.Module):
     presets: dict
     HUGGING_FACE = HFFiles()  # of Hugging Face directories, beside the names
     HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}  # our modules to theirs
-    lora: LoRASettings | None = None  # of its adapters, if megazoo.lora has added some
+    attached: Attachment | None = None  # what it has beside its own weights, such as adapters
     weights_path: str | None = None  # of the directory that its weights were read from
     read_from: Sequence[TensorSource] = ()  # the sources of the weights, until the first step
 

@@ -3,32 +3,32 @@
 from torch import nn
 
 from megazoo.layers.layer import declared
-from megazoo.layers.lora import Adapters
-from megazoo.models.adapters import LoRASettings, adapt
+from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule
 
 
-def parameter_count(config, train_only: str | None = None, lora: LoRASettings | None = None) -> int:
+def parameter_count(
+    config, train_only: str | None = None, attached: Attachment | None = None
+) -> int:
     """Return the number of parameters of the whole model; a tied head counts once. train_only and
-    lora: count those alone that are trained, as in `whole_model`."""
-    model = whole_model(config, train_only, lora)
+    attached: count those alone that are trained, as in `whole_model`."""
+    model = whole_model(config, train_only, attached)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def whole_model(config, train_only: str | None = None, lora: LoRASettings | None = None) -> Model:
+def whole_model(config, train_only: str | None = None, attached: Attachment | None = None) -> Model:
     """Make a whole model on the meta device, of which what a run does not train is frozen.
 
-    lora: what adapters it has, as `megazoo.lora.add` gives it some. train_only: as in
-    `Model.train_only`; of a model with adapters, too. UserError if either names what is not there.
+    attached: what it has beside its own weights, such as adapters. train_only: as in
+    `Model.train_only`; of what is attached, too. UserError if either names what is not there.
     """
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
-    if lora:
-        lora.check_for(model)
-        adapt(model, lora)
-        model.lora = lora
+    if attached:
+        attached.check_for(model)
+        attached.attach(model)
     return model.train_only(train_only) if train_only else model
 
 
@@ -36,7 +36,7 @@ def flops_per_token(
     config,
     seq_length: int,
     train_only: str | None = None,
-    lora: LoRASettings | None = None,
+    attached: Attachment | None = None,
 ) -> int:
     """Return the FLOPs a token of a training step that MFU counts (Chowdhery et al. 2022, appendix
     B): those of all matrix products, forward and backward, nothing twice, and attention's not
@@ -49,9 +49,9 @@ def flops_per_token(
     ranks. Of modules inside one that says so none is asked: its QKVParallelLinear says the same. It
     takes 4 FLOPs a feature and token of the sequence forward, and 8 backward, if anything before it
     is trained.
-    train_only, lora: what is trained, as in `whole_model`; all, by default.
+    train_only, attached: what is trained, as in `whole_model`; all, by default.
     """
-    model = whole_model(config, train_only, lora)
+    model = whole_model(config, train_only, attached)
     all_trained = all(parameter.requires_grad for parameter in model.parameters())
     flops, passes = _flops(model, all_trained, seq_length)
     if not model.num_labels:
@@ -87,6 +87,6 @@ def _flops(module: nn.Module, passes: bool, seq_length: int) -> tuple[int, bool]
     for child in module.children():
         of_child, after = _flops(child, inner, seq_length)
         flops += of_child
-        if not isinstance(module, Adapters):  # which all have the same input
+        if not declared(module, "same_input"):
             inner = after
     return flops, returns

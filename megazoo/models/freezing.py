@@ -4,7 +4,6 @@ import fnmatch
 import re
 
 from megazoo.errors import UserError
-from megazoo.models.adapters import attach, is_adapter
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 
@@ -18,12 +17,12 @@ class Freezing:
         return [entry for entry in self.entries() if entry.parameter.requires_grad]
 
     def saved_entries(self) -> list[NamedParameter]:
-        """List this rank's parameters that a checkpoint holds: all; of a model with adapters these,
-        and what else is not frozen."""
+        """List this rank's parameters that a checkpoint holds: all; of a model that has something
+        attached, such as adapters, this, and what else is not frozen."""
         return [
             entry
             for entry in self.entries()
-            if not self.lora or is_adapter(entry.name) or entry.parameter.requires_grad
+            if not self.attached or entry.spec.added or entry.parameter.requires_grad
         ]
 
     def train_only(self, pattern: str) -> "Freezing":
@@ -51,8 +50,8 @@ class Freezing:
     def _names_matching(self, pattern: str) -> set[str]:
         """Find the parameters of the whole model, in whatever stage, whose names match."""
         whole = self.on_meta(self.config, ParallelContext())
-        if self.lora:
-            attach(whole, self.lora)
+        if self.attached:
+            self.attached.attach(whole)
         return names_matching(pattern, [entry.name for entry in whole.entries()])
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -297,6 +297,9 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         return self.pieces_save_memory(batch.shape[0] * batch.shape[1], differentiated)
 
 
+CLASSIFIER_HEAD = "score.weight"  # its global name
+
+
 class ClassifierHead(OutputHead, ClassificationHead):
     """The head of a classifier of sequences: the scores of each row, and their loss.
 

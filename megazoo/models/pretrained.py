@@ -21,24 +21,24 @@ from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.layers.linear import refuse_rounded
-from megazoo.models.adapters import CLASSIFIER_HEAD, is_adapter
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
+from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
-from megazoo.models.source import HoldsAdapters, ModelSource, SavedAdapters, SavedModel
+from megazoo.models.source import ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, initialize
 from megazoo.parallel.random import derive_seed
 
 
-def open_source(path: str | Path, *, verify: bool = True, adapters: bool = False) -> ModelSource:
+def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
     """Open a checkpoint of ours, a Hugging Face directory (one with a config.json), or a checkpoint
-    of Megatron-LM. UserError if it is none of them.
+    of Megatron-LM. UserError if it is none of them; HoldsAdapters, which says what to do, for a
+    checkpoint that holds adapters alone.
 
     verify: compare what is read with the checkpoint's checksums; the others have none.
-    adapters: take a checkpoint that holds adapters alone, too; else UserError says what to do.
     """
     path = present(Path(path))
     if not (path / MANIFEST).is_file():
@@ -51,12 +51,7 @@ def open_source(path: str | Path, *, verify: bool = True, adapters: bool = False
     except NoCheckpoint as error:
         missing = f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
         raise UserError(missing) from None
-    try:
-        return SavedModel(step, verify=verify)
-    except HoldsAdapters:
-        if not adapters:
-            raise
-        return SavedAdapters(step, verify=verify)
+    return SavedModel(step, verify=verify)
 
 
 def from_pretrained(
@@ -176,8 +171,8 @@ def load_weights(source: ModelSource, model) -> None:
 
 def _entries_to_read(source: ModelSource, model) -> list[NamedParameter]:
     """Return this rank's parameters that a source has, and draw a classifier's new head; UserError
-    if the weights are another model's. Adapters stay as they are."""
-    entries = [entry for entry in model.entries() if not is_adapter(entry.name)]
+    if the weights are another model's. What is attached stays as it is."""
+    entries = [entry for entry in model.entries() if not entry.spec.added]
     if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
         new = next((entry for entry in entries if entry.name == CLASSIFIER_HEAD), None)
         if new:
@@ -213,7 +208,7 @@ def save_parallelized(
     directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
     ctx = model.ctx
     ctx.require_ranks()
-    if model.lora:
+    if model.attached:
         raise UserError(
             "the model has adapters beside its weights: megazoo.lora.save(model, DIR) writes them, "
             "and megazoo.lora.merge(model) makes one of both, which can be saved"

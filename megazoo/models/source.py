@@ -1,6 +1,5 @@
 """A model on disk: named global tensors, and the config that says what they are."""
 
-import dataclasses
 import math
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +11,6 @@ from megazoo.checkpoint.places import MANIFEST
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
-from megazoo.models.adapted import AdapterSource, Matrix, adaptable_matrices, adapted
-from megazoo.models.adapters import LoRASettings, attach
 from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec
@@ -88,7 +85,7 @@ class ModelSource(TensorSource):
         )
 
 
-class _Saved(ModelSource, Checkpoint):
+class SavedSource(ModelSource, Checkpoint):
     """A checkpoint whose config is one of a known family. UserError if its tensors are not what the
     config, and what it says of adapters, make them."""
 
@@ -133,13 +130,14 @@ class HoldsAdapters(UserError):
     """A checkpoint that holds adapters alone stands where a whole model is needed."""
 
     def __init__(self, path: Path):
+        self.path = path
         super().__init__(
             f"{path} holds adapters alone: give its base as the model, and it as --adapter "
             "(in Python: megazoo.lora.load)"
         )
 
 
-class SavedModel(_Saved):
+class SavedModel(SavedSource):
     """A checkpoint that holds a whole model of a known family. UserError if its tensors are not
     what the config says."""
 
@@ -151,47 +149,3 @@ class SavedModel(_Saved):
         layers, count = self.config.layers, len(self.tensors)
         if layers > count:
             raise UserError(f"it has {count} tensors for {layers} layers")
-
-
-class SavedAdapters(_Saved, AdapterSource):
-    """A checkpoint of a model with adapters: these alone, and what else was trained. UserError if
-    its tensors are not what its config and its settings say, or if it holds a whole model.
-
-    settings: what the adapters are. base_path: the directory that the base was read from, if it was
-    not drawn from the seed. `specs` has what is held by its global names, the score.weight of a
-    classifier, too. megazoo/checkpoint/base.py compares the base.
-    """
-
-    @property
-    def base_path(self) -> Path | None:
-        path = self.manifest["base"]["path"]
-        return path and Path(path)
-
-    @cached_property
-    def matrices(self) -> list[Matrix]:
-        return adapted(adaptable_matrices(super().on_meta(ParallelContext())), self.settings)
-
-    @cached_property
-    def specs(self) -> dict[str, ParameterSpec]:
-        entries = self.on_meta(ParallelContext()).saved_entries()
-        return {entry.name: entry.spec for entry in entries}
-
-    def on_meta(self, ctx: ParallelContext) -> torch.nn.Module:
-        model = super().on_meta(ctx)
-        model.lora = self.settings
-        attach(model, self.settings)
-        for entry in model.entries():
-            entry.parameter.requires_grad_(entry.name in self.tensors)
-        return model
-
-    def _check_kind(self) -> None:
-        if not self.about_adapters:
-            raise UserError(f"{self.path} has no adapters: it holds a whole model")
-
-    def _check_config(self) -> None:
-        stored = self.manifest["adapters"]
-        unknown = stored.keys() - {field.name for field in dataclasses.fields(LoRASettings)}
-        if unknown:
-            raise UserError(f"adapters has the unknown {min(unknown)}: upgrade megazoo")
-        self.settings = LoRASettings(**{**stored, "targets": tuple(stored["targets"])})
-        self.settings.check_for(self.model.on_meta(self.config, ParallelContext()))

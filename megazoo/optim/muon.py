@@ -7,8 +7,6 @@ from functools import partial
 import torch
 
 from megazoo.errors import UserError, check_number
-from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.lora import Adapter
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER, MOMENTUM
 from megazoo.optim.clip import check_model, element_range
@@ -16,9 +14,8 @@ from megazoo.optim.newton_schulz import cost_of, orthogonalised
 from megazoo.optim.whole_matrices import Matrix, WholeMatrices
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.failure import propagate_errors
-from megazoo.parallel.module import NamedParameter
+from megazoo.parallel.module import NamedParameter, ShardedModule
 
-LINEAR = (ColumnParallelLinear, RowParallelLinear, Adapter)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -175,10 +172,12 @@ def _check_settings(muon: dict, adamw: dict, ns_dtype: str) -> None:
 
 
 def linear_names(model) -> set[str]:
-    """Return the names of the parameters that are matrices of linear layers, and of adapters."""
+    """Return the names of the matrices by which tokens are multiplied: those of linear layers, of
+    adapters, and of layers of one's own that name them in `multiplied`."""
     return {
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()
-        if isinstance(module, LINEAR)
+        if isinstance(module, ShardedModule)
         for name in module.multiplied
+        if getattr(module, name).dim() == 2
     }

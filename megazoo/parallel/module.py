@@ -51,8 +51,8 @@ class ShardedModule(nn.Module):
     sums_later: whoever runs backward sums those parts, once for many backwards, as train_batch
     does (`sum_over_copies`). weight_queue: what adds up the gradients of linear weights in
     train_batch.
-    multiplied: names of the parameters that are matrices by which every token is multiplied, for
-    `flops_per_token` to count.
+    multiplied: names of the parameters that are matrices by which every token is multiplied:
+    `flops_per_token` counts them, and Muon trains them.
     """
 
     multiplied: ClassVar[tuple[str, ...]] = ()

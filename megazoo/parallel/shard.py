@@ -186,7 +186,8 @@ class ParameterSpec:
     Initial values are mean + std * N(0, 1); std 0 is the constant mean. bound: they are drawn
     evenly from -bound to bound instead. shard None: the same on every tp rank. partial: of what
     every tp rank has, the backward of each gives only a part of the gradient, in whatever layout.
-    plain: the parameter is of no ShardedModule; its own module draws its initial values.
+    plain: the parameter is of no ShardedModule; its own module draws its initial values. added: it
+    was attached to a model beside the model's own.
     """
 
     shape: tuple[int, ...]
@@ -196,6 +197,7 @@ class ParameterSpec:
     bound: float = 0.0
     partial: bool = False
     plain: bool = False
+    added: bool = False
 
     def local_shape(self, tp_size: int, tp_rank: int) -> tuple[int, ...]:
         """The shape of one rank's tensor."""

@@ -14,7 +14,7 @@ import torch
 
 from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
-from megazoo.models.adapters import LoRASettings
+from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.registry import FAMILIES, family_of
@@ -114,13 +114,12 @@ class Planner(Builder):
     """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts,
     too.
 
-    quick: meter a few layers of each stage only (see estimate_costs). lora: the model's adapters;
-    None: it has none. What of it is trained the runs say (train_only). Layouts are virtual
-    contexts, of any rank.
+    quick: meter a few layers of each stage only (see estimate_costs). attached: as in Builder. What
+    of it is trained the runs say (train_only). Layouts are virtual contexts, of any rank.
     """
 
-    def __init__(self, config, quick: bool = False, lora: LoRASettings | None = None):
-        super().__init__(config, lora)
+    def __init__(self, config, quick: bool = False, attached: Attachment | None = None):
+        super().__init__(config, attached)
         self.quick = quick
         self._costs: dict[tuple, dict[str, Cost]] = {}  # of a kind of stage
         self._few_layers: dict[tuple, dict[str, Cost]] = {}  # the same, as if it had but these

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from megazoo.models.adapters import LoRASettings, attach
+from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.counts import whole_model
 from megazoo.models.registry import FAMILIES, family_of
@@ -20,11 +20,11 @@ Trained = dict[int | None, frozenset[str]]  # by layer; None: what is in no laye
 class Builder:
     """Builds any rank's part of a model, in any layout, without memory.
 
-    lora: the model's adapters; None: it has none.
+    attached: what the model has beside its own weights, such as adapters; None: nothing.
     """
 
-    def __init__(self, config, lora: LoRASettings | None = None):
-        self.config, self.family, self.lora = config, FAMILIES[family_of(config)], lora
+    def __init__(self, config, attached: Attachment | None = None):
+        self.config, self.family, self.attached = config, FAMILIES[family_of(config)], attached
         self._trained: dict[str | None, Trained] = {}  # by the pattern of train_only
         self._first_trained: dict[tuple, int] = {}  # of a layout
 
@@ -41,11 +41,10 @@ class Builder:
             model = self.family.on_meta(self.config, ctx)
         else:
             model = self.family.empty(self.config, ctx, dtype=dtype)
-        if self.lora:
-            attach(model, self.lora)
-            model.lora = self.lora
+        if self.attached:
+            self.attached.attach(model)
         self._freeze(model, train_only)
-        if self.lora or train_only:
+        if self.attached or train_only:
             model.engine.first_trained_stage = self.first_trained_stage(ctx, train_only)
         return model
 
@@ -66,8 +65,8 @@ class Builder:
                     stage_layers=ctx.stage_layers,
                 )
                 model = self.family.on_meta(self.config, place_in(there, pp_rank))
-                if self.lora:
-                    attach(model, self.lora)
+                if self.attached:
+                    self.attached.attach(model)
                 self._freeze(model, train_only)
                 first = min(first, model.engine.first_trained_here())
             self._first_trained[key] = first
@@ -75,10 +74,10 @@ class Builder:
 
     def trained(self, train_only: str | None) -> Trained:
         """Return the names of what is trained, by layer, without the layers' own names. UserError
-        if the pattern or the adapters' targets name nothing."""
+        if the pattern, or what is attached, names nothing."""
         if train_only not in self._trained:
             names: dict[int | None, list[str]] = {}
-            for entry in whole_model(self.config, train_only, self.lora).trained_entries():
+            for entry in whole_model(self.config, train_only, self.attached).trained_entries():
                 number, rest = layer_of(entry.name)
                 names.setdefault(number, []).append(rest)
             self._trained[train_only] = {n: frozenset(rest) for n, rest in names.items()}
@@ -88,7 +87,7 @@ class Builder:
         """Return a key for the stages of a pipeline rank, before they are built: of those that do
         alike, and have as many layers, the keys are equal."""
         keys = []
-        trained = self.trained(train_only) if self.lora or train_only else {}
+        trained = self.trained(train_only) if self.attached or train_only else {}
         first = self.first_trained_stage(ctx, train_only) if trained else 0
         for stage in stages:
             learns = tuple(trained.get(number) for number in stage.layers)
@@ -97,7 +96,7 @@ class Builder:
 
     def _freeze(self, model: Model, train_only: str | None) -> None:
         """Freeze what the run does not train."""
-        if self.lora or train_only:
+        if self.attached or train_only:
             trained = self.trained(train_only)
             for entry in model.entries():
                 number, rest = layer_of(entry.name)

@@ -103,7 +103,7 @@ def find_layouts(
 
 def _weights_and_gradients(planner: Planner, run: PlannedRun) -> int:
     """Return the least bytes that all ranks of a replica have together."""
-    all_is_trained = planner.lora is None and run.train_only is None
+    all_is_trained = planner.attached is None and run.train_only is None
     gradient = torch.float32.itemsize if all_is_trained else 0
     itemsize = getattr(torch, run.dtype).itemsize
     return parameter_count(planner.config) * (itemsize + gradient)

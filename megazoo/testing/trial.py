@@ -15,7 +15,7 @@ from megazoo import lora
 from megazoo.cli.parsing import run_file
 from megazoo.evaluation.scoring import score
 from megazoo.layers import Dropout
-from megazoo.models.adapters import ALL, is_adapter
+from megazoo.lora.settings import ALL, is_adapter
 from megazoo.models.pretrained import from_pretrained
 from megazoo.models.registry import config_from_dict, from_config
 from megazoo.optim.loss_scale import LossScale

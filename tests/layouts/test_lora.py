@@ -11,7 +11,7 @@ import torch
 import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear
-from megazoo.models.adapters import is_adapter
+from megazoo.lora.settings import is_adapter
 from megazoo.models.registry import FAMILIES
 from megazoo.parallel import failure
 from megazoo.parallel.module import initialize

@@ -14,10 +14,11 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, base, load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.errors import UserError
-from megazoo.models.adapters import is_adapter
+from megazoo.lora.settings import is_adapter
+from megazoo.lora.source import SavedAdapters
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.resharding import write_shards
-from megazoo.models.source import HoldsAdapters, SavedAdapters, SavedModel
+from megazoo.models.source import HoldsAdapters, SavedModel
 from megazoo.parallel.context import ParallelContext
 from tests.support.training import (
     MODELS,

@@ -11,8 +11,8 @@ import torch
 import megazoo
 from megazoo.engine import pipeline
 from megazoo.layers import Dropout, lora
-from megazoo.layers.lora import Adapter, Adapters
-from megazoo.models import adapters
+from megazoo.lora import settings
+from megazoo.lora.layers import Adapter, Adapters
 from megazoo.models.registry import find_config
 from megazoo.optim import adamw
 from megazoo.parallel.module import NamedParameter, initialize
@@ -129,7 +129,7 @@ def frozen_in_the_norm():
 
 
 def by_rank_alone():
-    return mock.patch.object(adapters.math, "sqrt", lambda rank: rank)
+    return mock.patch.object(settings.math, "sqrt", lambda rank: rank)
 
 
 def other_order_of_parts():

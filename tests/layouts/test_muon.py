@@ -17,6 +17,9 @@ from megazoo.optim import AdamW, Muon
 from megazoo.optim.muon import linear_names
 from megazoo.optim.newton_schulz import cost_of
 from megazoo.optim.whole_matrices import stepped_matrices
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import ShardedModule
+from megazoo.parallel.shard import ParameterSpec
 from megazoo.testing import Layout
 from tests.support.layouts import LAYOUTS, in_layout
 from tests.support.sampling import marked_slow, pairs_covered
@@ -140,6 +143,21 @@ def test_an_update_and_the_losses_are_those_of_one_process(ranks, request, name,
     settings = {"schedule": place.schedule, "zero": place.zero, **HOW[how]}
     results = in_layout(ranks, train, layout, CONFIGS[name], steps=steps, **settings)
     assert_alike(results, one_process(name, how, steps))
+
+
+class Mix(ShardedModule):
+    """A layer of one's own: a matrix, and what is none."""
+
+    multiplied = ("matrix", "stack")
+
+    def __init__(self):
+        super().__init__(ParallelContext())
+        for name, shape in {"matrix": (4, 6), "stack": (2, 4, 6), "table": (9, 6)}.items():
+            self.add_parameter(name, ParameterSpec(shape))
+
+
+def test_a_layer_of_ones_own_says_what_its_matrices_are():
+    assert linear_names(torch.nn.ModuleDict({"mix": Mix()})) == {"mix.matrix"}
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import megazoo
 import pretrain_gpt
-from megazoo.models.source import SavedAdapters
+from megazoo.lora.source import SavedAdapters
 from tests.support.classifiers import (
     LENGTH,
     PROGRAM,
@@ -158,7 +158,7 @@ def test_a_model_of_another_base_stays_as_it_was(bases, tmp_path):
         model.norm.weight[3] += 1
     with pytest.raises(megazoo.UserError, match="belong to another base"):
         megazoo.lora.load(model, tmp_path / "run")
-    assert model.lora is None
+    assert model.attached is None
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -173,4 +173,4 @@ def test_settings_that_make_no_adapter_are_refused():
     ):
         with pytest.raises(megazoo.UserError, match=told):
             megazoo.lora.add(model, **settings)
-        assert model.lora is None, settings
+        assert model.attached is None, settings

@@ -158,7 +158,8 @@ def check_names(case, originals, tmp_path):
     again = megazoo.lora.load(
         megazoo.from_pretrained(originals[family, "q and v"][0]), tmp_path / "out"
     )
-    assert (again.lora.dropout, again.lora.alpha, again.lora.rslora) == (0.25, 5.5, True)
+    settings = again.attached
+    assert (settings.dropout, settings.alpha, settings.rslora) == (0.25, 5.5, True)
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megazoo
-from megazoo.models.adapter_source import open_adapter
-from megazoo.models.merged import MergedSource
+from megazoo.lora.merged import MergedSource
+from megazoo.lora.source import open_adapter
 from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
 from megazoo.parallel import ParallelContext
@@ -152,7 +152,7 @@ def test_any_box_takes_little_memory(originals, monkeypatch):
     base, _, adapter, merged = originals["llama", "patterns"]
     source = open_source(base)
     adapters = open_adapter(adapter, source.model.on_meta(source.config, ParallelContext()))
-    monkeypatch.setattr("megazoo.models.merged.PIECE_BYTES", 7 * 4)  # parts of 7 numbers
+    monkeypatch.setattr("megazoo.lora.merged.PIECE_BYTES", 7 * 4)  # parts of 7 numbers
     made = MergedSource(source, adapters, source.config)
     theirs = merged.state_dict()
     parts = [theirs[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]

@@ -81,7 +81,7 @@ def test_what_a_config_may_say(originals, tmp_path):
     ):  # fmt: skip
         adapter = changed(originals, tmp_path, **{key: value})
         model = megazoo.lora.load(megazoo.from_pretrained(originals[0]), adapter)
-        assert model.lora.targets == ("q_proj", "v_proj"), key
+        assert model.attached.targets == ("q_proj", "v_proj"), key
 
 
 def without(name):

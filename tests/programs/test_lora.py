@@ -11,8 +11,8 @@ import torch
 import megazoo
 import pretrain_gpt
 from megazoo.checkpoint import Checkpoint
-from megazoo.models.adapters import LoRASettings, is_adapter
-from megazoo.models.source import SavedAdapters
+from megazoo.lora.settings import LoRASettings, is_adapter
+from megazoo.lora.source import SavedAdapters
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, close, losses, name_base, records
 from tools import inspect_checkpoint, merge_shards, reshard
@@ -143,7 +143,7 @@ def test_a_directory_of_pefts_is_loaded_by_megazoo_lora(files, monkeypatch):
     run = pretrain_gpt.prepare(arguments)
     assert not run.resuming
     model, _ = pretrain_gpt.build(run, pretrain_gpt.start_ranks(run))
-    assert (calls, model.lora.rank) == ([files / "peft"], 3)
+    assert (calls, model.attached.rank) == ([files / "peft"], 3)
 
 
 def test_a_restart_goes_on(files, tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ import megazoo
 import pretrain_gpt
 from megazoo.checkpoint.base import check_base_on_disk
 from megazoo.errors import UserError
+from megazoo.lora.source import SavedAdapters
 from megazoo.models.pretrained import open_source
-from megazoo.models.source import SavedAdapters
 from tests.support.inference import run_main
 from tests.support.peft_oracle import base_model, edit_config, settings_for, with_adapters
 from tests.support.pretraining import name_base

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import megazoo
-from megazoo.models.adapters import all_targets
+from megazoo.lora.settings import all_targets
 from tests.support.training import context
 from tests.support.transformers_models import config_of
 

@@ -128,6 +128,8 @@ PLANTED = [  # and whether it is wrong
     ("checkpoint/format.py", "import megazoo.models.gpt2", True),
     ("layers/norm.py", "def late():\n    from megazoo.models import base", True),
     ("engine/batch.py", "from megazoo.optim import AdamW", True),  # of one line in the order
+    ("models/base.py", "from megazoo.lora.settings import LoRASettings", True),
+    ("planning/ranks.py", "from megazoo.lora import LoRASettings", True),
     ("errors.py", "import megazoo", True),
     ("planning/run.py", "from megazoo.cli.options import TrainingOptions", True),
     ("layers/norm.py", "from megazoo.parallel.random import derive_seed", False),

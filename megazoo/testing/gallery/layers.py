@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.layers import CausalSelfAttention, RowParallelLinear, linear, norm
-from megazoo.layers.lora import Adapter
 from megazoo.layers.rotary import rotate as rotate_by_halves
+from megazoo.lora.layers import Adapter
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.outputs import LanguageModelHead
 from megazoo.parallel import regions

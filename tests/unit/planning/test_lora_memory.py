@@ -45,7 +45,7 @@ def test_llama_7b_at_rank_8_trains_4_194_304_parameters():
     """Of each of 32 layers' q and v, [4096, 4096]: A and B of 8 x 4096, by hand."""
     config, lora = find_config("llama-7b"), LoRASettings(rank=8, targets=("q", "v"))
     count = 32 * 2 * 2 * 8 * 4096
-    assert count == 4_194_304 == parameter_count(config, lora=lora)
+    assert count == 4_194_304 == parameter_count(config, attached=lora)
     for layout in ({}, dict(tp=2, pp=2, sp=True)):
         told = plan(config, layout, lora=lora, quick=True, dtype="bfloat16", seq_length=64)
         assert told.trainable_parameters == count
@@ -165,7 +165,8 @@ def test_memory_above_the_weights_is_in_proportion_to_what_is_trained():
     assert measured["full"] == pytest.approx(told["full"], rel=0.1)
     assert measured[512] == pytest.approx(told[512], rel=0.15)
     assert measured[8] < measured["full"] / 8
-    more = parameter_count(LARGER, lora=settings[512]) - parameter_count(LARGER, lora=settings[8])
+    counts = {rank: parameter_count(LARGER, attached=settings[rank]) for rank in (8, 512)}
+    more = counts[512] - counts[8]
     # weight, gradient and two moments
     assert measured[512] - measured[8] == pytest.approx(16 * more, rel=0.2)
 
@@ -237,7 +238,7 @@ def test_frozen_weights_have_no_gradient_to_compute():
     frozen = layers * 12 * h * h + vocab * h
     first = 2 * (3 * h * h + a)  # whose input has no gradient
     by_hand = 4 * frozen + 6 * layers * (a + b) - first + 12 * layers * s * h
-    assert flops_per_token(config, s, lora=lora) == by_hand
+    assert flops_per_token(config, s, attached=lora) == by_hand
     last = 2 * frozen + 4 * layers * s * h  # forward
     last += 2 * 4 * h * h + 2 * (
         4 * h * h + vocab * h
@@ -326,7 +327,7 @@ def test_the_tool_tells_it_in_its_table_and_as_json(tmp_path, capsys):
     tool.main([*arguments, *"--tp 2 --pp 2 --json".split(), str(file)])
     first, *lines = capsys.readouterr().out.splitlines()
     told = json.loads(file.read_text())
-    count = parameter_count(find_config("llama-tiny"), lora=LoRASettings(rank=4))
+    count = parameter_count(find_config("llama-tiny"), attached=LoRASettings(rank=4))
     assert f"parameters, {count:,} of them trained, on" in first
     assert told["trainable_parameters"] == count
     names, *rows = [re.split(" {2,}", line.strip()) for line in lines[3:-1]]

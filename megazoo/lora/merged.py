@@ -6,8 +6,9 @@ import torch
 
 from megazoo.checkpoint.base import check_base_on_disk
 from megazoo.checkpoint.writing import PIECE_BYTES
-from megazoo.models.adapted import AdapterSource, Matrix
-from megazoo.models.source import ModelSource, SavedAdapters
+from megazoo.lora.matrices import AdapterSource, Matrix
+from megazoo.lora.source import SavedAdapters
+from megazoo.models.source import ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts, overlap
 

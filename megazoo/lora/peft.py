@@ -22,12 +22,13 @@ from megazoo.checkpoint.tensor_files import TensorFiles
 from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
 from megazoo.errors import UserError
 from megazoo.files import brief
-from megazoo.models.adapted import AdapterSource, Matrix, adaptable_matrices, adapted, short_names
-from megazoo.models.adapters import CLASSIFIER_HEAD, LoRASettings, Target, labels_of
-from megazoo.models.hugging_face.adapter_config import read_config
+from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted, short_names
+from megazoo.lora.peft_config import read_config
+from megazoo.lora.settings import LoRASettings, Target, labels_of
 from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.hugging_face.export import lazy_rows
 from megazoo.models.hugging_face.names import Run, hf_names
+from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.shard import ParameterSpec, Piece
 
 PICKLED = "adapter_model.bin"  # of older versions

@@ -9,8 +9,8 @@ from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.files import brief, convert, json_object, read_bytes
+from megazoo.lora.settings import ALL
 
-ALL_LINEAR = "all-linear"  # in place of target_modules
 # Keys of adapter_config.json that don't change what a trained adapter computes.
 WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
@@ -47,7 +47,7 @@ class AdapterConfig:
         if self.exclude_modules and _matches(name, self.exclude_modules):
             return False
         if isinstance(wanted, str):
-            return wanted.lower() == ALL_LINEAR or _matches(name, wanted)
+            return wanted.lower() == ALL or _matches(name, wanted)
         if name in wanted or layers in (None, []):
             return _matches(name, wanted)
         # without a name of the layers' list the first number is the layer's

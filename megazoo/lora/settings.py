@@ -13,15 +13,16 @@ from torch import nn
 
 from megazoo.errors import UserError, check_number, nearest
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.layers.lora import Adapter, Adapters
+from megazoo.lora.layers import Adapter, Adapters
+from megazoo.models.base import Model
 from megazoo.models.hugging_face.names import HFNames, hf_names
+from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import Shard
 
 ALL = "all-linear"  # PEFT's name for every target
-CLASSIFIER_HEAD = "score.weight"
 LORA = "lora"  # what a layer calls its adapters; so it stands in the names of their parameters
 
 
@@ -61,6 +62,22 @@ class LoRASettings:
         self.check()
         called = (*self.targets, *self.rank_pattern, *self.alpha_pattern)
         check_targets(all_targets(whole), called)
+
+    def attach(self, model: nn.Module) -> None:
+        """Give the layers of a model that the targets call their adapters, with initial values that
+        depend on the model's seed and the parameters' names alone, and freeze all else but a
+        classifier's head."""
+        is_classifier = labels_of(model) > 0
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_classifier and name == CLASSIFIER_HEAD)
+        ours = isinstance(model, Model)
+        for name, layer in linear_layers(model):
+            targets = targets_of(model, name, layer)
+            called = [t for t in targets if any(map(t.is_called, self.targets))]
+            if called:
+                _attach_to(layer, targets, called, self, model.seed if ours else 0)
+        if ours:
+            model.attached = self
 
     def rank_of(self, target: "Target") -> int:
         """Return the rank of a target's adapter."""
@@ -162,30 +179,6 @@ def check_targets(targets: list[Target], wanted: Iterable[str]) -> None:
                 f"the target {name!r} is no linear layer of the model{nearest(name, known)}; "
                 f"there are {', '.join(known)}, and {ALL}"
             )
-
-
-def adapt(model: nn.Module, settings: LoRASettings, seed: int = 0) -> None:
-    """Give a model its adapters, as `attach` does, and freeze all else but a classifier's head."""
-    is_classifier = labels_of(model) > 0
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_classifier and name == CLASSIFIER_HEAD)
-    attach(model, settings, seed)
-
-
-def attach(model: nn.Module, settings: LoRASettings, seed: int = 0) -> None:
-    """Give the layers of a model that the settings call their adapters, with initial values that
-    depend on the seed and the parameters' names alone. Nothing is frozen."""
-    for name, layer in linear_layers(model):
-        targets = targets_of(model, name, layer)
-        called = [t for t in targets if any(map(t.is_called, settings.targets))]
-        if called:
-            _attach_to(layer, targets, called, settings, seed)
-
-
-def detach(model: nn.Module) -> None:
-    """Take the adapters away."""
-    for _, layer in linear_layers(model):
-        layer.lora = None
 
 
 def _attach_to(

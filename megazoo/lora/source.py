@@ -1,21 +1,75 @@
-"""Opens adapters on disk, whatever wrote them."""
+"""Adapters on disk: those of checkpoints, and what opens them, whatever wrote them."""
 
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
 
 from torch import nn
 
 from megazoo.checkpoint.places import has_checkpoint, present
 from megazoo.errors import UserError
-from megazoo.models.adapted import AdapterSource
-from megazoo.models.hugging_face.peft import ADAPTER_CONFIG, PEFTDirectory, labels_in
-from megazoo.models.pretrained import with_labels
-from megazoo.models.source import ModelSource, SavedAdapters
+from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted
+from megazoo.lora.peft import ADAPTER_CONFIG, PEFTDirectory, labels_in
+from megazoo.lora.settings import LoRASettings
+from megazoo.models.pretrained import open_source, with_labels
+from megazoo.models.source import HoldsAdapters, ModelSource, SavedSource
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import ParameterSpec
 
 # Fields of a config in which a model and its base may differ: a classifier is made of a language
 # model.
 OF_A_CLASSIFIER = ("num_labels", "pad_token_id", "problem_type")
+
+
+class SavedAdapters(SavedSource, AdapterSource):
+    """A checkpoint of a model with adapters: these alone, and what else was trained. UserError if
+    its tensors are not what its config and its settings say, or if it holds a whole model.
+
+    settings: what the adapters are. base_path: the directory that the base was read from, if it was
+    not drawn from the seed. `specs` has what is held by its global names, the score.weight of a
+    classifier, too. megazoo/checkpoint/base.py compares the base.
+    """
+
+    @property
+    def base_path(self) -> Path | None:
+        path = self.manifest["base"]["path"]
+        return path and Path(path)
+
+    @cached_property
+    def matrices(self) -> list[Matrix]:
+        return adapted(adaptable_matrices(super().on_meta(ParallelContext())), self.settings)
+
+    @cached_property
+    def specs(self) -> dict[str, ParameterSpec]:
+        entries = self.on_meta(ParallelContext()).saved_entries()
+        return {entry.name: entry.spec for entry in entries}
+
+    def on_meta(self, ctx: ParallelContext) -> nn.Module:
+        model = super().on_meta(ctx)
+        self.settings.attach(model)
+        for entry in model.entries():
+            entry.parameter.requires_grad_(entry.name in self.tensors)
+        return model
+
+    def _check_kind(self) -> None:
+        if not self.about_adapters:
+            raise UserError(f"{self.path} has no adapters: it holds a whole model")
+
+    def _check_config(self) -> None:
+        stored = self.manifest["adapters"]
+        unknown = stored.keys() - {f.name for f in fields(LoRASettings)}
+        if unknown:
+            raise UserError(f"adapters has the unknown {min(unknown)}: upgrade megazoo")
+        self.settings = LoRASettings(**{**stored, "targets": tuple(stored["targets"])})
+        self.settings.check_for(self.model.on_meta(self.config, ParallelContext()))
+
+
+def open_model_or_adapters(path: str | Path, *, verify: bool = True) -> ModelSource:
+    """Open what `open_source` does, or a checkpoint that holds adapters alone."""
+    try:
+        return open_source(path, verify=verify)
+    except HoldsAdapters as error:
+        return SavedAdapters(error.path, verify=verify)
 
 
 def open_beside(

@@ -14,6 +14,7 @@ there: like other such parts they are summed over tp after the last backward.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -64,8 +65,8 @@ class Adapter(Layer):
         bound = inputs**-0.5
         a = ParameterSpec((rank, inputs), inputs_cut, bound=bound, partial=inputs_cut is None)
         b = ParameterSpec((outputs, rank), outputs_cut, partial=outputs_cut is None)
-        self.add_parameter("A", a)
-        self.add_parameter("B", b)
+        self.add_parameter("A", replace(a, added=True))
+        self.add_parameter("B", replace(b, added=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.project_up(self.project_down(x))
@@ -90,6 +91,8 @@ class Adapters(nn.ModuleDict):
 
     sizes: the outputs of every part that this rank has. A single part is the whole layer.
     """
+
+    same_input = True
 
     def __init__(self, adapters: dict[str, Adapter], sizes: dict[str, int]):
         super().__init__()

@@ -1,14 +1,4 @@
-"""LoRA: train a small change of a model beside its weights, in every layout, in PEFT's files.
-
-    megazoo.lora.add(model, rank=8, alpha=16, targets=("q", "v"))
-    opt = megazoo.optim.AdamW(model, lr=3e-4)      # has the adapters alone
-    ...
-    megazoo.lora.save(model, "adapter")            # PeftModel.from_pretrained loads it
-    megazoo.lora.load(another, "adapter")          # so does this, PEFT's own files, too
-    megazoo.lora.merge(model)                      # or: a model as others are
-
-The mathematics stand in megazoo/layers/lora.py (Hu et al. 2021).
-"""
+"""What users call: adapters are added to a model, saved, loaded and merged."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -26,27 +16,21 @@ from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.layers.linear import refuse_rounded
-from megazoo.models.adapted import AdapterSource, adaptable_matrices, adapted
-from megazoo.models.adapter_source import open_adapter
-from megazoo.models.adapters import (
-    CLASSIFIER_HEAD,
+from megazoo.lora.matrices import AdapterSource, adaptable_matrices, adapted
+from megazoo.lora.peft import write_adapters
+from megazoo.lora.settings import (
     LORA,
     LoRASettings,
-    adapt,
-    detach,
-    is_adapter,
     linear_layers,
     targets_of,
 )
+from megazoo.lora.source import SavedAdapters, open_adapter
 from megazoo.models.base import Model
 from megazoo.models.hugging_face.directory import some_of
-from megazoo.models.hugging_face.peft import write_adapters
-from megazoo.models.source import SavedAdapters
+from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, ShardedModule
-
-__all__ = ["LoRASettings", "add", "load", "merge", "save"]
 
 
 def add(
@@ -79,18 +63,16 @@ def add(
 
 def add_by(model: nn.Module, settings: LoRASettings) -> nn.Module:
     """Give a model the adapters that the settings say: see `add`."""
-    ours = isinstance(model, Model)
     with propagate_errors(_context_of(model)):
         if has_adapters(model):
             raise UserError("the model has adapters already: merge them first (megazoo.lora.merge)")
         refuse_rounded(model, "adapted")
         settings.check_for(without_memory(model))
-    adapt(model, settings, model.seed if ours else 0)
+    settings.attach(model)
     for _, layer in linear_layers(model):
         if layer.lora is not None:  # what is evaluated goes on without dropout
             layer.lora.train(layer.training)
-    if ours:
-        model.lora = settings
+    if isinstance(model, Model):
         model.engine.parameters_changed()
     return model
 
@@ -208,10 +190,10 @@ def merge(model: nn.Module) -> nn.Module:
     for _, layer in linear_layers(model):
         if layer.lora is not None:
             layer.lora.merge_into(layer.weight)
-    detach(model)
+            layer.lora = None
     model.requires_grad_(True)
     if isinstance(model, Model):
-        model.lora = None
+        model.attached = None
         model.engine.parameters_changed()
     return model
 
@@ -219,7 +201,7 @@ def merge(model: nn.Module) -> nn.Module:
 def has_adapters(model: nn.Module) -> bool:
     """Say whether a model has adapters; a stage of one may have them on other ranks alone."""
     if isinstance(model, Model):
-        return model.lora is not None
+        return model.attached is not None
     return any(getattr(layer, LORA) is not None for _, layer in linear_layers(model))
 
 
@@ -232,7 +214,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 def settings_of(model: nn.Module) -> LoRASettings:
     """Return what a model's adapters are; of a module of one's own, as far as they tell it."""
     if isinstance(model, Model):
-        return model.lora
+        return model.attached
     adapters = {
         target.theirs: layer.lora[target.part]
         for name, layer in linear_layers(model)
@@ -273,7 +255,7 @@ class _Saved:
         return [
             entry
             for entry in _entries(self.model)
-            if is_adapter(entry.name) or entry.name == CLASSIFIER_HEAD
+            if entry.spec.added or entry.name == CLASSIFIER_HEAD
         ]
 
 
