@@ -150,15 +150,16 @@ def check_trained(options: Options, config, weights: Weights) -> None:
     pattern = options.training.train_only
     from_peft = options.lora.lora_load and not weights.adapters
     settings = LoRASettings(targets=("all-linear",)) if from_peft else weights.settings
-    trained = whole_model(config, pattern, settings).trained_entries()
+    entries = whole_model(config, pattern, settings).trained_entries()
+    is_added = {entry.name: entry.spec.added for entry in entries}  # of what is trained
     if weights.adapters or not settings:
         return
-    if not from_peft and not any(entry.spec.added for entry in trained):
+    if not from_peft and not any(is_added.values()):
         raise UserError(
             f"train-only {pattern} trains no adapter: leave --lora-rank out, "
             "or let the pattern match lora, too"
         )
-    if weights.has_new_head(config.num_labels) and CLASSIFIER_HEAD not in {e.name for e in trained}:
+    if weights.has_new_head(config.num_labels) and CLASSIFIER_HEAD not in is_added:
         raise UserError(
             f"train-only {pattern} leaves the new head untrained: let the pattern match score, too"
         )

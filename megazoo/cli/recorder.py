@@ -53,11 +53,9 @@ class Recorder:
         # A checkpoint of an older version has none: then its steps count as another run's.
         self.run_id = run.state.get("run") or uuid.uuid4().hex
         self.loss_scale = optimizer.loss_scale and optimizer.loss_scale.value
-        training, log = run.options.training, run.options.logging
+        training, log, attached = run.options.training, run.options.logging, model.attached
         # FLOPs that a token takes of each rank, and FLOP/s that its device has at most
-        flops = flops_per_token(
-            run.config, training.seq_length, training.train_only, model.attached
-        )
+        flops = flops_per_token(run.config, training.seq_length, training.train_only, attached)
         self.token_flops = flops / model.ctx.world_size
         self.peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(model.ctx.device)
         mfu = self.token_flops / self.peak if self.peak else None

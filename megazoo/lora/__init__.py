@@ -10,20 +10,7 @@
 The mathematics stand in megazoo/lora/layers.py (Hu et al. 2021).
 """
 
-from megazoo.lazy import lazy_attributes
+from megazoo.lora.calls import add, add_by, has_adapters, load, load_from, merge, save
+from megazoo.lora.settings import LoRASettings
 
-__getattr__ = lazy_attributes(
-    __name__,
-    {
-        "LoRASettings": "megazoo.lora.settings",
-        "add": "megazoo.lora.calls",
-        "add_by": "megazoo.lora.calls",
-        "has_adapters": "megazoo.lora.calls",
-        "load": "megazoo.lora.calls",
-        "load_from": "megazoo.lora.calls",
-        "merge": "megazoo.lora.calls",
-        "save": "megazoo.lora.calls",
-    },
-)
-
-__all__ = ["LoRASettings", "add", "load", "merge", "save"]
+__all__ = ["LoRASettings", "add", "add_by", "has_adapters", "load", "load_from", "merge", "save"]

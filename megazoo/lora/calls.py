@@ -18,12 +18,7 @@ from megazoo.errors import UserError
 from megazoo.layers.linear import refuse_rounded
 from megazoo.lora.matrices import AdapterSource, adaptable_matrices, adapted
 from megazoo.lora.peft import write_adapters
-from megazoo.lora.settings import (
-    LORA,
-    LoRASettings,
-    linear_layers,
-    targets_of,
-)
+from megazoo.lora.settings import LORA, LoRASettings, linear_layers, targets_of
 from megazoo.lora.source import SavedAdapters, open_adapter
 from megazoo.models.base import Model
 from megazoo.models.hugging_face.directory import some_of

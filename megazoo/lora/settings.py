@@ -73,8 +73,7 @@ class LoRASettings:
         ours = isinstance(model, Model)
         for name, layer in linear_layers(model):
             targets = targets_of(model, name, layer)
-            called = [t for t in targets if any(map(t.is_called, self.targets))]
-            if called:
+            if called := [t for t in targets if any(map(t.is_called, self.targets))]:
                 _attach_to(layer, targets, called, self, model.seed if ours else 0)
         if ours:
             model.attached = self

@@ -41,9 +41,7 @@ class Builder:
             model = self.family.on_meta(self.config, ctx)
         else:
             model = self.family.empty(self.config, ctx, dtype=dtype)
-        if self.attached:
-            self.attached.attach(model)
-        self._freeze(model, train_only)
+        self._prepare(model, train_only)
         if self.attached or train_only:
             model.engine.first_trained_stage = self.first_trained_stage(ctx, train_only)
         return model
@@ -65,9 +63,7 @@ class Builder:
                     stage_layers=ctx.stage_layers,
                 )
                 model = self.family.on_meta(self.config, place_in(there, pp_rank))
-                if self.attached:
-                    self.attached.attach(model)
-                self._freeze(model, train_only)
+                self._prepare(model, train_only)
                 first = min(first, model.engine.first_trained_here())
             self._first_trained[key] = first
         return self._first_trained[key]
@@ -94,8 +90,10 @@ class Builder:
             keys.append((stage.first, stage.last, stage.index > first, learns))
         return tuple(keys)
 
-    def _freeze(self, model: Model, train_only: str | None) -> None:
-        """Freeze what the run does not train."""
+    def _prepare(self, model: Model, train_only: str | None) -> None:
+        """Attach what the run has beside the model's weights, and freeze what it does not train."""
+        if self.attached:
+            self.attached.attach(model)
         if self.attached or train_only:
             trained = self.trained(train_only)
             for entry in model.entries():

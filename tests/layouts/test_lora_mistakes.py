@@ -10,8 +10,8 @@ import torch
 
 import megazoo
 from megazoo.engine import pipeline
-from megazoo.layers import Dropout, lora
-from megazoo.lora import settings
+from megazoo.layers import Dropout
+from megazoo.lora import layers, settings
 from megazoo.lora.layers import Adapter, Adapters
 from megazoo.models.registry import find_config
 from megazoo.optim import adamw
@@ -29,7 +29,7 @@ from tests.support.training import MODELS, context, make_batch, randomize, world
 def specs_with(change):
     """Adapters whose specs are changed: change(spec)."""
     return mock.patch.object(
-        lora, "ParameterSpec", lambda *a, **kw: change(ParameterSpec(*a, **kw))
+        layers, "ParameterSpec", lambda *a, **kw: change(ParameterSpec(*a, **kw))
     )
 
 
