@@ -34,6 +34,8 @@ def tensor_to_manifest(spec: ParameterSpec, dtype: torch.dtype, file: str) -> di
     """Return what the manifest says of a tensor. file: its file's name, with {tp} where the rank's
     number stands."""
     shard = asdict(spec.shard) if spec.shard else None
+    if shard:
+        del shard["axis"]  # tp
     return {"shape": list(spec.shape), "dtype": DTYPES[dtype], "shard": shard, "file": file}
 
 

@@ -148,7 +148,7 @@ class Checkpoint(TensorSource):
         return {
             file
             for name, spec in tensors
-            for file, *_ in self._boxes(name, spec, spec.pieces(ctx.tp_size, ctx.tp_rank))
+            for file, *_ in self._boxes(name, spec, spec.pieces(ctx.place))
         }
 
     def _boxes(
@@ -164,8 +164,9 @@ class Checkpoint(TensorSource):
         missing = sum(volume(wanted.box) for wanted in pieces)
         for tp in range(writers):
             file = file_of_rank(stored["file"], tp)
-            shape = stored_spec.local_shape(writers, tp)
-            for piece in stored_spec.pieces(writers, tp):
+            place = {"tp": (writers, tp)}
+            shape = stored_spec.local_shape(place)
+            for piece in stored_spec.pieces(place):
                 for wanted in pieces:
                     shared = piece.owned and overlap(wanted.box, piece.box)
                     if shared:

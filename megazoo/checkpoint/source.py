@@ -99,7 +99,7 @@ class TensorSource:
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext
     ) -> None:
         """Fill a rank's part of the global tensor `name`; only the bytes that it owns are read."""
-        self.read_pieces(name, destination, spec, spec.pieces(ctx.tp_size, ctx.tp_rank))
+        self.read_pieces(name, destination, spec, spec.pieces(ctx.place))
 
     @torch.no_grad()
     def read_range(
@@ -118,7 +118,7 @@ class TensorSource:
         (first, last), shape = wanted, entry.parameter.shape
         columns = max(1, entry.parameter.numel() // shape[0])
         start, stop = first // columns, -(-last // columns)
-        pieces = entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
+        pieces = entry.spec.pieces(ctx.place)
         in_rows = [part for piece in pieces if (part := piece.in_rows(start, stop))]
         if (first, last) == (start * columns, stop * columns):
             rows = destination.view(stop - start, *shape[1:])

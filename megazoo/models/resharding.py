@@ -78,11 +78,11 @@ def _lazy_shard(
     progress: BytesWritten,
 ) -> LazyTensor:
     """Return a rank's part of a global tensor, to be read while it is written."""
-    owned = spec.pieces(ctx.tp_size, ctx.tp_rank)
+    owned = spec.pieces(ctx.place)
 
     def fill(rows: torch.Tensor, start: int) -> None:
         pieces = [part for piece in owned if (part := piece.in_rows(start, start + len(rows)))]
         source.read_pieces(name, rows, spec, pieces)
         progress(rows.nbytes)
 
-    return LazyTensor(spec.local_shape(ctx.tp_size, ctx.tp_rank), dtype, fill)
+    return LazyTensor(spec.local_shape(ctx.place), dtype, fill)

@@ -15,7 +15,7 @@ import torch
 from megazoo.parallel.collectives import exchange_parts
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
-from megazoo.parallel.shard import Piece
+from megazoo.parallel.shard import Piece, Place
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Matrix:
     def span(self, ctx: ParallelContext, tp_rank: int) -> tuple[int, int]:
         """Return which elements of a tp rank's flattened part of the parameter are the matrix's:
         first and last + 1."""
-        shape, shard = self.entry.spec.local_shape(ctx.tp_size, tp_rank), self.entry.spec.shard
+        shape, shard = self.entry.spec.local_shape(_place(ctx, tp_rank)), self.entry.spec.shard
         if shard is None or shard.dim == 1:
             return 0, shape[0] * shape[1]
         ends = [0, *accumulate(shard.local_sizes(ctx.tp_size, tp_rank))]
@@ -47,7 +47,7 @@ class Matrix:
         rows = (self.first, self.first + self.rows)
         return [
             piece
-            for piece in self.entry.spec.pieces(ctx.tp_size, tp_rank)
+            for piece in self.entry.spec.pieces(_place(ctx, tp_rank))
             if rows[0] <= piece.box[0][0] < rows[1]
         ]
 
@@ -223,14 +223,14 @@ class WholeMatrices:
 
     def _local(self, matrix: Matrix, tp_rank: int, piece: Piece) -> tuple[slice, ...]:
         """Return where a piece lies in a tp rank's part of a matrix."""
-        columns = matrix.entry.spec.local_shape(self.ctx.tp_size, tp_rank)[1]
+        columns = matrix.entry.spec.local_shape(_place(self.ctx, tp_rank))[1]
         start = matrix.span(self.ctx, tp_rank)[0] // columns
         rows, cols = piece.index()
         return slice(rows.start - start, rows.stop - start), cols
 
     def _shape(self, matrix: Matrix, tp_rank: int) -> tuple[int, int]:
         """Return the shape of a tp rank's part of a matrix."""
-        columns = matrix.entry.spec.local_shape(self.ctx.tp_size, tp_rank)[1]
+        columns = matrix.entry.spec.local_shape(_place(self.ctx, tp_rank))[1]
         return _length(matrix.span(self.ctx, tp_rank)) // columns, columns
 
     def _chosen(self, matrix: Matrix, tp_rank: int, once: bool) -> list[Piece]:
@@ -281,6 +281,11 @@ class WholeMatrices:
         """Return where a piece lies in the whole matrix."""
         (top, bottom), (left, right) = piece.box
         return slice(top - matrix.first, bottom - matrix.first), slice(left, right)
+
+
+def _place(ctx: ParallelContext, tp_rank: int) -> Place:
+    """Return the place of the rank that differs from this one along tp alone."""
+    return ctx.place | {"tp": (ctx.tp_size, tp_rank)}
 
 
 def _rounds(matrices: list[Matrix]) -> list[list[Matrix]]:

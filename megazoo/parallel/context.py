@@ -341,6 +341,11 @@ class ParallelContext:
     def world_size(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def place(self) -> dict[str, tuple[int, int]]:
+        """Where this rank lies along the axes over which parameters may be cut: (size, rank)."""
+        return {"tp": (self.tp.size, self.tp.rank)}
+
     def rank_at(self, **ranks: int) -> int:
         """Return the rank in the world of the one that has the given ranks along the axes named,
         rank_at(pp=3), and this rank's along all others."""

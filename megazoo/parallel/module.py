@@ -7,7 +7,7 @@ copies, and which of its elements count in sums over the whole model.
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.random import derive_seed
-from megazoo.parallel.shard import ParameterSpec, Piece
+from megazoo.parallel.shard import Box, ParameterSpec, Piece
 from megazoo.parallel.staging import Upload
 from megazoo.torch_internals import copy_each
 
@@ -89,7 +89,7 @@ class ShardedModule(nn.Module):
         """
         self.specs[name] = spec
         device = "meta" if _without_memory.get() else None
-        shape = spec.local_shape(self.ctx.tp_size, self.ctx.tp_rank)
+        shape = spec.local_shape(self.ctx.place)
         parameter = nn.Parameter(torch.empty(shape, device=device))
         self.register_parameter(name, parameter)
         if spec.has_partial_gradient(self.ctx):
@@ -128,7 +128,7 @@ class NamedParameter:
         between stages, count once."""
         if ctx.pp_rank != self.pp_ranks[0]:
             return []
-        return [piece for piece in self.spec.pieces(ctx.tp_size, ctx.tp_rank) if piece.owned]
+        return [piece for piece in self.spec.pieces(ctx.place) if piece.owned]
 
 
 class _SumOverCopies(torch.autograd.Function):
@@ -162,17 +162,17 @@ def sum_over_copies(
     # (this rank's share, shape of the tensor to sum, the dimension and place of the share in it)
     shares = []
     for gradient, spec in gradients:
-        if spec.shard is None:
+        shard = spec.shard
+        if shard is None:
             shares.append((gradient, gradient.shape, 0, 0))
             continue
-        dim, first = spec.shard.dim, 0
-        pieces = spec.pieces(ctx.tp_size, ctx.tp_rank)
-        for piece, part, shared in zip(
-            pieces, spec.shard.parts, spec.shard.replicated(ctx.tp_size), strict=True
-        ):
+        dim, first = shard.dim, 0
+        cuts, replicated = shard.cuts(ctx.tp_size, ctx.tp_rank), shard.replicated(ctx.tp_size)
+        for cut, part, shared in zip(cuts, shard.parts, replicated, strict=True):
             if shared:
-                shape = torch.Size([*spec.shape[:dim], part, *spec.shape[dim + 1 :]])
-                shares.append((gradient[piece.index()], shape, dim, piece.box[dim][0] - first))
+                shape = torch.Size([*gradient.shape[:dim], part, *gradient.shape[dim + 1 :]])
+                share = gradient.narrow(dim, cut.local_start, cut.length)
+                shares.append((share, shape, dim, cut.global_start - first))
             first += part
     while shares:
         count = sum(
@@ -202,24 +202,38 @@ def initialize(
 
     They are parts of one global tensor, the same in every layout. That is drawn in tiles of
     TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the tiles that its boxes
-    touch, one tile of scratch at a time, on the CPU whatever the device. upload: how they get to
+    touch, one tile of scratch at a time, on the CPU whatever the device. What has more dimensions
+    than two is of matrices, each with a seed of its own. upload: how they get to
     the device; who fills many parameters passes the same one.
     """
     upload = upload or Upload()
-    for piece in spec.pieces(ctx.tp_size, ctx.tp_rank):
+    for piece in spec.pieces(ctx.place):
         view = parameter[piece.index()]
         if spec.std == spec.bound == 0:
             view.fill_(spec.mean)
             continue
-        (y0, y1), (x0, x1) = piece.box if len(piece.box) == 2 else (piece.box[0], (0, 1))
-        view = view.view(y1 - y0, x1 - x0) if view.dim() == 1 else view
-        for start, rows in upload.rows(view, TILE, y0):
-            _draw(rows, y0 + start, x0, spec, seed)
+        if view.dim() == 1:
+            _draw_matrix(view[:, None], (*piece.box, (0, 1)), spec, seed, upload)
+            continue
+        *outer, rows, columns = piece.box
+        for index in product(*(range(size) for size in view.shape[:-2])):
+            place = [first + i for (first, _), i in zip(outer, index, strict=True)]
+            of_matrix = derive_seed(seed, *place) if place else seed
+            _draw_matrix(view[index], (rows, columns), spec, of_matrix, upload)
+
+
+def _draw_matrix(
+    view: torch.Tensor, box: Box, spec: ParameterSpec, seed: int, upload: Upload
+) -> None:
+    """Draw a box of a matrix into `view`, which has its shape."""
+    (y0, _), (x0, _) = box
+    for start, rows in upload.rows(view, TILE, y0):
+        _draw(rows, y0 + start, x0, spec, seed)
 
 
 def _draw(values: torch.Tensor, y0: int, x0: int, spec: ParameterSpec, seed: int) -> None:
     """Draw a box of a global tensor, which begins at row y0 and column x0, into `values`."""
-    height, width = spec.shape if len(spec.shape) == 2 else (spec.shape[0], 1)
+    height, width = spec.shape[-2:] if len(spec.shape) > 1 else (spec.shape[0], 1)
     y1, x1 = y0 + values.shape[0], x0 + values.shape[1]
     generator = torch.Generator("cpu")
     for top in range(y0 // TILE * TILE, y1, TILE):

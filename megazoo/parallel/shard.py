@@ -2,13 +2,18 @@
 alone."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
+# Where a rank lies along axes over which parameters are cut: (size, rank), by the axis's name. One
+# that is not there has one rank. That of a context is `ctx.place`.
+Place = Mapping[str, tuple[int, int]]
 ALIGNED = 128  # features: matrix products of GPUs are faster where a rank has a multiple of them
 
 
@@ -28,72 +33,74 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor whose dimension `dim` is `parts` fused one after the other, each cut over the tp
-    ranks.
+    """A tensor whose dimension `dim` is `parts` fused one after the other, each cut over the
+    ranks of an axis.
 
     A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every
     rank then holds its share of each. A part is cut between units of so many features (a head, say;
-    1 by default). Where tp doesn't divide their number, the first ranks hold one unit more, so
+    1 by default). Where the ranks don't divide their number, the first ranks hold one unit more, so
     nothing is ever padded: the vocabulary is cut like anything else. Features that fill no unit go
     to the first rank that has not one unit more: of 1,283 features in units of 128, which are ten
-    and 3, the ranks of tp 3 have 512, 387 and 384. The first rank always has the most. Where tp
-    exceeds the number of units (and is a multiple), each is replicated over tp / number ranks.
+    and 3, three ranks have 512, 387 and 384. The first rank always has the most. Where the ranks
+    exceed the number of units (and are a multiple), each is replicated over ranks / number of them.
+
+    axis: the name of the axis, tp or one that is folded into dp x cp (see context.py).
     """
 
     dim: int
     parts: tuple[int, ...]
     units: tuple[int, ...] = ()
+    axis: str = "tp"
 
     @property
     def all_units(self) -> tuple[int, ...]:
         """Features of a unit, part by part."""
         return self.units or (1,) * len(self.parts)
 
-    def cuts(self, tp_size: int, tp_rank: int) -> list[Cut]:
+    def cuts(self, size: int, rank: int) -> list[Cut]:
         """The rank's share of each part."""
         cuts, global_start, local_start = [], 0, 0
         for part, unit, shared in zip(
-            self.parts, self.all_units, self.replicated(tp_size), strict=True
+            self.parts, self.all_units, self.replicated(size), strict=True
         ):
             count = part // unit
             if shared:
-                replicas = tp_size // count
-                start, length, owned = tp_rank // replicas * unit, unit, tp_rank % replicas == 0
+                replicas = size // count
+                start, length, owned = rank // replicas * unit, unit, rank % replicas == 0
             else:
-                (each, more), rest = divmod(count, tp_size), part - count * unit
-                start = (tp_rank * each + min(tp_rank, more)) * unit + rest * (tp_rank > more)
-                length, owned = (each + (tp_rank < more)) * unit + rest * (tp_rank == more), True
+                (each, more), rest = divmod(count, size), part - count * unit
+                start = (rank * each + min(rank, more)) * unit + rest * (rank > more)
+                length, owned = (each + (rank < more)) * unit + rest * (rank == more), True
             cuts.append(Cut(global_start + start, local_start, length, owned))
             global_start += part
             local_start += length
         return cuts
 
-    def replicated(self, tp_size: int) -> list[bool]:
+    def replicated(self, size: int) -> list[bool]:
         """Whether several ranks hold each unit, part by part."""
-        return [
-            part // unit < tp_size for part, unit in zip(self.parts, self.all_units, strict=True)
-        ]
+        return [part // unit < size for part, unit in zip(self.parts, self.all_units, strict=True)]
 
-    def local_sizes(self, tp_size: int, tp_rank: int) -> list[int]:
+    def local_sizes(self, size: int, rank: int) -> list[int]:
         """The lengths of the rank's shares of the parts."""
-        return [cut.length for cut in self.cuts(tp_size, tp_rank)]
+        return [cut.length for cut in self.cuts(size, rank)]
 
-    def sizes_of_ranks(self, tp_size: int) -> list[int]:
+    def sizes_of_ranks(self, size: int) -> list[int]:
         """What each rank has of the dimension, its shares of all parts together."""
-        return [sum(self.local_sizes(tp_size, rank)) for rank in range(tp_size)]
+        return [sum(self.local_sizes(size, rank)) for rank in range(size)]
 
-    def check(self, tp_size: int, what: str) -> None:
+    def check(self, size: int, what: str) -> None:
         """Raise UserError if a part has too few units for the ranks, and the ranks can't share out
         copies of them evenly. what: what is cut, in the plural, for the error: "outputs", say."""
-        replicated = self.replicated(tp_size)
+        replicated = self.replicated(size)
         for part, unit, shared in zip(self.parts, self.all_units, replicated, strict=True):
             if shared and unit == 1:
                 raise UserError(
-                    f"{part} {what} can't be cut over tp {tp_size}: use tp of at most {part}"
+                    f"{part} {what} can't be cut over {self.axis} {size}: "
+                    f"use {self.axis} of at most {part}"
                 )
-            if shared and (part % unit or not part or tp_size % (part // unit)):
+            if shared and (part % unit or not part or size % (part // unit)):
                 raise UserError(
-                    f"{part} {what} in units of {unit} can't be cut over tp {tp_size}, "
+                    f"{part} {what} in units of {unit} can't be cut over {self.axis} {size}, "
                     "nor copied evenly"
                 )
 
@@ -161,7 +168,11 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def in_parts(box: Box, most: int) -> list[Box]:
-    """Cut a box of a vector or a matrix into some of at most so many elements."""
+    """Cut a box into some of at most so many elements."""
+    if len(box) > 2:
+        (start, stop), *rest = box
+        inner = in_parts(tuple(rest), most)
+        return [((index, index + 1), *part) for index in range(start, stop) for part in inner]
     (top, bottom), *columns = box
     left, right = columns[0] if columns else (0, 1)
     width = min(right - left, most)
@@ -180,18 +191,20 @@ def volume(box: Box) -> int:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a parameter is, whatever the layout: its global shape, its cut, and its initial
+    """What a parameter is, whatever the layout: its global shape, its cuts, and its initial
     distribution.
 
+    shards: its cuts, each along another dimension and over another axis; one Shard may stand for
+    itself, and None for none. It is the same on all ranks of an axis that is not named.
     Initial values are mean + std * N(0, 1); std 0 is the constant mean. bound: they are drawn
-    evenly from -bound to bound instead. shard None: the same on every tp rank. partial: of what
-    every tp rank has, the backward of each gives only a part of the gradient, in whatever layout.
-    plain: the parameter is of no ShardedModule; its own module draws its initial values. added: it
-    was attached to a model beside the model's own.
+    evenly from -bound to bound instead. partial: of what every tp rank has, the backward of each
+    gives only a part of the gradient, in whatever layout. plain: the parameter is of no
+    ShardedModule; its own module draws its initial values. added: it was attached to a model beside
+    the model's own.
     """
 
     shape: tuple[int, ...]
-    shard: Shard | None = None
+    shards: tuple[Shard, ...] | Shard | None = ()
     mean: float = 0.0
     std: float = 0.0
     bound: float = 0.0
@@ -199,11 +212,28 @@ class ParameterSpec:
     plain: bool = False
     added: bool = False
 
-    def local_shape(self, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    def __post_init__(self):
+        given = self.shards
+        shards = given if isinstance(given, tuple) else (given,) if given else ()
+        object.__setattr__(self, "shards", shards)  # of a frozen dataclass
+        for what in ("dim", "axis"):
+            if len({getattr(shard, what) for shard in shards}) < len(shards):
+                raise UserError(f"a parameter is cut twice by one {what}: {shards}")
+
+    @property
+    def shard(self) -> Shard | None:
+        """Its cut over tp."""
+        return self.shard_over("tp")
+
+    def shard_over(self, axis: str) -> Shard | None:
+        """Its cut over an axis; None if it has none."""
+        return next((shard for shard in self.shards if shard.axis == axis), None)
+
+    def local_shape(self, place: Place) -> tuple[int, ...]:
         """The shape of one rank's tensor."""
         shape = list(self.shape)
-        if self.shard:
-            shape[self.shard.dim] = sum(self.shard.local_sizes(tp_size, tp_rank))
+        for shard in self.shards:
+            shape[shard.dim] = sum(shard.local_sizes(*place.get(shard.axis, (1, 0))))
         return tuple(shape)
 
     def has_partial_gradient(self, ctx: ParallelContext) -> bool:
@@ -214,15 +244,15 @@ class ParameterSpec:
             return any(self.shard.replicated(ctx.tp_size))
         return ctx.sequence_parallel or (self.partial and ctx.tp_size > 1)
 
-    def pieces(self, tp_size: int, tp_rank: int) -> list[Piece]:
-        """The boxes of the global tensor that a rank holds, and where they lie in its own."""
-        whole = tuple((0, n) for n in self.shape)
-        if self.shard is None:
-            return [Piece(whole, (0,) * len(self.shape), owned=tp_rank == 0)]
-        pieces, dim = [], self.shard.dim
-        for start, local, length, owned in self.shard.cuts(tp_size, tp_rank):
-            box = (*whole[:dim], (start, start + length), *whole[dim + 1 :])
-            pieces.append(
-                Piece(box, tuple(local if d == dim else 0 for d in range(len(self.shape))), owned)
-            )
+    def pieces(self, place: Place) -> list[Piece]:
+        """The boxes of the global tensor that a rank holds, and where they lie in its own. Of what
+        is not cut over tp, the first tp rank's copy is the one that counts."""
+        counts = self.shard is not None or place.get("tp", (1, 0))[1] == 0
+        whole = [Cut(0, 0, size) for size in self.shape]
+        by_dim = {s.dim: s.cuts(*place.get(s.axis, (1, 0))) for s in self.shards}
+        pieces = []
+        for cuts in product(*(by_dim.get(dim, [cut]) for dim, cut in enumerate(whole))):
+            box = tuple((cut.global_start, cut.global_start + cut.length) for cut in cuts)
+            owned = counts and all(cut.owned for cut in cuts)
+            pieces.append(Piece(box, tuple(cut.local_start for cut in cuts), owned))
         return pieces

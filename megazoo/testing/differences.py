@@ -83,7 +83,7 @@ def find_differences(model, reference: Reference, tolerance: float) -> Findings:
 def _difference_of_weight(entry: NamedParameter, whole: torch.Tensor, ctx) -> Difference:
     """Compare this rank's part of a weight with that of the whole one."""
     found = Difference()
-    for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank):
+    for piece in entry.spec.pieces(ctx.place):
         ours = entry.parameter.detach()[piece.index()].double().cpu()
         theirs = whole[tuple(slice(*bounds) for bounds in piece.box)].double()
         distance = (ours - theirs).abs().nan_to_num(math.inf).reshape(len(ours), -1)

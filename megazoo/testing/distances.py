@@ -54,7 +54,7 @@ def parameter_pairs(
     for entry in model.entries():
         if entry.name not in expected or entry.name not in tensors:
             continue
-        pieces, whole = entry.spec.pieces(ctx.tp_size, ctx.tp_rank), expected[entry.name]
+        pieces, whole = entry.spec.pieces(ctx.place), expected[entry.name]
         boxes = [tuple(slice(*bounds) for bounds in piece.box) for piece in pieces]
         there = torch.ones_like(tensors[entry.name], dtype=torch.bool)
         if ranges is not None:

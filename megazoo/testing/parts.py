@@ -57,5 +57,5 @@ def _features_of_rank(
     dim = min(dim, len(spec.shape) - 1)  # the weight of a norm has one dimension, for both
     if spec.shard.dim != dim or spec.shape[dim] != whole.shape[2]:
         return None
-    pieces = sorted(spec.pieces(ctx.tp_size, ctx.tp_rank), key=lambda piece: piece.offset[dim])
+    pieces = sorted(spec.pieces(ctx.place), key=lambda piece: piece.offset[dim])
     return torch.cat([whole[..., slice(*piece.box[dim])] for piece in pieces], dim=-1)

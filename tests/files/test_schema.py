@@ -211,7 +211,7 @@ def test_a_cut_is_let_in_exactly_if_its_pieces_cover_each_element_once():
         spec, owners, held = ParameterSpec(tuple(shape), cut), torch.zeros(shape), 0
         try:
             for rank in range(tp):
-                for piece in spec.pieces(tp, rank):
+                for piece in spec.pieces({"tp": (tp, rank)}):
                     (a, b), (c, d) = piece.box
                     assert 0 <= c < d <= shape[1]
                     held += (b - a) * (d - c)

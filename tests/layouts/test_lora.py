@@ -153,7 +153,7 @@ def initial(layout):
         megazoo.from_config(MODELS["llama"], ctx, seed=3), rank=64, targets="all-linear"
     )
     for entry in model.trained_entries():
-        for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank):
+        for piece in entry.spec.pieces(ctx.place):
             found[entry.name, piece.box] = entry.parameter.detach()[piece.index()]
     return found
 
@@ -242,7 +242,7 @@ def own_module(layout):
     assert all(p.grad is None for n, p in model.named_parameters() if ".lora." not in n)
     gradients = {}
     for (*name, factor), adapter in found.items():
-        for piece in adapter.specs[factor].pieces(ctx.tp_size, ctx.tp_rank):
+        for piece in adapter.specs[factor].pieces(ctx.place):
             part = getattr(adapter, factor).grad[piece.index()]
             gradients[*name, factor, piece.box] = part
     return y.detach(), gradients

@@ -93,7 +93,7 @@ def backward_of_all_stages():
 
 def copies_in_the_norm():
     def all_pieces(self, ctx):
-        return self.spec.pieces(ctx.tp_size, ctx.tp_rank)
+        return self.spec.pieces(ctx.place)
 
     return mock.patch.object(NamedParameter, "counted_pieces", all_pieces)
 

@@ -93,7 +93,7 @@ def parts(model):
     return {
         (entry.name, piece.box): entry.parameter.detach()[piece.index()].clone()
         for entry in model.entries()
-        for piece in entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
+        for piece in entry.spec.pieces(ctx.place)
     }
 
 

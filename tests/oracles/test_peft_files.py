@@ -268,7 +268,7 @@ def own(where, layout):
     for layer in (model.first, model.second):
         adapter = next(iter(layer.lora.values()))
         whole = torch.arange(32.0).view(16, 2) if layer is model.first else torch.ones(8, 2)
-        piece = adapter.specs["B"].pieces(ctx.tp_size, ctx.tp_rank)
+        piece = adapter.specs["B"].pieces(ctx.place)
         for each in piece:
             adapter.B[each.index()] = whole[tuple(slice(*bounds) for bounds in each.box)]
     megazoo.lora.save(model, where)

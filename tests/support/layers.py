@@ -26,7 +26,7 @@ def gradients_of(layer, ctx):
     """This rank's gradients: {name: (global shape, [(piece, gradient)])}."""
     found = {}
     for prefix, key, module, spec in parameters_of(layer):
-        pieces, gradient = spec.pieces(ctx.tp_size, ctx.tp_rank), getattr(module, key).grad
+        pieces, gradient = spec.pieces(ctx.place), getattr(module, key).grad
         held = [(piece, gradient[piece.index()]) for piece in pieces]
         found[f"{prefix}.{key}"] = (spec.shape, held)
     return found

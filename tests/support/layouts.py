@@ -151,11 +151,10 @@ def parts_of_gradients(model) -> dict:
 
 
 def parts_of(model, tensor_of) -> dict:
-    tp = model.ctx.tp_size, model.ctx.tp_rank
     return {
         entry.name: [
             (piece.box, tensor_of(entry.parameter)[piece.index()].clone())
-            for piece in entry.spec.pieces(*tp)
+            for piece in entry.spec.pieces(model.ctx.place)
         ]
         for entry in model.entries()
         if tensor_of(entry.parameter) is not None

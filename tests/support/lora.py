@@ -54,7 +54,7 @@ def train(
     for entry in model.entries():
         assert entry.parameter.requires_grad == (entry.name in opt.state)
         if entry.parameter.requires_grad:
-            pieces = entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
+            pieces = entry.spec.pieces(ctx.place)
             parts = [(p.box, entry.parameter.detach()[p.index()].clone()) for p in pieces]
             values[entry.name] = parts
         else:

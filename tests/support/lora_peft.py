@@ -99,7 +99,7 @@ def by_us(directory, what, first, layout=None):
     with torch.no_grad():
         for entry in model.trained_entries():
             theirs = places[entry.name]
-            pieces[theirs] = entry.parameter, entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
+            pieces[theirs] = entry.parameter, entry.spec.pieces(ctx.place)
             for piece in pieces[theirs][1]:
                 box = tuple(slice(*bounds) for bounds in piece.box)
                 entry.parameter[piece.index()] = first[theirs][box]

@@ -164,7 +164,7 @@ def outputs_of_copied_weights(cases: list[Case], layout: dict) -> list:
         model = megazoo.from_config(case.config, ctx).eval()
         with torch.no_grad():
             for entry in model.entries():
-                for piece in entry.spec.pieces(model.ctx.tp_size, model.ctx.tp_rank):
+                for piece in entry.spec.pieces(model.ctx.place):
                     box = tuple(slice(*bounds) for bounds in piece.box)
                     entry.parameter[piece.index()] = case.weights[entry.name][box]
             runs = {
@@ -236,11 +236,10 @@ def train_and_keep_gradients(config, layout: dict, *args, **kwargs):
 
 def gradients_of(model) -> dict:
     """A model's gradients, {name: [(box, this rank's part)]}."""
-    tp = model.ctx.tp_size, model.ctx.tp_rank
     return {
         entry.name: [
             (piece.box, entry.parameter.grad[piece.index()].clone())
-            for piece in entry.spec.pieces(*tp)
+            for piece in entry.spec.pieces(model.ctx.place)
         ]
         for entry in model.entries()
     }

@@ -46,7 +46,7 @@ def copies_in_the_norm():
     """What several ranks hold counts in the gradient norm as often."""
 
     def make(_):
-        return lambda self, ctx: self.spec.pieces(ctx.tp_size, ctx.tp_rank)
+        return lambda self, ctx: self.spec.pieces(ctx.place)
 
     return replaced(NamedParameter, "counted_pieces", make)
 

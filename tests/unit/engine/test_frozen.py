@@ -99,7 +99,7 @@ def train(
             assert entry.parameter.grad is None, entry.name
         assert (entry.name in optimizer.state) != frozen
         assert (entry.parameter in model.engine.buckets.place) != frozen
-        pieces = entry.spec.pieces(ctx.tp_size, ctx.tp_rank)
+        pieces = entry.spec.pieces(ctx.place)
         parts[entry.name] = [
             (piece.box, entry.parameter.detach()[piece.index()]) for piece in pieces
         ]

@@ -34,11 +34,10 @@ FORGOTTEN = (
 
 
 def pieces_of_gradients(model) -> dict:
-    tp = model.ctx.tp_size, model.ctx.tp_rank
     return {
         entry.name: [
             (piece.box, entry.parameter.grad[piece.index()].clone())
-            for piece in entry.spec.pieces(*tp)
+            for piece in entry.spec.pieces(model.ctx.place)
         ]
         for entry in model.entries()
     }

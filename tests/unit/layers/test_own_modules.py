@@ -63,7 +63,7 @@ def parallelized(model, ctx):
                 gathers = name not in COLUMNS
                 new = ColumnParallelLinear(*reversed(sizes), gather_output=gathers, ctx=ctx)
             for key, parameter in child.named_parameters():
-                for piece in new.specs[key].pieces(ctx.tp_size, ctx.tp_rank):
+                for piece in new.specs[key].pieces(ctx.place):
                     box = tuple(slice(*bounds) for bounds in piece.box)
                     getattr(new, key).data[piece.index()] = parameter.data[box]
             setattr(module, name, new)

@@ -46,8 +46,7 @@ def trained(config, layout, packed, several=True):
         ids, targets = make_batch(0, sequence=15)
         given = documents() if several and ctx.pp_rank == 0 else None
         loss = model.train_batch(ids, targets=targets, document_ids=given, num_microbatches=2)
-    tp = ctx.tp_size, ctx.tp_rank
-    pieces = {e.name: (e.parameter.grad, e.spec.pieces(*tp)) for e in model.entries()}
+    pieces = {e.name: (e.parameter.grad, e.spec.pieces(ctx.place)) for e in model.entries()}
     gradients = {n: [(p.box, g[p.index()]) for p in parts] for n, (g, parts) in pieces.items()}
     return loss.item(), gradients, list(calls)
 

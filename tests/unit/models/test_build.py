@@ -30,7 +30,7 @@ def test_initial_weights_are_the_same_in_every_layout():
             model = built(tp, pp, rank)
             for entry in model.entries():
                 name = entry.name
-                for piece in entry.spec.pieces(tp, model.ctx.tp_rank):
+                for piece in entry.spec.pieces(model.ctx.place):
                     box = tuple(slice(*bounds) for bounds in piece.box)
                     ours = entry.parameter[piece.index()]
                     assert torch.equal(ours, whole[name][box]), (tp, pp, name)

@@ -174,7 +174,7 @@ def test_initial_values_of_a_gpu_are_those_of_the_cpu(memory, monkeypatch, shape
     spec, upload = ParameterSpec(shape, shard, mean=0.5, std=0.02), Upload()
     for rank in range(2):
         ctx = ParallelContext.virtual(tp=2, rank=rank)
-        local = spec.local_shape(2, rank)
+        local = spec.local_shape(ctx.place)
         ours, theirs = torch.zeros(local, dtype=dtype), on_device(*local, dtype=dtype)
         initialize(ours, spec, ctx, 3)
         initialize(theirs, spec, ctx, 3, upload)
@@ -201,7 +201,7 @@ def test_what_is_read_arrives_on_the_device(memory, step):
         memory.sizes.clear()
         checkpoint = Checkpoint(step)
         for entry in model.entries():
-            shape = entry.spec.local_shape(tp, tp - 1)
+            shape = entry.spec.local_shape(ctx.place)
             ours, theirs = torch.zeros(shape), on_device(*shape)
             checkpoint.read_into(entry.name, ours, entry.spec, ctx)
             checkpoint.read_into(entry.name, theirs, entry.spec, ctx)
