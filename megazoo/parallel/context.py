@@ -3,12 +3,13 @@
 import math
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from megazoo.parallel.groups import (
 )
 from megazoo.parallel.placement import Placement
 from megazoo.parallel.sizes import (
+    check_folded,
     check_sizes,
     check_timeout,
     data_parallel_size_for,
@@ -59,6 +61,17 @@ class Axis:
 
 
 @dataclass(frozen=True, eq=False)
+class FoldedAxis(Axis):
+    """An axis that is folded into the token axis: the ranks of that which are neighbours.
+
+    replicas: the ranks of the token axis that have the same place on this one, and so the same of
+    what is cut over it.
+    """
+
+    replicas: Axis
+
+
+@dataclass(frozen=True, eq=False)
 class ParallelContext:
     """One rank's place in the mesh of all ranks, and the groups through which it talks.
 
@@ -78,6 +91,11 @@ class ParallelContext:
     mesh: DeviceMesh | None = field(default=None, repr=False)
     # of the ranks along dp and cp together, where both are above 1
     joint_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    folded_sizes: tuple[tuple[str, int], ...] = ()  # names and sizes of the axes in `folded`
+    # along each of these axes, and of its replicas
+    folded_groups: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = field(
+        default=(), repr=False
+    )
     # between tensor-parallel regions each tp rank has its part of the sequence
     sequence_parallel: bool = False
     cp_method: str = "allgather"  # one of CP_METHODS
@@ -95,6 +113,8 @@ class ParallelContext:
     # the count of its labels and the gradients are summed over it, ZeRO-1 shards the optimizer over
     # it, and each of its ranks draws its own dropout masks.
     token_axis: Axis = field(init=False, repr=False)
+    # The axes that are folded into the token axis, by name: parameters may be cut over them.
+    folded: dict[str, FoldedAxis] = field(init=False, repr=False)
 
     def __post_init__(self):
         place = self.place_of(self.rank)
@@ -105,6 +125,7 @@ class ParallelContext:
         axes["token_axis"] = self._joined(axes["dp"], axes["cp"])
         for name, axis in axes.items():
             object.__setattr__(self, name, axis)  # of a frozen dataclass
+        object.__setattr__(self, "folded", self._fold())
         if self.tp.size == 1:
             object.__setattr__(self, "sequence_parallel", False)
 
@@ -121,6 +142,7 @@ class ParallelContext:
         virtual_pipeline_size: int = 1,
         placement: str = "loop",
         stage_layers: str | Sequence[int] = "balanced",
+        folded: Mapping[str, int] | None = None,
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
@@ -141,6 +163,8 @@ class ParallelContext:
         (see megazoo/parallel/placement.py).
         stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
         included; "uniform" by layers; or the number of layers of each.
+        folded: names and sizes of axes that are folded into dp x cp, {"ep": 2}, for parameters that
+        are cut over them: ctx.axis("ep"). The size divides dp x cp.
         In a plain process (no launcher) with all sizes 1, nothing is initialised. What is
         initialised here ends with the process, for which its ranks wait for each other a moment.
         UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
@@ -161,6 +185,7 @@ class ParallelContext:
             virtual=virtual_pipeline_size,
             placement=placement,
             stage_layers=stage_layers,
+            folded=folded,
         )
         device = choose_device(device)
         if sequence_parallel is None:
@@ -174,6 +199,7 @@ class ParallelContext:
                 _initialize(device, world, timeout)
         context = here._connected(device, timeout)
         groups = [context.joint_group, *(axis.group for axis in context.axes)]
+        groups += chain.from_iterable(context.folded_groups)
         close_at_exit(context.name, initialized, [group for group in groups if group])
         return context
 
@@ -185,13 +211,30 @@ class ParallelContext:
         if self.dp_size > 1 and self.cp_size > 1:
             dim = AXES.index("dp")
             joint = group_along(dim, ranks.flatten(dim, dim + 1), device, timeout)
+        folded = tuple(self._groups_folded(size, device, timeout) for _, size in self.folded_sizes)
         if device.type == "cuda":
-            warm_up([*groups, joint] if joint else groups, groups[AXES.index("pp")], device)
+            others = [*([joint] if joint else []), *chain.from_iterable(folded)]
+            warm_up([*groups, *others], groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
         name = _agree(self.rank, device)
         return replace(
-            self, device=device, mesh=mesh, joint_group=joint, name=name, timeout=timeout
+            self,
+            device=device,
+            mesh=mesh,
+            joint_group=joint,
+            folded_groups=folded,
+            name=name,
+            timeout=timeout,
         )
+
+    def _groups_folded(
+        self, size: int, device: torch.device, timeout: timedelta
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Make the groups along a folded axis and along its replicas; return this rank's."""
+        token = self.token_axis.size
+        ranks = torch.arange(self.world_size).view(self.pp_size, token // size, size, self.tp_size)
+        replicas, along = groups_of(ranks, device, timeout)[1:3]
+        return along, replicas
 
     @classmethod
     def virtual(
@@ -207,11 +250,12 @@ class ParallelContext:
         virtual: int = 1,
         placement: str = "loop",
         stage_layers: str | Sequence[int] = "balanced",
+        folded: Mapping[str, int] | None = None,
     ) -> "ParallelContext":
         """Return the context of rank `rank` of a world that need not exist.
 
-        virtual: the stages of a rank. placement: which rank has which: "loop" or "v". UserError if
-        the world has no such rank, or can't have such stages.
+        virtual: the stages of a rank. placement: which rank has which: "loop" or "v". folded: as in
+        `from_torch`. UserError if the world has no such rank, or can't have such stages or axes.
         """
         size = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
         sizes = tuple(size[axis] for axis in AXES)
@@ -221,6 +265,7 @@ class ParallelContext:
         if cp_method not in CP_METHODS:
             known = " and ".join(CP_METHODS)
             raise UserError(f"unknown cp-method {cp_method!r}: there are {known}")
+        check_folded(folded or {}, dp, cp, (*AXES, "token_axis"))
         if virtual > 1 and pp == 1:
             raise UserError(f"virtual-pp {virtual} cuts the stages of a pipeline: use pp 2 or more")
         return cls(
@@ -230,11 +275,12 @@ class ParallelContext:
             cp_method=cp_method,
             placement=Placement(placement, pp, virtual),
             stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
+            folded_sizes=tuple((folded or {}).items()),
         )
 
     def axis(self, name: str) -> Axis:
-        """Return the axis of that name, one of AXES."""
-        return dict(zip(AXES, self.axes, strict=True))[name]
+        """Return the axis of that name, one of AXES or of those that are folded."""
+        return self.folded[name] if name in self.folded else getattr(self, name)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -344,7 +390,8 @@ class ParallelContext:
     @property
     def place(self) -> dict[str, tuple[int, int]]:
         """Where this rank lies along the axes over which parameters may be cut: (size, rank)."""
-        return {"tp": (self.tp.size, self.tp.rank)}
+        axes = {"tp": self.tp, **self.folded}
+        return {name: (axis.size, axis.rank) for name, axis in axes.items()}
 
     def rank_at(self, **ranks: int) -> int:
         """Return the rank in the world of the one that has the given ranks along the axes named,
@@ -374,6 +421,21 @@ class ParallelContext:
             return dp if cp.size == 1 else cp
         size, rank = dp.size * cp.size, dp.rank * cp.size + cp.rank
         return Axis(size, rank, self.joint_group or VirtualGroup(size, rank))
+
+    def _fold(self) -> dict[str, FoldedAxis]:
+        """Return the axes that are folded into the token axis, whose fastest ranks they are."""
+        folded = {}
+        for number, (name, size) in enumerate(self.folded_sizes):
+            replicas, (replica, rank) = (
+                self.token_axis.size // size,
+                divmod(self.token_axis.rank, size),
+            )
+            groups = VirtualGroup(size, rank), VirtualGroup(replicas, replica)
+            if self.folded_groups:
+                groups = self.folded_groups[number]
+            others = Axis(replicas, replica, groups[1])
+            folded[name] = FoldedAxis(size, rank, groups[0], others)
+        return folded
 
     def __enter__(self) -> "ParallelContext":
         _ambient.set((*_ambient.get(), self))

@@ -87,6 +87,13 @@ class ShardedModule(nn.Module):
         were seeded alike. A model built by `from_config` draws them anew, from the parameter's
         global name.
         """
+        for shard in spec.shards:
+            # its gradients would be summed, and its parts saved, as if all replicas had the same
+            if shard.axis in self.ctx.folded and self.ctx.axis(shard.axis).size > 1:
+                raise UserError(
+                    f"{name} is cut over {shard.axis}: gradients, optimizers and checkpoints know "
+                    "cuts over tp alone so far"
+                )
         self.specs[name] = spec
         device = "meta" if _without_memory.get() else None
         shape = spec.local_shape(self.ctx.place)

@@ -1,5 +1,7 @@
 """The sizes of a layout, checked, and fitted to the ranks that there are."""
 
+import re
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral
 
@@ -22,6 +24,21 @@ def _check_size(name: str, size) -> None:
     """Refuse what is not a whole number above 0: text, 2.0 and True, too."""
     if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
         raise UserError(f"{name} must be a whole number of at least 1, not {size!r}")
+
+
+def check_folded(folded: Mapping[str, int], dp: int, cp: int, taken: Sequence[str]) -> None:
+    """Refuse axes that can't be folded into dp x cp. taken: names of other axes."""
+    for name, size in folded.items():
+        if not re.fullmatch("[a-z]{1,16}", name) or name in taken:
+            raise UserError(
+                f"an axis can't be called {name!r}: take up to 16 small letters, not "
+                + " or ".join(taken)
+            )
+        _check_size(name, size)
+        if dp * cp % size:
+            raise UserError(
+                f"{name} {size} does not divide dp x cp = {dp * cp}, into which it is folded"
+            )
 
 
 def check_timeout(timeout) -> None:

@@ -1,5 +1,6 @@
 """Where a rank stands: the axes of the mesh, the arithmetic of ranks, sums along several axes."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -92,3 +93,47 @@ def test_sums_go_over_the_axes_that_are_named(ranks):
     assert [each["world"] for each in found] == [1111] * 4
     assert [each["none"] for each in found] == [1, 10, 100, 1000]
     assert most == (3.0,) * 4
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "cp": 2}, {"tp": 2, "cp": 4, "pp": 2}])
+def test_an_axis_is_folded_into_dp_and_cp(sizes):
+    count = math.prod(sizes.values())
+    every = [ParallelContext.virtual(**sizes, rank=n, folded={"toy": 2}) for n in range(count)]
+    for ctx in every:
+        axis, token = ctx.axis("toy"), ctx.token_axis
+        assert (axis.size, axis.replicas.size) == (2, 2)
+        assert axis.replicas.rank * 2 + axis.rank == token.rank
+        assert ctx.place == {"tp": (ctx.tp_size, ctx.tp_rank), "toy": (2, axis.rank)}
+        assert ctx.cp_as_dp.place == ctx.place
+    assert ParallelContext.virtual(**sizes).place.keys() == {"tp"}
+
+
+def test_an_axis_that_can_not_be_folded_is_refused():
+    for folded, why in (
+        ({"toy": 3}, "toy 3 does not divide dp x cp = 4"),
+        ({"tp": 2}, "can't be called 'tp'"),
+        ({"Toy_2": 2}, "can't be called 'Toy_2'"),
+        ({"toy": 0}, "toy must be a whole number"),
+    ):
+        with pytest.raises(UserError, match=why):
+            ParallelContext.virtual(dp=2, cp=2, folded=folded)
+
+
+def groups_folded(layout):
+    ctx = ParallelContext.from_torch(
+        data_parallel_size=layout["dp"],
+        context_parallel_size=layout["cp"],
+        tensor_parallel_size=layout["tp"],
+        folded={"toy": 2},
+        device="cpu",
+    )
+    axis = ctx.axis("toy")
+    ranks = dist.get_process_group_ranks
+    return ranks(axis.group), ranks(axis.replicas.group)
+
+
+def test_groups_of_a_folded_axis_are_neighbours_and_their_replicas(ranks):
+    found = ranks(groups_folded, 4, {"dp": 2, "cp": 2, "tp": 1})
+    assert found == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    found = ranks(groups_folded, 4, {"dp": 2, "cp": 1, "tp": 2})
+    assert found == [([0, 2], [0]), ([1, 3], [1]), ([0, 2], [2]), ([1, 3], [3])]

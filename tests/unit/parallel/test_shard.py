@@ -5,7 +5,7 @@ import torch
 
 from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext, ParameterSpec, Shard
-from megazoo.parallel.module import initialize
+from megazoo.parallel.module import ShardedModule, initialize
 from megazoo.parallel.shard import in_parts, volume
 
 SHAPE = (5, 300, 140)
@@ -59,6 +59,13 @@ def test_a_box_of_three_dimensions_is_cut_into_small_ones():
         held[tuple(slice(*bounds) for bounds in part)] += 1
     assert (held[1:, :, 2:] == 1).all()
     assert held.sum() == 3 * 7 * 7
+
+
+def test_a_parameter_that_replicas_would_not_share_is_refused():
+    module = ShardedModule(ParallelContext.virtual(dp=2, folded={"toy": 2}))
+    with pytest.raises(UserError, match="weight is cut over toy"):
+        module.add_parameter("weight", CUT)
+    ShardedModule(ParallelContext.virtual(dp=2)).add_parameter("weight", CUT)
 
 
 def test_an_axis_or_a_dimension_is_cut_once():
