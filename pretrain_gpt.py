@@ -23,7 +23,7 @@ import megazoo
 from megazoo.checkpoint import load
 from megazoo.cli.adapters import add_adapters, note_on_trained
 from megazoo.cli.classifier import measures_of, settle_labels
-from megazoo.cli.data import Data, open_data, prepare_inputs
+from megazoo.cli.data import Data, open_data, prepare_inputs, take_along_tokenizer
 from megazoo.cli.launch.deaths import naming_dead_ranks
 from megazoo.cli.optimizer import make_optimizer
 from megazoo.cli.recorder import Recorder
@@ -31,7 +31,7 @@ from megazoo.cli.rules import check_run, model_config, parse_stage_layers, refus
 from megazoo.cli.run import Run, notes_on_changes
 from megazoo.cli.settings import resolve
 from megazoo.cli.summary import introduce, summary
-from megazoo.cli.tokenizer import find_tokenizer, take_along_tokenizer
+from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import Batches, check_data, check_template, json_files
 from megazoo.environment import is_rank_zero, world_size
 from megazoo.evaluation import Tally, evaluate_rows

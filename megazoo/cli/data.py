@@ -12,6 +12,7 @@ from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.terminal import print_rank_0
+from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS, tokenizer_files
 
 
 class Data(NamedTuple):
@@ -63,3 +64,13 @@ def take_fingerprints(run: Run) -> None:
     run.fingerprints = fingerprints(names, tokenizer, template, run.labels)
     for change in changes(run.state.get("data", []), run.fingerprints):
         print(f"warning: {change}", file=sys.stderr, flush=True)
+
+
+def take_along_tokenizer(run: Run, model: Model) -> None:
+    """Have checkpoints carry the tokenizer's files, instead of those that came with the weights; a
+    resumed run finds them there."""
+    source = run.tokenizer.source
+    run.options.data.tokenizer = "byte" if source == "byte" else None
+    others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS)
+    kept = {name: data for name, data in model.sidecar_files.items() if name not in others}
+    model.sidecar_files = tokenizer_files(source) | kept

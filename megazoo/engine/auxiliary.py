@@ -42,10 +42,9 @@ def report(model, losses: AuxiliaryLosses | None) -> None:
 
 def losses_of_one(model, batch: MicroBatch, labelled: torch.Tensor) -> AuxiliaryLosses | None:
     """Return where the layers of a model without a pipeline leave their auxiliary losses in a batch
-    of one replica, whose loss a user differentiates; None if there are none or nothing is trained.
-    """
+    of one replica, whose loss a user differentiates; None if there are none, or under no_grad."""
     names = declared_losses(model)
-    if not names or not model.training or not torch.is_grad_enabled():
+    if not names or not torch.is_grad_enabled():
         return None
     rows = torch.tensor(batch.shape[0], dtype=torch.float64, device=model.ctx.device)
     return AuxiliaryLosses(names, labelled, rows)

@@ -58,7 +58,7 @@ class Batch:
     ) -> list[MicroBatch]:
         """Check the batch, and cut it into `count` micro-batches on the device.
 
-        task: the model's, which knows its labels: see `megazoo.models.heads`. longest: tokens of
+        task: the model's, which knows its labels: see `megazoo.models.outputs`. longest: tokens of
         the model's longest sequence. own_loss: the labels are for a loss of the user's own. seed,
         step: of the dropout.
         """

@@ -71,9 +71,10 @@ class BatchCalls:
                 losses = losses_of_one(self, micro_batch, count)
             with collecting(losses):
                 x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
-            outputs = head.outputs(x, micro_batch)
+                outputs = head.outputs(x, micro_batch)
+                if labels is not None:
+                    loss = head.loss(x, micro_batch, outputs=outputs)
             if labels is not None:
-                loss = head.loss(x, micro_batch, outputs=outputs)
                 loss = reduce_from_context(loss, self.ctx) / count.float()
             if losses and loss.requires_grad:
                 loss.register_hook(losses.set_scale)
@@ -105,7 +106,8 @@ class BatchCalls:
         calls. loss_fn(logits fp32 [rows, sequence, vocabulary], labels as given): a loss of your
         own, on the last stage: the mean of a micro-batch. What is returned, and differentiated, is
         the mean over the global batch: micro-batches weigh as many labelled tokens as they have
-        (rows, if the labels are not of tokens). A module's own parameters are yours to step.
+        (rows, if the labels are not of tokens); label smoothing and z-loss of the head have no part
+        in it. A module's own parameters are yours to step.
         Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the
         same on all replicas.
         """

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from megazoo.errors import UserError
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut
 
 
@@ -116,6 +117,19 @@ class MicroBatch:
     def position(self) -> torch.Tensor | None:
         """Where the only token is in a StaticKVCache: int64 [1]. None elsewhere."""
         return self.cache.position if self.cache and not self.cache.in_prompt else None
+
+    def is_token(self, ctx: ParallelContext) -> torch.Tensor:
+        """Return which activations of a layer on this rank are tokens, and not padding, whoever has
+        padded: bool [batch, this rank's part under context and sequence parallelism]."""
+        if self.cut is None:
+            places = torch.arange(self.shape[1], device=ctx.device)
+        else:
+            places = self.cut.positions(ctx.device)
+        tokens = (places < (self.length or self.shape[1])).expand(self.shape)
+        if self.segments is not None:
+            segments = self.segments if self.cut is None else self.cut.own(self.segments)
+            tokens = tokens & (segments[:, -self.shape[1] :] != -1)
+        return tokens.chunk(ctx.tp_size, 1)[ctx.tp_rank] if ctx.sequence_parallel else tokens
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the tokens: int64, [sequence] or [batch, sequence]."""

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.generate.decoding import BeamSearch, Choice, Sampler
@@ -22,12 +23,13 @@ def takes_static_steps(model) -> bool:
     return (
         model.ctx.device.type == "cuda"
         and getattr(model.forward_stage, "static_steps", False)
-        and all(
-            declared(attention, "static_cache")
-            for layer in model.layers.values()
-            for attention in attentions_of(layer)
-        )
+        and all(map(_takes_static_cache, model.layers.values()))
     )
+
+
+def _takes_static_cache(layer: nn.Module) -> bool:
+    attentions = list(attentions_of(layer))
+    return bool(attentions) and all(declared(each, "static_cache") for each in attentions)
 
 
 def takes_graphs(ctx: ParallelContext) -> bool:

@@ -25,7 +25,7 @@ from megazoo.layers.masks import (
     window_mask,
 )
 from megazoo.layers.qkv import QKVParallelLinear, split_heads
-from megazoo.layers.soft_cap import soft_capped_attention
+from megazoo.layers.soft_cap import check_cap, soft_capped_attention
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule
@@ -111,6 +111,7 @@ class CausalSelfAttention(Layer):
         check_heads(self._fewest_heads(), self.ctx)
         if window is not None and window < 1:
             raise UserError(f"a window of {window} tokens has no place for the token itself")
+        check_cap(soft_cap)
         self.scale, self.soft_cap = scale, soft_cap
         self.clip_qkv, self.window = clip_qkv, window
         self.q_norm, self.k_norm = q_norm, k_norm

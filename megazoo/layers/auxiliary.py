@@ -65,11 +65,6 @@ class _Attached(torch.autograd.Function):
 _current: ContextVar[AuxiliaryLosses | None] = ContextVar("auxiliary losses", default=None)
 
 
-def current_losses() -> AuxiliaryLosses | None:
-    """Return where layers leave their auxiliary losses now; None outside of training."""
-    return _current.get()
-
-
 @contextmanager
 def collecting(losses: AuxiliaryLosses | None) -> Iterator[None]:
     """Within this block layers leave their auxiliary losses with `losses`."""
@@ -88,14 +83,15 @@ def attach_loss(
 
     Training then minimises the loss plus the mean of `total` over the global batch. `train_batch`
     returns the loss without it; `model.engine.auxiliary_losses` and the metrics have the mean by
-    its name. Outside of training, x alone.
+    its name. Outside of training, x alone. Do not write into what is returned: it is a view of x.
 
     Args:
         x: an activation on the way to the loss, of any shape.
         name: which auxiliary loss; layers of a model that use the same name are added. The layer's
             class declares it: auxiliary_losses = (name,).
-        total: 0-dimensional, fp32: its sum over what this rank has of the micro-batch. Ranks that
-            have the same tokens (tp, without sequence parallelism) have the same total.
+        total: 0-dimensional, fp32: its sum over what this rank has of the micro-batch, without
+            padding (`MicroBatch.is_token`), which layouts may add. Ranks that have the same tokens
+            (tp, without sequence parallelism) have the same total.
         over: "labels", the mean is over labelled tokens, as the loss is; or "rows".
 
     Errors: UserError for a name that is not declared, or another `over`.

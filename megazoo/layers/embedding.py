@@ -9,7 +9,7 @@ from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
 from megazoo.layers.layer import Layer
 from megazoo.layers.loss_terms import PLAIN, LossTerms
 from megazoo.layers.matmul import linear
-from megazoo.layers.soft_cap import soft_capped
+from megazoo.layers.soft_cap import check_cap, soft_capped
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
@@ -120,6 +120,7 @@ class VocabParallelHead(_VocabParallel):
         ctx: ParallelContext | None = None,
     ):
         super().__init__(vocab_size, hidden_size, std, ctx, embedding)
+        check_cap(soft_cap)
         self.vocab_size, self.soft_cap = vocab_size, soft_cap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,8 @@ class _SummedLosses(torch.autograd.Function):
             logits = linear(inputs, wide, align=True).to(x.dtype)
             if soft_cap is not None:
                 logits = soft_capped(logits, soft_cap)
-                slope = 1 - (logits / soft_cap).square()  # the cap's derivative
+                if any(wanted):
+                    slope = 1 - (logits / soft_cap).square()  # the cap's derivative
             logits = logits.float()
 
             def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:

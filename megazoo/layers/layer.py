@@ -1,6 +1,7 @@
 """What the rest of megazoo asks of a layer, and how a layer declares it."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import nn
@@ -47,7 +48,8 @@ class Layer(ShardedModule):
         for backward, and computes the rest again there. None: there is nothing to choose.
     site: the global name of a dropout, by which it draws; the model sets it where it is no None.
 
-    A module that is no Layer may have attributes of these names and types.
+    A module that is no Layer may have attributes of these names and types, of itself or of its
+    class, which are read once of each class.
     """
 
     context_parallel: bool = False
@@ -68,10 +70,20 @@ class Layer(ShardedModule):
 
 def declared(module: nn.Module, name: str):
     """Return what any module declares by a name of TYPES, or Layer's default."""
-    for names in (vars(module), *map(vars, type(module).__mro__)):
-        if name in names and isinstance(names[name], TYPES[name] | None):
+    value = vars(module).get(name)
+    if value is not None and isinstance(value, TYPES[name]):
+        return value
+    return _declared_by(type(module), name)
+
+
+@cache
+def _declared_by(cls: type, name: str):
+    """Return what a class declares of its forward: what a class above it with another forward
+    declares does not count."""
+    for names in map(vars, cls.__mro__):
+        if isinstance(names.get(name), TYPES[name]):
             return names[name]
-        if "forward" in names:  # what a class above says is of another forward
+        if "forward" in names:
             break
     return getattr(Layer, name)
 

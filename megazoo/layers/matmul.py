@@ -21,7 +21,7 @@ from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import linear_for, product_dtype
 from megazoo.parallel.deferred import AtOnce, WeightQueue
-from megazoo.parallel.recompute import replay
+from megazoo.parallel.recompute import Moment, replay
 from megazoo.parallel.regions import enter_tensor_parallel
 
 Weights = Sequence[torch.Tensor]
@@ -64,7 +64,8 @@ def multiply(
         weights: of each [outputs, inputs]; bias: [outputs] of the first.
         entering: the context whose tensor-parallel region x enters here, once for all weights:
             there its gradient is summed over tp.
-        recompute: a function without parameters of its own, run again in backward.
+        recompute: a function without parameters of its own, run again in backward; not together
+            with entering.
         queue: what adds up the weights' gradients if autograd does not: at once, or in an idle
             moment of the pipeline.
         align: the numbers of outputs may be odd, as a vocabulary's: see aligned.py. No bias then.
@@ -110,7 +111,7 @@ class _Linears(torch.autograd.Function):
     def forward(ctx, recompute, queues, align, x, bias, *weights):
         # the Parameters themselves, not saved tensors: the queue adds to their gradients later
         ctx.recompute, ctx.queues, ctx.align, ctx.weights = recompute, queues, align, weights
-        ctx.generator = torch.get_rng_state() if recompute else None
+        ctx.first = Moment.now() if recompute else None
         keeps_x = recompute is not None or any(ctx.needs_input_grad[-len(weights) :])
         ctx.save_for_backward(x if keeps_x else None)
         dtype = product_dtype(x)
@@ -127,7 +128,7 @@ class _Linears(torch.autograd.Function):
         own, dtype = grads[0].dtype, product_dtype(grads[0])
         if ctx.recompute:
             x = x.detach().requires_grad_()
-            inputs = replay(ctx.recompute, ctx.generator, x)
+            inputs = replay(ctx.recompute, ctx.first, x)
         else:
             inputs = x
         grads = [_aligned_rows(grad) if ctx.align else grad.to(dtype) for grad in grads]

@@ -3,6 +3,16 @@
 import torch
 import torch.nn.functional as F
 
+from megazoo.errors import UserError, check_number
+
+
+def check_cap(cap: float | None) -> None:
+    """Raise UserError unless a soft cap is a number above 0, or None."""
+    if cap is not None:
+        check_number("soft_cap", cap, 0)
+        if not cap:
+            raise UserError("soft_cap 0 would leave nothing: use a number above 0, or None")
+
 
 def soft_capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     """Return x, bounded smoothly by -cap and cap: cap tanh(x / cap); x itself without a cap. The

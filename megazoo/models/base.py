@@ -17,7 +17,6 @@ from megazoo.errors import UserError, check_number
 from megazoo.generate.generate import generate
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import VocabParallelEmbedding
-from megazoo.layers.auxiliary import collecting, current_losses
 from megazoo.layers.dropout import dropout_seed
 from megazoo.layers.layer import declared
 from megazoo.models.attachment import Attachment
@@ -103,7 +102,7 @@ class Model(BatchCalls, Freezing, nn.Module):
 
     def __setattr__(self, name: str, value) -> None:
         """Set an attribute; UserError for what the head does."""
-        if name in OF_THE_HEAD:
+        if name in OF_THE_HEAD and callable(value) and not isinstance(value, nn.Module):
             raise _of_the_head(f"the {name} that is set on a model")
         super().__setattr__(name, value)
 
@@ -232,9 +231,11 @@ class Model(BatchCalls, Freezing, nn.Module):
             return
         if self.num_labels:
             self.score = ClassifierHead(self.config)
-        else:
-            embedding = self.embedding if self._ties_head() else None
-            self.head = head(self.config, embedding=embedding, **options)
+            return
+        tied = self._ties_head()
+        if tied and not hasattr(self, "embedding"):
+            raise UserError("the head is tied to the embedding: call add_embedding() before it")
+        self.head = head(self.config, embedding=self.embedding if tied else None, **options)
 
     def tie(self, name: str, *stages: int) -> None:
         """Say that the parameter `name` (a global name) is one, though several stages build it: -1
@@ -297,10 +298,9 @@ class Model(BatchCalls, Freezing, nn.Module):
         is among the arguments, dropout that is given no seed draws by the batch's."""
         batches = (each for each in arguments if isinstance(each, MicroBatch))
         seed = next((batch.dropout_seed for batch in batches), None)
-        losses = current_losses()  # also for layers that run again in backward
 
         def run(x: torch.Tensor, layers: range) -> torch.Tensor:
-            with dropout_seed(seed), collecting(losses):
+            with dropout_seed(seed):
                 for i in layers:
                     x = self.layers[str(i)](x, *arguments)
             return x

@@ -5,9 +5,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from megazoo.errors import advise
+from megazoo.errors import UserError, advise
 from megazoo.layers.context_parallel import check_layers
 from megazoo.layers.layer import declared
+from megazoo.models.outputs import OutputHead
 from megazoo.models.plain import check_plain, check_stages, initialize_plain, place_plain
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.context import ParallelContext
@@ -62,6 +63,11 @@ def _make(family: type, config, ctx: ParallelContext, seed: int, draw: int = 0):
     default generators, on which nothing that is made may depend."""
     with ctx, without_memory(), all_seeded(draw):
         model = family(config, ctx, seed)
+    if model.has_last and not isinstance(model.output_head, OutputHead):
+        raise UserError(
+            f"the head is {type(model.output_head).__name__}: it must be a LanguageModelHead or a "
+            "subclass, which add_head(MyHead) makes"
+        )
     check_layers(model.layers, ctx)
     check_plain(model)
     for name, module in model.named_modules():

@@ -23,9 +23,9 @@ def mask_of(
     layers = list(layers.values())
     if not layers:
         return None
-    attentions = [each for layer in layers for each in attentions_of(layer)]
-    ours = [each for each in attentions if declared(each, "kernel_masks")]
-    all_ours = bool(ours) and len(ours) == len(attentions)
+    of_layers = [list(attentions_of(layer)) for layer in layers]
+    ours = [each for found in of_layers for each in found if declared(each, "kernel_masks")]
+    all_ours = all(of_layers) and len(ours) == sum(map(len, of_layers))
     plain = all_ours and all(declared(layer, "kernel_masks") for layer in layers)
     windows = set() if all_ours else {None}
     if plain or batch.cut is not None:

@@ -207,16 +207,12 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
 
     Of a long micro-batch the loss is computed a few tokens at a time, and its logits never exist
     together. A subclass that overrides `outputs`, `logits`, `token_losses` or `loss_sum` gets all
-    logits at once, unless it says `in_pieces = True`: that what it overrides changes no loss.
+    logits at once, unless it says `in_pieces = True`: that what it overrides changes no loss. The
+    same holds for `forward`, which makes the logits of `outputs`.
     """
 
     in_pieces = True
-    OVERRIDES: ClassVar = {"outputs", "logits", "token_losses", "loss_sum"}
-
-    def __init_subclass__(cls, **options):
-        super().__init_subclass__(**options)
-        if cls.OVERRIDES & vars(cls).keys() and "in_pieces" not in vars(cls):
-            cls.in_pieces = False
+    OVERRIDES: ClassVar = {"outputs", "forward", "logits", "token_losses", "loss_sum"}
 
     def __init__(
         self,
@@ -249,7 +245,7 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         return LossTerms(self.label_smoothing, self.z_loss, self.vocab_size)
 
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.logits(x[:, -1:] if batch.last_only else x)
+        return self(x[:, -1:] if batch.last_only else x)
 
     def full_outputs(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         logits = self.gather_logits(outputs)
@@ -290,11 +286,22 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         """Return whether the loss takes less memory in pieces, and can be made so: its gradient has
         to be known, and nothing on the way to it may be a user's own."""
         differentiated = torch.is_grad_enabled()
-        if not self.in_pieces or self.OVERRIDES & vars(self).keys():
+        if not self._may_take_pieces():
             return False
         if differentiated and factor is None:
             return False
         return self.pieces_save_memory(batch.shape[0] * batch.shape[1], differentiated)
+
+    def _may_take_pieces(self) -> bool:
+        """Return whether nothing that the loss in pieces would leave out is overridden, on the head
+        or by a class before LanguageModelHead that does not say in_pieces."""
+        if self.OVERRIDES & vars(self).keys():
+            return False
+        for cls in type(self).__mro__:
+            names = vars(cls)
+            if "in_pieces" in names or self.OVERRIDES & names.keys():
+                return names.get("in_pieces", False)
+        return True
 
 
 CLASSIFIER_HEAD = "score.weight"  # its global name

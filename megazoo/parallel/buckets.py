@@ -42,7 +42,8 @@ MIXED = (
 
 USED_AGAIN = (
     "a parameter got more gradients than there are micro-batches, after its sum over the replicas "
-    "had begun: if several stages use it, say so by model.tie(NAME, *STAGES)"
+    "had begun: if several stages use it, say so by model.tie(NAME, *STAGES); if several layers "
+    "do, use --recompute none or selective"
 )
 
 
@@ -302,7 +303,10 @@ class GradientBuckets:
             bucket[start : start + parameter.numel()].view_as(parameter)
             for parameter, start in self.members[index]
         ]
-        copy_each(views, [parameter.grad for parameter, _ in self.members[index]])
+        gradients = [parameter.grad for parameter, _ in self.members[index]]
+        if any(gradient is None for gradient in gradients):  # another one came twice
+            raise UserError(USED_AGAIN)
+        copy_each(views, gradients)
         for (parameter, _), view in zip(self.members[index], views, strict=True):
             parameter.grad = view
         return bucket

@@ -5,7 +5,8 @@ Dropout draws the same masks again, because it is seeded by names (see random.py
 """
 
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
+from typing import NamedTuple
 
 import torch
 
@@ -20,32 +21,45 @@ def is_replaying() -> bool:
     return _replaying.get()
 
 
-def replay(function: Callable, generator: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """Run function(*inputs) again, with a graph.
+class Moment(NamedTuple):
+    """When a function ran first: the state of torch's random generator, for a Dropout without a
+    seed, and the context variables."""
 
-    generator: the state in which torch's random generator was, for a Dropout without a seed.
-    """
-    now, token = torch.get_rng_state(), _replaying.set(True)
+    generator: torch.Tensor
+    context: Context
+
+    @classmethod
+    def now(cls) -> "Moment":
+        return cls(torch.get_rng_state(), copy_context())
+
+
+def replay(function: Callable, first: Moment, *inputs: torch.Tensor) -> torch.Tensor:
+    """Run function(*inputs) again, with a graph, as it ran first."""
+    return first.context.copy().run(_replay, function, first.generator, *inputs)
+
+
+def _replay(function: Callable, generator: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    now = torch.get_rng_state()
+    _replaying.set(True)  # in this copy of the context
     torch.set_rng_state(generator)
     try:
         with torch.enable_grad():
             return function(*inputs)
     finally:
         torch.set_rng_state(now)
-        _replaying.reset(token)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, *inputs):
-        ctx.function, ctx.generator = function, torch.get_rng_state()
+        ctx.function, ctx.first = function, Moment.now()
         ctx.save_for_backward(*inputs)
         return function(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
-        output = replay(ctx.function, ctx.generator, *inputs)
+        output = replay(ctx.function, ctx.first, *inputs)
         # parameters inside the function get their gradients here
         torch.autograd.backward(output, grad)
         return None, *(x.grad for x in inputs)

@@ -10,6 +10,7 @@ Muon as their papers have them.
 """
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,8 @@ from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.trial import Subject, train_in_one_process, train_on_a_rank
 
 TIMEOUT = 3600.0  # seconds, of a layout
+# What a rank that hears of another's failure says before its text.
+HEARD_OF = re.compile(r"^megazoo\.errors\.UserError: rank \d+ failed: ")
 
 
 @dataclass
@@ -138,7 +141,7 @@ def _check_layout(
             timeout=TIMEOUT,
         )
     except RankError as error:
-        last = str(error).splitlines()[-1]
+        last = HEARD_OF.sub("", str(error).splitlines()[-1])
         return Verdict(layout, cause=f"it ends with {last}", usual=usual.of_error(last, layout))
     expected = torch.load(record, weights_only=False, mmap=True)
     comparison = Comparison(layout, ranks, expected, tolerance)

@@ -203,8 +203,17 @@ def sum_before_the_last_micro_batch():
 
         return launched
 
+    def make_received(received):
+        def noted(self, parameter):
+            index, _ = self.place[parameter]
+            if not self.missing or self.missing[index]:  # more than it waits for is refused
+                received(self, parameter)
+
+        return noted
+
     start = replaced(GradientBuckets, "start", make_start)
-    with start, replaced(GradientBuckets, "_launch", make_launch):
+    noted = replaced(GradientBuckets, "received", make_received)
+    with start, noted, replaced(GradientBuckets, "_launch", make_launch):
         yield
 
 

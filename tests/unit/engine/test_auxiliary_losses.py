@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from megazoo import UserError
 from megazoo.engine.batch import Batch
-from megazoo.layers import Layer, attach_loss
-from megazoo.models import llama
+from megazoo.layers import MLP, Layer, attach_loss
+from megazoo.models import gpt2, llama
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.shard import ParameterSpec
 from tests.support.sampling import marked_slow
@@ -35,9 +35,10 @@ class Gate(Layer):
         self.add_parameter("weight", ParameterSpec((size,), std=0.5))
         self.seen = None  # a list that keeps the losses, for the oracle
 
-    def forward(self, x, length):
+    def forward(self, x, batch):
         share = torch.sigmoid((x * self.synced_parameter("weight")).sum(-1, keepdim=True))
-        squares, shares = 3 * share.float().square().sum(), 5 * share.float().sum() / (length or 1)
+        own = share.float()[..., 0].masked_fill(~batch.is_token(self.ctx), 0.0)
+        squares, shares = 3 * own.square().sum(), 5 * own.sum() / (batch.length or 1)
         if self.seen is not None:
             self.seen.append((squares, shares))
         x = attach_loss(x, "squares", squares)
@@ -52,7 +53,7 @@ class Block(llama.Block):
 
     def forward(self, x, batch, *arguments):
         x = super().forward(x, batch, *arguments)
-        return self.gate(x, batch.length) if hasattr(self, "gate") else x
+        return self.gate(x, batch) if hasattr(self, "gate") else x
 
 
 class Gated(llama.Llama):
@@ -66,10 +67,16 @@ def built(layout=None, **options):
     return randomize(Gated.build(CONFIG, context(**layout or {}), seed=3, **options))
 
 
+def odd_batch():
+    """Of 15 tokens, which several ranks share only with padding."""
+    ids, targets = (tensor[:, :15].clone() for tensor in make_batch(0))
+    targets[0, 3:9] = -100
+    return ids, targets
+
+
 def expected() -> tuple[float, dict[str, float], dict]:
     """The loss, the auxiliary losses, and the gradients of their sum, without the engine."""
-    model, (ids, targets) = built(), make_batch(0)
-    targets[0, 3:9] = -100
+    model, (ids, targets) = built(), odd_batch()
     batch = model.engine.micro_batches(Batch(ids, targets=targets), 1)[0]
     seen = []
     for module in model.modules():
@@ -98,8 +105,7 @@ def by_loop(model, ids, targets):
 
 
 def trained(layout, way, recompute):
-    model, (ids, targets) = built(layout).recompute(recompute), make_batch(0)
-    targets[0, 3:9] = -100
+    model, (ids, targets) = built(layout).recompute(recompute), odd_batch()
     ids, targets = (replica_rows(tensor, model.ctx) for tensor in (ids, targets))
     options = () if way == "loop" else (way,)
     loss = (by_loop if way == "loop" else by_train_batch)(model, ids, targets, *options)
@@ -137,8 +143,8 @@ def test_it_trains_in_every_layout_as_by_autograd(ranks, layout, way, recompute)
 
 def test_the_loss_of_a_call_goes_backward_with_them():
     ids, _ = make_batch(0)
-    for recompute in ("none", "full"):
-        by_batch, by_call = built().recompute(recompute), built().recompute(recompute)
+    for recompute in ("none", "selective", "full"):
+        by_batch, by_call = built().recompute(recompute).eval(), built().recompute(recompute).eval()
         loss = by_batch.train_batch(ids, labels=ids)
         found = by_call(ids, labels=ids).loss
         assert found.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -177,6 +183,41 @@ def test_outside_of_training_there_are_none():
 )
 def test_an_unknown_name_or_mean_is_refused(wrong, error):
     model, (ids, _) = built(), make_batch(0)
-    model.layers["1"].gate.forward = lambda x, length: wrong(x)
+    model.layers["1"].gate.forward = lambda x, batch: wrong(x)
     with pytest.raises(UserError, match=error):
         model.train_batch(ids, labels=ids)
+
+
+class Sparse(MLP):
+    """An MLP whose activations are an auxiliary loss, made in what selective runs again."""
+
+    auxiliary_losses = ("sparsity",)
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, self.counted, **options)
+
+    @staticmethod
+    def counted(inner):
+        inner = torch.tanh(inner)
+        return attach_loss(inner, "sparsity", inner.float().square().sum())
+
+
+class SparseBlock(gpt2.Block):
+    def __init__(self, config, index):
+        super().__init__(config, index)
+        self.mlp = Sparse(config.hidden_size, config.ffn_size)
+
+
+class OfSparse(gpt2.GPT2):
+    family, Block = "gpt2", SparseBlock
+
+
+def test_a_loss_within_a_recomputed_function_keeps_its_gradient():
+    (ids, _), found = make_batch(0), {}
+    for mode in ("none", "selective", "full"):
+        model = randomize(OfSparse.build(MODELS["gpt2"], context(), seed=3)).recompute(mode)
+        model.train_batch(ids, labels=ids)
+        found[mode] = gradients_of(model), model.engine.auxiliary_losses["sparsity"].item()
+    for mode in ("selective", "full"):
+        assert worst_gradient([found[mode][0]], found["none"][0])[0] < 1e-6
+        assert found[mode][1] == found["none"][1]

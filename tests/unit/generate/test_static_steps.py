@@ -205,3 +205,6 @@ def test_families_that_say_nothing_and_attention_of_ones_own_keep_growing_shapes
             module.__class__ = Attention
     assert not takes(model)
     assert not groups.takes_static_steps(Llama.build(config, ctx)), "not on CPUs"
+    undeclared = Llama.build(config, ctx)
+    undeclared.layers["0"].attention = nn.Identity()
+    assert not takes(undeclared)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import megazoo
 from megazoo.engine.batch import Batch
 from megazoo.errors import Advice, UserError
+from megazoo.layers import VocabParallelHead
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
 from megazoo.models.outputs import LanguageModelHead
@@ -235,3 +236,60 @@ def test_training_in_evaluation_mode_says_what_the_loss_lacks():
     ids, targets = make_batch(0)
     with pytest.warns(Advice, match="without label smoothing and z-loss"):
         model.train_batch(ids, targets=targets)
+
+
+class Tenth:
+    def forward(self, x):
+        return self.logits(x) * 0.1
+
+
+class Mixed(Tenth, LanguageModelHead):
+    """Takes its override from a class beside it."""
+
+
+class SaysSo(Mixed):
+    in_pieces = True
+
+
+def test_an_override_from_a_mixin_counts():
+    ids, targets = make_batch(0)
+    for head, pieces in ((Mixed, False), (SaysSo, True)):
+        family = type(
+            "Family", (GPT2,), {"add_head": lambda self, head=head: GPT2.add_head(self, head)}
+        )
+        model = family.build(MODELS["gpt2"], context())
+        with short_pieces() as count:
+            evaluated = model.eval_batch(ids, targets=targets)
+        assert count.called == pieces
+        logits = model(ids).logits.flatten(0, 1)
+        torch.testing.assert_close(logits, model.head.logits(model_output(model, ids)) * 0.1)
+        if not pieces:
+            torch.testing.assert_close(evaluated, F.cross_entropy(logits, targets.flatten()))
+
+
+def model_output(model, ids):
+    batch = model.engine.micro_batches(Batch(ids), 1)[0]
+    return model.forward_stage(ids, batch, model.stages[0]).flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("cap", "error"), [(0, "soft_cap 0 would leave"), (-3, "must be 0 or more")]
+)
+def test_a_cap_that_caps_nothing_is_refused(cap, error):
+    with pytest.raises(UserError, match=error):
+        LanguageModelHead(MODELS["gpt2"], soft_cap=cap)
+
+
+def test_a_head_of_another_kind_and_one_before_the_embedding_are_refused():
+    class Bare(Llama):
+        def add_head(self):
+            self.head = VocabParallelHead(self.config.vocab_size, self.config.hidden_size)
+
+    class Early(GPT2):
+        def add_embedding(self):
+            self.add_head()
+
+    with pytest.raises(UserError, match="head is VocabParallelHead: it must be a Language"):
+        Bare.build(MODELS["llama"], context())
+    with pytest.raises(UserError, match="call add_embedding"):
+        Early.build(MODELS["gpt2"], context())

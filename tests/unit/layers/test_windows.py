@@ -304,3 +304,12 @@ def test_a_part_of_each_head_is_turned(turned, dtype):
     parts = split_heads(joined, [HEADS * SIZE] * 3, SIZE, (cos, sin))
     for ours, theirs in zip(parts, (*expected, v), strict=True):
         close(ours, theirs)
+
+
+def test_a_layer_whose_attention_declares_nothing_has_all_get_boolean_masks():
+    model = megazoo.from_config(MIXED, seed=3)
+    segments = torch.tensor([[0] * 9 + [1] * 7] * 2)
+    batch = MicroBatch((2, TOKENS), segments=segments)
+    assert isinstance(mask_of(batch, model.layers, torch.float32), MaskPerWindow)
+    model.layers["1"].attention = torch.nn.Linear(4, 4)
+    assert torch.equal(mask_of(batch, model.layers, torch.float32), segment_mask(segments))
