@@ -104,7 +104,16 @@ def run_pipeline(
         auxiliary=losses_of(model, names, batches, labelled),
     )
     for item in table:
-        run.do(item, train=schedule is not None)
+        if isinstance(item, Exchange):
+            run.exchange(item)
+            continue
+        with spent("forward" if item.kind == "F" else "backward", str(item)):
+            if item.kind == "F":
+                run.forward(item, train=schedule is not None)
+            elif item.kind == "W":
+                run.weights.pop((item.stage, item.microbatch))()
+            else:
+                run.backward(item)
     run.wait_for_sends()
     report(model, run.auxiliary)
     loss = torch.zeros((), dtype=torch.float64, device=ctx.device)
@@ -173,21 +182,10 @@ class PipelineRun:
         self.losses: list[torch.Tensor] = []
         self.collected: list[torch.Tensor] = []
 
-    def do(self, item: Action | Exchange, train: bool) -> None:
-        """Do one item of the table. train: a backward will follow."""
-        if isinstance(item, Exchange):
-            self.exchange(item)
-            return
-        with spent("forward" if item.kind == "F" else "backward", str(item)):
-            if item.kind == "F":
-                self.forward(item, train)
-            elif item.kind == "W":
-                self.weights.pop((item.stage, item.microbatch))()
-            else:
-                self.backward(item)
-
     def forward(self, action: Action, train: bool) -> None:
-        """Run a stage's forward of a micro-batch, from what was received for it."""
+        """Run a stage's forward of a micro-batch, from what was received for it; the last stage's
+        ends in the micro-batch's part of the mean loss, if it has labels. train: a backward will
+        follow."""
         stage, batch = self.stages[action.stage], self.batches[action.microbatch]
         received = self._take(action)
         # stages before the first that is trained need no gradient; they get zeros
@@ -195,11 +193,17 @@ class PipelineRun:
         x = batch.input_ids if stage.first else received.requires_grad_(passes_gradients)
         with torch.set_grad_enabled(train), collecting(self.auxiliary):
             output = self.model.forward_stage(x, batch, stage)
-            if stage.last:
-                output = self._end(output, batch)
-            else:
+            if not stage.last:
                 self._check_activations(output, stage, self.shape(action.microbatch))
                 self._pass_on(action._replace(stage=stage.index + 1), output.detach())
+            else:
+                outputs = self._collected_outputs(output, batch)
+                if batch.targets is not None or batch.labels is not None:
+                    factor = self.loss_scale / self.labelled if self.backward_is_next else None
+                    head, own = self.model.output_head, self.loss_fn
+                    output = head.loss(output, batch, factor, outputs=outputs, loss_fn=own)
+                    output = output / self.labelled
+                    self.losses.append(output.detach().double())
         if train:
             self.graphs[action.stage, action.microbatch] = (received, output)
 
@@ -210,20 +214,14 @@ class PipelineRun:
                 f"{list(output.shape)}: stages send {self.model.dtype} {list(shape)}"
             )
 
-    def _end(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor | None:
-        """Return a micro-batch's part of the mean loss, from what the last stage returned; None
-        without labels. Collects from its outputs."""
-        head, outputs = self.model.output_head, None
-        if self.collect:
-            outputs = head.outputs(x, batch)
-            self.collected.append(self.collect(outputs, batch))
-        if batch.targets is None and batch.labels is None:
+    def _collected_outputs(self, x: torch.Tensor, batch: MicroBatch):
+        """Collect from the head's outputs, and return them; None if nothing is collected. x: what
+        the last stage returned."""
+        if not self.collect:
             return None
-        factor = self.loss_scale / self.labelled if self.backward_is_next else None
-        loss = head.loss(x, batch, factor, outputs=outputs, loss_fn=self.loss_fn)
-        loss = loss / self.labelled
-        self.losses.append(loss.detach().double())
-        return loss
+        outputs = self.model.output_head.outputs(x, batch)
+        self.collected.append(self.collect(outputs, batch))
+        return outputs
 
     def backward(self, action: Action, factor: float = 1.0) -> None:
         """Run a stage's backward of a micro-batch, of its inputs alone if the action says so.

@@ -2,6 +2,7 @@
 sums over replicas and between stages."""
 
 import itertools
+import math
 from contextlib import contextmanager
 
 import torch
@@ -30,19 +31,21 @@ def _own_labels(run: PipelineRun) -> torch.Tensor:
 def mean_of_micro_batch_means():
     """Each micro-batch's loss is a mean over its own labels, and all weigh the same."""
 
-    def make(end):
-        def ended(self, x, batch):
-            before, count = self.labelled, len(self.batches) * self.ctx.dp_size
-            own = torch.as_tensor(self.model.output_head.label_count(batch)).clamp(min=1).float()
-            self.labelled = own * count
+    def make(forward):
+        def of_its_own(self, action, train):
+            before = self.labelled
+            if self.stages[action.stage].last:
+                batch, count = self.batches[action.microbatch], len(self.batches)
+                own = torch.as_tensor(self.model.output_head.label_count(batch)).clamp(min=1)
+                self.labelled = own.float() * count * self.ctx.dp_size
             try:
-                return end(self, x, batch)
+                forward(self, action, train)
             finally:
                 self.labelled = before
 
-        return ended
+        return of_its_own
 
-    return replaced(PipelineRun, "_end", make)
+    return replaced(PipelineRun, "forward", make)
 
 
 @bug(
@@ -200,6 +203,8 @@ def sum_before_the_last_micro_batch():
             launch(self, stop)
             while self.works:  # else a sum that is late has the others' gradients, too
                 self.works.pop(0).wait()
+            # else the gradients that come later are refused
+            self.missing = [missing or math.inf for missing in self.missing]
 
         return launched
 
