@@ -44,6 +44,7 @@ from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.terminal import print_rank_0
 from megazoo.tokenizer import open_tokenizer
@@ -108,6 +109,7 @@ def start_ranks(run: Run) -> ParallelContext:
         context_parallel_method=parallel.cp_method,
         sequence_parallel=parallel.sequence_parallel,
         virtual_pipeline_size=parallel.virtual_pp,
+        placement=placement_named_by(parallel.schedule),
         stage_layers=parse_stage_layers(parallel.stage_layers),
         device=parallel.device,
         timeout=timedelta(seconds=parallel.timeout),

@@ -30,6 +30,7 @@ from megazoo.errors import UserError
 from megazoo.files import write_text
 from megazoo.models.hugging_face.export import parse_size
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import (
     GPUS,
@@ -247,6 +248,7 @@ def planned(planner: Planner, options: Options, run: PlannedRun) -> tuple[dict, 
         cp_method=parallel.cp_method,
         sequence_parallel=bool(parallel.sequence_parallel),
         virtual=parallel.virtual_pp,
+        placement=placement_named_by(parallel.schedule),
         stage_layers=parse_stage_layers(parallel.stage_layers),
     )
     planner.check(layout, run)

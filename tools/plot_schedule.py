@@ -24,6 +24,7 @@ from megazoo.parallel.schedule import (
     COST,
     Action,
     Span,
+    placement_of,
     schedule_named,
     source_of,
     tables_of,
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> None:
     forward, inputs, weights = options.cost
     cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
     schedule = schedule_named(options.schedule)
-    placement = Placement("loop", options.pp, options.virtual_pp)
+    placement = placement_of(schedule, options.pp, options.virtual_pp)
     tables = tables_of(schedule, options.pp, options.virtual_pp, options.microbatches)
     spans = timeline(tables, cost)
     end = max(span.end for span in spans.values())

@@ -16,6 +16,7 @@ from megazoo.models.pretrained import with_labels
 from megazoo.models.registry import find_config
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.schedule import placement_named_by
 
 AT_LEAST_1 = (
     "tp pp virtual_pp cp steps epochs global_batch_size micro_batch_size seq_length log_interval "
@@ -130,6 +131,7 @@ def check_run(
         cp=parallel.cp,
         cp_method=parallel.cp_method,
         virtual=parallel.virtual_pp,
+        placement=placement_named_by(parallel.schedule),
         stage_layers=parse_stage_layers(parallel.stage_layers),
     )
     check_layout(model, config, layout, parallel.schedule)

@@ -25,7 +25,7 @@ from megazoo.parallel.deferred import AT_ONCE, WeightQueue
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, ShardedModule, sum_over_copies
 from megazoo.parallel.p2p import sum_between_stages
-from megazoo.parallel.schedule import placement_name, schedule_named, splits_backward
+from megazoo.parallel.schedule import placement_named_by, schedule_named, splits_backward
 
 
 class TrainingEngine:
@@ -178,7 +178,7 @@ class TrainingEngine:
 
     def _check_placement(self, schedule: str) -> None:
         """Raise UserError if a schedule's stages lie elsewhere than the model's."""
-        needed, found = placement_name(schedule_named(schedule)), self.ctx.placement.name
+        needed, found = placement_named_by(schedule), self.ctx.placement.name
         if needed != found:
             raise UserError(
                 f"schedule {schedule} needs placement {needed}, and the model's context has "

@@ -51,12 +51,7 @@ def placed(placement: str) -> Callable[[Schedule], Schedule]:
 
 def placement_of(schedule: Schedule, pp: int, virtual: int) -> Placement:
     """Return where the stages of a schedule lie. UserError if it can't have so many a rank."""
-    return Placement(placement_name(schedule), pp, virtual)
-
-
-def placement_name(schedule: Schedule) -> str:
-    """Return the name of the placement of a schedule."""
-    return getattr(schedule, "placement", "loop")
+    return Placement(getattr(schedule, "placement", "loop"), pp, virtual)
 
 
 # The schedules. virtual: the stages of a rank.
@@ -167,6 +162,11 @@ def schedule_named(name: str) -> Schedule:
     if name not in SCHEDULES:
         raise UserError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
+
+
+def placement_named_by(schedule: str) -> str:
+    """Return the placement that the schedule of that name has; UserError if there is none."""
+    return getattr(schedule_named(schedule), "placement", "loop")
 
 
 def tables_of(schedule: Schedule, pp: int, virtual: int, microbatches: int) -> list[list[Action]]:

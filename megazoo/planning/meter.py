@@ -171,7 +171,7 @@ def costs_of(
     which a rank that gathers them computes those up to its chunks' ends. So all ranks are alike:
     an early chunk of few keys has a late one beside it.
     """
-    _set_gradients(model, exist=not has_one_microbatch(table))
+    _set_gradients(model, stage, exist=not has_one_microbatch(table))
     batch = _micro_batch(run, model.ctx)
     shape, dtype = boundary_shape(run, model), model.dtype
     meter, costs, received = Meter(model.ctx, batch.cut and batch.cut.length), {}, None
@@ -218,12 +218,14 @@ def _micro_batch(run: PlannedRun, ctx: ParallelContext) -> MicroBatch:
     return MicroBatch(tokens, ids, ids, length=length, longest=length, cut=cut)
 
 
-def _set_gradients(model: Model, exist: bool) -> None:
+def _set_gradients(model: Model, stage: Stage, exist: bool) -> None:
     """Give each parameter that is trained a gradient, in fp32, as earlier micro-batches leave it;
-    or none."""
-    for parameter in model.parameters():
+    or none, but to a tied one whose gradient a later stage of the rank has made before `stage`."""
+    made = set() if stage.index == model.stages[-1].index else model.used_again
+    for entry in model.entries():
+        parameter = entry.parameter
         parameter.grad = None
-        if exist and parameter.requires_grad:
+        if parameter.requires_grad and (exist or entry.name in made):
             parameter.grad = torch.empty(parameter.shape, dtype=torch.float32, device=META)
 
 

@@ -245,10 +245,8 @@ class Planner(Builder):
         activations = round(_peak(table, by_stage)) + on_their_way
         if has_one_microbatch(table):
             activations -= static.gradients  # which the actions have counted
-        last = ctx.stage_count - 1
-        sends = sum(
-            a.stage < last if a.kind == "F" else a.stage > 0 for a in table if a.kind != "W"
-        )
+        to = [a.stage + (1 if a.kind == "F" else -1) for a in table if a.kind != "W"]
+        sends = sum(0 <= stage < ctx.stage_count and stage not in by_stage for stage in to)
         return RankPlan(
             pp=pp_rank,
             tp=[],

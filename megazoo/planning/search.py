@@ -11,6 +11,7 @@ from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.recompute import MODES
+from megazoo.parallel.schedule import placement_named_by
 from megazoo.planning.meter import Cost, boundary_bytes
 from megazoo.planning.plan import Planner, RankPlan, bubble_and_time, schedule_tables
 from megazoo.planning.ranks import place_in
@@ -80,7 +81,10 @@ def find_layouts(
     """
     if gpus < 1:
         raise UserError(f"gpus {gpus} must be at least 1")
-    planner.check(ParallelContext(), replace(run, global_batch_size=run.micro_batch_size))
+    smallest = ParallelContext()
+    if placement_named_by(run.schedule) == "v":
+        smallest = ParallelContext.virtual(pp=2, virtual=2, placement="v")
+    planner.check(smallest, replace(run, global_batch_size=run.micro_batch_size))
     layers, least_memory = planner.config.layers, _weights_and_gradients(planner, run)
     for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
         fastest, depth = math.inf, 0  # the time of the fastest, and its pp
@@ -123,16 +127,17 @@ def _of_sizes(
     virtual = [v for v in range(2, LARGEST_VIRTUAL_PP + 1) if pp > 1 and layers % (pp * v) == 0]
     run = replace(run, zero=int(dp * cp > 1))
     for virtual_pp in (1, *virtual):
-        layout = ParallelContext.virtual(
-            tp,
-            pp,
-            dp,
-            cp=cp,
-            cp_method=cp_method,
-            sequence_parallel=tp > 1,
-            virtual=virtual_pp,
-        )
         try:
+            layout = ParallelContext.virtual(
+                tp,
+                pp,
+                dp,
+                cp=cp,
+                cp_method=cp_method,
+                sequence_parallel=tp > 1,
+                virtual=virtual_pp,
+                placement=placement_named_by(run.schedule),
+            )
             planner.check(layout, run)
         except UserError:
             continue

@@ -8,7 +8,7 @@ from itertools import product
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.context import CP_METHODS, ParallelContext
-from megazoo.parallel.schedule import SCHEDULES, check_schedule
+from megazoo.parallel.schedule import SCHEDULES, check_schedule, placement_named_by
 from megazoo.testing.ranks import GROUP_TIMEOUT
 
 # How a name writes each size, and the attribute of it.
@@ -106,6 +106,7 @@ class Layout:
             context_parallel_size=self.cp,
             context_parallel_method=self.cp_method,
             virtual_pipeline_size=self.virtual,
+            placement=placement_named_by(self.schedule),
             device="cpu",
             timeout=GROUP_TIMEOUT,
         )
@@ -118,6 +119,7 @@ class Layout:
             cp=self.cp,
             cp_method=self.cp_method,
             virtual=self.virtual,
+            placement=placement_named_by(self.schedule),
         )
 
 
@@ -158,4 +160,5 @@ def _ways_to_run(pp: int) -> list[tuple[str, int]]:
     if pp == 1:
         return [(plain, 1)]
     others = [name for name in SCHEDULES if name != plain]
-    return [(name, 1) for name in (plain, *others)] + [(plain, 2)]
+    stages = {name: 2 if placement_named_by(name) == "v" else 1 for name in (plain, *others)}
+    return [*stages.items(), (plain, 2)]

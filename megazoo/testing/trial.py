@@ -179,8 +179,9 @@ def train_on_a_rank(
     """
     expected: Record = torch.load(path, weights_only=False, mmap=True)
     with subject.within():
+        config = subject.config  # whose file may have the layout's schedule, too
         ctx = layout.context()
-        draws = dropout_draws(subject.config, layout.schedule, ctx)
+        draws = dropout_draws(config, layout.schedule, ctx)
         model, record = _build(subject, ctx), Record()
         model.engine.loss_scale = LossScale(LOSS_SCALE)  # which nothing may be seen of
         weights = _copies(model)

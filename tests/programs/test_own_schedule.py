@@ -1,13 +1,16 @@
-"""A schedule of a user's own, with backward in two parts, from an --import file: all programs take
-it."""
+"""Schedules of a user's own, with backward in two parts, from an --import file: all programs take
+them. One is in a loop, one in a V."""
 
+import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megazoo.cli import mistakes
 from megazoo.parallel.schedule import SCHEDULES
+from tests.support import programs
 from tests.support.inference import run_main
 from tests.support.programs import python
 from tools import plan, plot_schedule
@@ -33,13 +36,20 @@ TRAIN = (
 PLAN = "--preset gpt2-tiny --pp 2 --global-batch-size 4 --micro-batch-size 1"
 
 
+LATE = "--import late.py --schedule late".split()
+IN_A_V = "--import v_schedule.py --schedule greedy-v --virtual-pp 2".split()
+both = pytest.mark.parametrize("own", [LATE, IN_A_V], ids=["late", "greedy-v"])
+
+
 @pytest.fixture(autouse=True)
-def late(tmp_path, monkeypatch):
-    """The arguments that name the schedule, of whose import nothing remains in this process."""
+def files(tmp_path, monkeypatch):
+    """The user's files are in this directory; of their import nothing remains in this process."""
+    python()  # whose server must not have this directory for its own: later tests use it, too
     (tmp_path / "late.py").write_text(OWN)
+    shutil.copy(Path(programs.__file__).with_name("v_schedule.py"), tmp_path)
     monkeypatch.chdir(tmp_path)
-    yield "--import late.py --schedule late".split()
-    SCHEDULES.pop("late", None)
+    with mock.patch.dict(SCHEDULES):
+        yield
     mistakes.user_files.clear()
 
 
@@ -50,9 +60,10 @@ def run(program, *arguments):
     return done.stdout
 
 
-def test_its_losses_are_those_of_1f1b(late):
+@both
+def test_its_losses_are_those_of_1f1b(own):
     lines = []
-    for how in (late, []):
+    for how in (own, []):
         out = run("pretrain_gpt.py", *how, *TRAIN.split())
         assert "trained steps 1 to 3" in out
         lines.append([line.split("  lr")[0] for line in out.splitlines() if "grad norm" in line])
@@ -61,19 +72,29 @@ def test_its_losses_are_those_of_1f1b(late):
 
 
 @pytest.mark.slow
-def test_it_trains_interleaved(late):
-    assert "trained steps 1 to 3" in run("pretrain_gpt.py", *late, *TRAIN.split(), "--virtual-pp=2")
+def test_it_trains_interleaved():
+    assert "trained steps 1 to 3" in run("pretrain_gpt.py", *LATE, *TRAIN.split(), "--virtual-pp=2")
 
 
-def test_it_is_drawn_and_planned(late, monkeypatch, capsys):
-    words = "--pp 4 --output late.svg".split()
-    code, out, error = run_main(plot_schedule, monkeypatch, capsys, *late, *words)
-    assert (code, "drew late.svg" in out) == (0, True), error
-    code, out, error = run_main(plan, monkeypatch, capsys, *late, *PLAN.split())
+@both
+def test_it_is_drawn_and_planned(own, monkeypatch, capsys):
+    words = "--pp 4 --output own.svg".split()
+    code, out, error = run_main(plot_schedule, monkeypatch, capsys, *own, *words)
+    assert (code, "drew own.svg" in out) == (0, True), error
+    code, out, error = run_main(plan, monkeypatch, capsys, *own, *PLAN.split())
     assert (code, "bubble" in out) == (0, True), error
 
 
 @pytest.mark.slow
-def test_it_is_checked(late):
-    words = "--model gpt2 --shrink --layouts pp2+late --steps 2"
-    assert "pass" in run("tools/check_parallel.py", *late[:2], *words.split())
+@pytest.mark.parametrize(
+    ("own", "layout"), [(LATE, "pp2+late"), (IN_A_V, "pp2v2+greedy-v")], ids=["late", "greedy-v"]
+)
+def test_it_is_checked(own, layout):
+    words = f"--model gpt2 --shrink --layouts {layout} --steps 2"
+    assert "pass" in run("tools/check_parallel.py", *own[:2], *words.split())
+
+
+def test_a_v_of_one_stage_a_rank_is_refused(monkeypatch, capsys):
+    for tool, words in [(plot_schedule, "--pp 4"), (plan, PLAN)]:
+        _, _, error = run_main(tool, monkeypatch, capsys, *IN_A_V[:4], *words.split())
+        assert "placement v has two stages a rank, not 1: use virtual-pp 2" in error
