@@ -2,7 +2,6 @@
 sums over replicas and between stages."""
 
 import itertools
-import math
 from contextlib import contextmanager
 
 import torch
@@ -203,8 +202,6 @@ def sum_before_the_last_micro_batch():
             launch(self, stop)
             while self.works:  # else a sum that is late has the others' gradients, too
                 self.works.pop(0).wait()
-            # else the gradients that come later are refused
-            self.missing = [missing or math.inf for missing in self.missing]
 
         return launched
 
