@@ -208,7 +208,7 @@ def sum_before_the_last_micro_batch():
     def make_received(received):
         def noted(self, parameter):
             index, _ = self.place[parameter]
-            if not self.missing or self.missing[index]:  # more than it waits for is refused
+            if self.missing[index : index + 1] != [0]:  # more than it waits for is refused
                 received(self, parameter)
 
         return noted
