@@ -85,15 +85,17 @@ def checksum_of(entries: Iterable[NamedParameter], model, dtype: torch.dtype) ->
     """Return the checksum of weights as they are in a dtype, 16 hexadecimal digits: the same on
     every rank and in every layout.
 
-    entries: this rank's. Every rank of a replica calls it.
+    entries: this rank's. Every rank of a replica calls it; with folded axes, of all replicas.
     """
     entries = list(entries)
     values = (dtype, *((e.name, id(e.parameter), _version_of(e.parameter)) for e in entries))
     if model not in _known or _known[model].of != values:
-        total = sum(_sum_of_entry(entry, model.ctx, dtype) for entry in entries)
+        counted = [e for e in entries if not model.ctx.folded or e.is_first_replica(model.ctx)]
+        total = sum(_sum_of_entry(entry, model.ctx, dtype) for entry in counted)
         _known[model] = _Sums(values, _signed(total))
     total = torch.tensor(_known[model].total)  # on the CPU, of whatever device
-    all_reduce_over(total, (model.ctx.tp, model.ctx.pp))
+    shared_out = [model.ctx.token_axis] if model.ctx.folded else []
+    all_reduce_over(total, [model.ctx.tp, model.ctx.pp, *shared_out])
     return f"{total.item() % 2**64:016x}"
 
 

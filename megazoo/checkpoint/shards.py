@@ -20,6 +20,7 @@ from megazoo.checkpoint.writing import (
     write_json,
     write_safetensors,
 )
+from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
@@ -42,6 +43,11 @@ def files_of_rank(
     by the first stage that has it. The replicas share the writing of the optimizer's states.
     """
     ctx, replicas = model.ctx, model.ctx.token_axis
+    if any(axis.size > 1 for axis in ctx.folded.values()):
+        raise UserError(
+            f"a model whose context has {' and '.join(ctx.folded)} folded into dp x cp can't be "
+            "saved yet: checkpoints know cuts over tp alone"
+        )
     owned = [entry for entry in model.saved_entries() if entry.pp_ranks[0] == ctx.pp_rank]
     entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
     place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}

@@ -256,7 +256,8 @@ class TrainingEngine:
             }
             unsummed = {e.parameter for e in entries if e.spec.plain and e.parameter in late}
             parameters = [entry.parameter for entry in entries]
-            buckets = GradientBuckets(parameters, self.ctx, late=late, unsummed=unsummed)
+            axes = {entry.parameter: entry.spec.replicas(self.ctx) for entry in entries}
+            buckets = GradientBuckets(parameters, self.ctx, late=late, unsummed=unsummed, axes=axes)
             if self._buckets:
                 self._buckets.give_way_to(buckets)
             self._buckets = buckets

@@ -83,12 +83,12 @@ class AdamW(ModelOptimizer):
         self.loss_scale, self.skipped = model.engine.loss_scale, False
         self.device = torch.device("cpu") if offload else self.ctx.device
         self.entries = model.trained_entries()
-        self.replicas = self.ctx.token_axis
-        self.sharded = bool(zero) and self.replicas.size > 1
+        self.sharded = bool(zero) and self.ctx.token_axis.size > 1
         self.buckets: GradientBuckets = model.engine.fit_buckets()
         self.buckets.sharded = self.sharded
         self.ranges = {
-            entry.name: self.range_of(entry, self.replicas.rank) for entry in self.entries
+            entry.name: self.range_of(entry, entry.spec.replicas(self.ctx).rank)
+            for entry in self.entries
         }
         matrices = [entry for entry in self.entries if entry.parameter.dim() > 1]
         vectors = [entry for entry in self.entries if entry.parameter.dim() <= 1]
@@ -154,7 +154,8 @@ class AdamW(ModelOptimizer):
         written = {
             f"what was written into {entry.name}": fingerprint(entry.parameter, bits=True)
             for entry in self.entries
-            if entry.name in names and self.replicas.size > 1
+            if entry.name in names and entry.spec.replicas(self.ctx) is self.ctx.token_axis
+            if self.ctx.token_axis.size > 1
         }
         return Terms(everywhere, replicas=written)
 
@@ -180,10 +181,11 @@ class AdamW(ModelOptimizer):
             if name == MASTER and entry.parameter.dtype == torch.float32:
                 continue  # the parameter itself, on the CPU
             if self.sharded:
-                ranges = [self.range_of(entry, rank) for rank in range(self.replicas.size)]
+                replicas = entry.spec.replicas(self.ctx)
+                ranges = [self.range_of(entry, rank) for rank in range(replicas.size)]
                 whole = tensor.new_empty(entry.parameter.numel())
                 whole[slice(*self.ranges[entry.name])] = tensor
-                gather_ranges(whole, ranges, writer, self.replicas.group)
+                gather_ranges(whole, ranges, writer, replicas.group)
                 tensor = whole
             states[name] = tensor.view(entry.parameter.shape)
         return states

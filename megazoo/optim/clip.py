@@ -39,7 +39,7 @@ def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
 @torch.no_grad()
 def global_norm(entries: list[NamedParameter], buckets: GradientBuckets) -> torch.Tensor:
     """Compute the 2-norm of the whole model's gradient, fp32: copies over tp or between tied stages
-    count once.
+    count once, and so do those of replicas.
 
     entries: those of this rank that are not frozen. Every rank calls it.
     """
@@ -52,7 +52,7 @@ def global_norm(entries: list[NamedParameter], buckets: GradientBuckets) -> torc
     else:
         for parts in counted:
             total += sum(map(square_sum, parts))
-    shared_out = [ctx.token_axis] if buckets.sharded else []
+    shared_out = [ctx.token_axis] if buckets.sharded or ctx.folded else []
     all_reduce_over(total, [ctx.tp, ctx.pp, *shared_out])
     return total.sqrt().float()
 
@@ -74,6 +74,8 @@ def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tens
     """Return the parts of the gradient whose elements this rank counts, as views of it."""
     gradient, pieces = entry.parameter.grad, entry.counted_pieces(buckets.ctx)
     if not buckets.sharded:
+        if buckets.ctx.folded and not entry.is_first_replica(buckets.ctx):
+            return []  # the sum goes over the token axis
         return [gradient[piece.index()] for piece in pieces]
     ranges = [(0, gradient.numel())]
     if not counts_whole(entry, buckets.ctx):
@@ -81,7 +83,7 @@ def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tens
         width = gradient[0].numel()
         rows = [piece.index()[0] for piece in pieces]
         ranges = [(each.start * width, each.stop * width) for each in rows]
-    first, last = element_range(entry, buckets, buckets.ctx.token_axis.rank)
+    first, last = element_range(entry, buckets, buckets.axis_of(entry.parameter).rank)
     ours = [(max(first, start), min(last, stop)) for start, stop in ranges]
     return [gradient.view(-1)[start:stop] for start, stop in ours if start < stop]
 

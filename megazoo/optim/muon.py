@@ -74,7 +74,8 @@ class Muon(AdamW):
         }
         with propagate_errors(model.ctx):
             _check_settings(self._muon, adamw, ns_dtype)
-        self._linear = linear_names(model)
+            self._linear = linear_names(model)
+            _check_cuts(model, self._linear)
         super().__init__(model, **adamw, clip_grad=clip_grad, zero=zero, loss_scale=loss_scale)
         if ns_dtype == "auto":
             ns_dtype = "bfloat16" if self.ctx.device.type == "cuda" else "float32"
@@ -169,6 +170,17 @@ def _check_settings(muon: dict, adamw: dict, ns_dtype: str) -> None:
     check_number("weight_decay", muon["weight_decay"], 0)
     if ns_dtype not in ("auto", *DTYPES):
         raise UserError(f"ns_dtype {ns_dtype!r} is none of auto, {', '.join(DTYPES)}")
+
+
+def _check_cuts(model, names: set[str]) -> None:
+    """Raise UserError for a matrix that is cut over another axis than tp: it is never whole."""
+    for entry in model.trained_entries():
+        others = [shard.axis for shard in entry.spec.shards if shard.axis != "tp"]
+        if entry.name in names and others:
+            raise UserError(
+                f"Muon can't train {entry.name}: it brings together matrices that are cut over tp, "
+                f"and this one is cut over {others[0]}; leave it out of `multiplied`, or use AdamW"
+            )
 
 
 def linear_names(model) -> set[str]:

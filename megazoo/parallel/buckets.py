@@ -6,7 +6,7 @@ them; the hook on torch's own optimizers, at the end, asks it.
 
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_shards, all_reduce, reduce_scatter_shards
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import Axis, ParallelContext
 from megazoo.parallel.timing import spent
 from megazoo.torch_internals import copy_each, scale_each
 
@@ -70,17 +70,20 @@ def accumulate_in_fp32(parameter: nn.Parameter) -> None:
 class GradientBuckets:
     """Sums the gradients over the replicas, in buckets of which each parameter's becomes a view.
 
-    The replicas are the ranks along `ctx.token_axis`. Buckets are filled in the reverse of the
-    parameters' order, roughly the order of backward, each with at most `bucket_elements` (None is
-    `elements_for(ctx)`) or a single larger parameter. After `start(n)` a bucket is made, and
-    leaves, as soon as each of its parameters has received the gradients of n backwards;
-    `wait_for_sums` waits for all. No memory is taken before: gradients come while activations go.
+    The replicas are the ranks along `ctx.token_axis`; of what is cut over an axis that is folded
+    into it, that axis's `replicas`. The parameters of a bucket have the same replicas. Buckets are
+    filled in the reverse of the parameters' order, roughly the order of backward, each with at most
+    `bucket_elements` (None is `elements_for(ctx)`) or a single larger parameter. After `start(n)` a
+    bucket is made, and leaves, as soon as each of its parameters has received the gradients of n
+    backwards; `wait_for_sums` waits for all. No memory is taken before: gradients come while
+    activations go.
     One replica alone needs no buckets.
     The sum needs no division: the loss is already a part of the global batch's mean.
     late: parameters whose gradients are not whole after so many backwards, because parts over tp or
     tied copies are still to be summed, or several stages of the rank use them: their buckets leave
     in `wait_for_sums`.
     unsummed: those of which a user's own backward leaves parts over tp, too.
+    axes: of parameters with other replicas than the token axis, which.
 
     The order of calls, in engine/training.py: `start`, the backwards, `fill_missing`; the sums over
     tp and between tied stages; `wait_for_sums`; and `stop`, whatever happens.
@@ -100,13 +103,15 @@ class GradientBuckets:
         bucket_elements: int | None = None,
         late: Container[nn.Parameter] = (),
         unsummed: Container[nn.Parameter] = (),
+        axes: Mapping[nn.Parameter, Axis] | None = None,
     ):
-        self.ctx, self.axis, self.sharded = ctx, ctx.token_axis, False
+        self.ctx, self.sharded = ctx, False
         self.counting = False  # between start and wait_for_sums
         self.fault: str | None = None  # why a step must not take the gradients as they are
         self.shared_out = False  # the last batch left each replica its own part of the sums
         self._hooks: list = []
         self.sizes: list[int] = []  # elements of each bucket
+        self.axes: list[Axis] = []  # of the replicas of each bucket
         # of each bucket, with where they begin in it
         self.members: list[list[tuple[nn.Parameter, int]]] = []
         self.place: dict[nn.Parameter, tuple[int, int]] = {}  # the bucket, and where in it
@@ -118,15 +123,18 @@ class GradientBuckets:
             if buckets and parameter not in buckets.deferred:
                 buckets.received(parameter)
 
-        bucket_elements = bucket_elements or elements_for(ctx)
-        backwards = parameters[::-1]
-        early = _grouped([p for p in backwards if p not in late], bucket_elements)
-        for bucket in early + _grouped([p for p in backwards if p in late], bucket_elements):
-            self._lay_out(bucket)
+        limit = bucket_elements or elements_for(ctx)
+        axis_of = dict.fromkeys(parameters[::-1], ctx.token_axis) | (axes or {})
+        early, last = (
+            _grouped_by_axis({p: a for p, a in axis_of.items() if (p in late) == is_late}, limit)
+            for is_late in (False, True)
+        )
+        for bucket in early + last:
+            self._lay_out(bucket, axis_of[bucket[0]])
         for parameter in self.place:
             accumulate_in_fp32(parameter)
             tied = ctx.pp_size > 1 and parameter in late
-            if self.axis.size > 1 or tied or parameter in unsummed:
+            if ctx.token_axis.size > 1 or tied or parameter in unsummed:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(received))
         self.early = len(early)  # buckets that may leave before the end
         # backwards that each of them still waits for; empty when not counting
@@ -136,15 +144,16 @@ class GradientBuckets:
         self.works: list = []
         _alive.add(self)
 
-    def _lay_out(self, bucket: list[nn.Parameter]) -> None:
-        """Add a bucket of these parameters, and give each its place in it."""
+    def _lay_out(self, bucket: list[nn.Parameter], axis: Axis) -> None:
+        """Add a bucket of these parameters, of one axis, and give each its place in it."""
         self.members.append([])
         end = 0
         for parameter in bucket:
             self.members[-1].append((parameter, end))
             self.place[parameter] = (len(self.sizes), end)
             end += _aligned(parameter.numel(), ALIGNMENT)
-        self.sizes.append(_aligned(end, ALIGNMENT * self.axis.size))
+        self.sizes.append(_aligned(end, ALIGNMENT * axis.size))
+        self.axes.append(axis)
 
     def __deepcopy__(self, memo) -> None:
         return None  # a copied model makes its own
@@ -189,9 +198,11 @@ class GradientBuckets:
     @property
     def nbytes(self) -> int:
         """Count the bytes of all gradients after a step."""
-        if self.axis.size > 1:
-            return sum(self.sizes) * torch.float32.itemsize
-        return sum(parameter.numel() for parameter in self.place) * torch.float32.itemsize
+        counts = (
+            size if axis.size > 1 else sum(parameter.numel() for parameter, _ in members)
+            for size, axis, members in zip(self.sizes, self.axes, self.members, strict=True)
+        )
+        return sum(counts) * torch.float32.itemsize
 
     def fill_missing(self) -> None:
         """Give a gradient of zeros to parameters that have received none: after the last backward,
@@ -222,7 +233,7 @@ class GradientBuckets:
         index, _ = self.place[parameter]
         if self.missing and index < self.early:
             self.missing[index] -= 1
-            if self.missing[index] < 0 < self.axis.size - 1:
+            if self.missing[index] < 0 < self.axes[index].size - 1:
                 raise UserError(USED_AGAIN)
             if not self.missing[index]:
                 self._launch(
@@ -233,9 +244,9 @@ class GradientBuckets:
         """Replace every gradient by its mean over the replicas; parameters that have none count as
         zero."""
         self.fill_missing()
-        for index in range(len(self.members) if self.axis.size > 1 else 0):
+        for index, axis in enumerate(self.axes if self.ctx.token_axis.size > 1 else ()):
             bucket = self._filled(index)
-            all_reduce(bucket, self.axis.group)
+            all_reduce(bucket, axis.group)
             bucket /= self.ctx.dp_size  # a mean over the replicas, whatever else is summed
         self.fault = None
 
@@ -244,11 +255,15 @@ class GradientBuckets:
         if self.fault:
             raise UserError(self.fault)
 
+    def axis_of(self, parameter: nn.Parameter) -> Axis:
+        """Return the axis of a parameter's replicas."""
+        return self.axes[self.place[parameter][0]]
+
     def range_of(self, parameter: nn.Parameter, rank: int) -> tuple[int, int]:
         """Return the elements of a parameter, first and last + 1, that lie in a replica's part of
-        its bucket. rank: of the replica."""
+        its bucket. rank: of the replica, along the parameter's axis."""
         index, start = self.place[parameter]
-        shard = self.sizes[index] // self.axis.size
+        shard = self.sizes[index] // self.axes[index].size
         edges = shard * rank - start, shard * (rank + 1) - start
         first, last = (min(max(edge, 0), parameter.numel()) for edge in edges)
         return first, last
@@ -261,10 +276,11 @@ class GradientBuckets:
         CPUs both would share the same cores. When it returns, all are whole to whoever reads them.
         """
         ahead = 1 if self.ctx.device.type == "cuda" else 0
-        started = deque(map(self._start_gather, range(min(ahead, len(self.members)))))
-        for index, members in enumerate(self.members):
-            if index + ahead < len(self.members):
-                started.append(self._start_gather(index + ahead))
+        shared = [index for index, axis in enumerate(self.axes) if axis.size > 1]
+        started = deque(map(self._start_gather, shared[:ahead]))
+        for number, index in enumerate(shared):
+            members = self.members[index]
+            started.extend(map(self._start_gather, shared[number + ahead : number + ahead + 1]))
             come, arrival = started.popleft()
             if arrival:
                 with spent("communication", "wait"):
@@ -277,22 +293,24 @@ class GradientBuckets:
     def _start_gather(self, index: int) -> tuple[torch.Tensor, dist.Work | None]:
         """Start the gather of a bucket of parameters; returns the bucket, and the work to wait
         for."""
-        members, mine = self.members[index], []
+        members, axis, mine = self.members[index], self.axes[index], []
         flat = torch.empty(self.sizes[index], dtype=members[0][0].dtype, device=self.ctx.device)
         for parameter, start in members:
-            first, last = self.range_of(parameter, self.axis.rank)
+            first, last = self.range_of(parameter, axis.rank)
             if first < last:
                 mine.append((flat[start + first : start + last], parameter.view(-1)[first:last]))
         copy_each([place for place, _ in mine], [part for _, part in mine])
-        return flat, all_gather_shards(flat, self.axis.group, async_op=True)
+        return flat, all_gather_shards(flat, axis.group, async_op=True)
 
     def _launch(self, stop: int) -> None:
         """Start the sums of the buckets before `stop`: always in order, so that all replicas agree
         on it."""
         reduce = reduce_scatter_shards if self.sharded else all_reduce
-        for index in range(self.launched, stop if self.axis.size > 1 else 0):
-            work = reduce(self._filled(index), self.axis.group, async_op=True)
-            self.works += [work] if work else []
+        for index in range(self.launched, stop):
+            axis = self.axes[index]
+            if axis.size > 1:
+                work = reduce(self._filled(index), axis.group, async_op=True)
+                self.works += [work] if work else []
         self.launched = max(self.launched, stop)
 
     @torch.no_grad()
@@ -327,6 +345,17 @@ def _grouped(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Paramet
         groups[-1].append(parameter)
         room -= parameter.numel()
     return groups
+
+
+def _grouped_by_axis(axis_of: dict[nn.Parameter, Axis], limit: int) -> list[list[nn.Parameter]]:
+    """Part the parameters of each axis, in their order, as `_grouped` does; the groups stand in the
+    order of the last parameter that each has, the same on all ranks of each axis."""
+    of_axes: dict[Axis, list[nn.Parameter]] = {}
+    for parameter, axis in axis_of.items():
+        of_axes.setdefault(axis, []).append(parameter)
+    order = {parameter: number for number, parameter in enumerate(axis_of)}
+    groups = [group for each in of_axes.values() for group in _grouped(each, limit)]
+    return sorted(groups, key=lambda group: order[group[-1]])
 
 
 _alive: "weakref.WeakSet[GradientBuckets]" = weakref.WeakSet()

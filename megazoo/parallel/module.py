@@ -87,13 +87,7 @@ class ShardedModule(nn.Module):
         were seeded alike. A model built by `from_config` draws them anew, from the parameter's
         global name.
         """
-        for shard in spec.shards:
-            # its gradients would be summed, and its parts saved, as if all replicas had the same
-            if shard.axis in self.ctx.folded and self.ctx.axis(shard.axis).size > 1:
-                raise UserError(
-                    f"{name} is cut over {shard.axis}: gradients, optimizers and checkpoints know "
-                    "cuts over tp alone so far"
-                )
+        _check_folded_cuts(name, spec, self.ctx)
         self.specs[name] = spec
         device = "meta" if _without_memory.get() else None
         shape = spec.local_shape(self.ctx.place)
@@ -136,6 +130,29 @@ class NamedParameter:
         if ctx.pp_rank != self.pp_ranks[0]:
             return []
         return [piece for piece in self.spec.pieces(ctx.place) if piece.owned]
+
+    def is_first_replica(self, ctx: ParallelContext) -> bool:
+        """Return whether this rank's part counts in sums over the token axis, too, in which that of
+        each replica would be counted again."""
+        return self.spec.replicas(ctx).rank == 0
+
+
+def _check_folded_cuts(name: str, spec: ParameterSpec, ctx: ParallelContext) -> None:
+    """Raise UserError unless the ranks of each folded axis have equal parts of a parameter: with
+    others their buckets of gradients would not be alike, nor leave in the same order."""
+    cuts = [shard for shard in spec.shards if shard.axis in ctx.folded]
+    for shard in cuts:
+        size = ctx.folded[shard.axis].size
+        if len(set(shard.sizes_of_ranks(size))) > 1 or any(shard.replicated(size)):
+            raise UserError(
+                f"{name} has {spec.shape[shard.dim]} along dimension {shard.dim}, which can't be "
+                f"cut evenly over {shard.axis} {size}: use a size that divides them"
+            )
+    if sum(ctx.folded[shard.axis].size > 1 for shard in cuts) > 1:
+        names = " and ".join(shard.axis for shard in cuts)
+        raise UserError(
+            f"{name} is cut over {names}: both are folded into dp x cp, use one of them"
+        )
 
 
 class _SumOverCopies(torch.autograd.Function):

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megazoo.errors import UserError
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import Axis, ParallelContext
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
 # Where a rank lies along axes over which parameters are cut: (size, rank), by the axis's name. One
@@ -228,6 +228,11 @@ class ParameterSpec:
     def shard_over(self, axis: str) -> Shard | None:
         """Its cut over an axis; None if it has none."""
         return next((shard for shard in self.shards if shard.axis == axis), None)
+
+    def replicas(self, ctx: ParallelContext) -> Axis:
+        """The ranks with the same of it and other tokens, over which its gradient is summed."""
+        over = (ctx.folded[shard.axis] for shard in self.shards if shard.axis in ctx.folded)
+        return next((axis.replicas for axis in over if axis.size > 1), ctx.token_axis)
 
     def local_shape(self, place: Place) -> tuple[int, ...]:
         """The shape of one rank's tensor."""

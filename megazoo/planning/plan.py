@@ -127,6 +127,8 @@ class Planner(Builder):
 
     def check(self, layout: ParallelContext, run: PlannedRun) -> None:
         """Raise UserError if pretrain_gpt.py would refuse the run."""
+        if layout.folded:
+            raise UserError("a layout with folded axes can't be planned yet: plan it without them")
         self.trained(run.train_only)  # which refuses names that nothing has
         microbatches, stages = run.microbatches(layout.dp_size), layout.stage_count
         if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward

@@ -66,12 +66,14 @@ def context(
     cp=1,
     method="allgather",
     placement="loop",
+    folded=None,
 ):
     how = {
         "placement": placement,
         "sequence_parallel": sp,
         "virtual_pipeline_size": v,
         "stage_layers": stage_layers,
+        "folded": folded,
     }
     how |= {"context_parallel_size": cp, "context_parallel_method": method}
     ctx = megazoo.ParallelContext.from_torch(tp, pp, dp, **how, device="cpu", timeout=GROUP_TIMEOUT)

@@ -61,10 +61,13 @@ def test_a_box_of_three_dimensions_is_cut_into_small_ones():
     assert held.sum() == 3 * 7 * 7
 
 
-def test_a_parameter_that_replicas_would_not_share_is_refused():
-    module = ShardedModule(ParallelContext.virtual(dp=2, folded={"toy": 2}))
-    with pytest.raises(UserError, match="weight is cut over toy"):
+def test_a_folded_axis_cuts_evenly_and_alone():
+    module = ShardedModule(ParallelContext.virtual(dp=4, folded={"toy": 2, "other": 4}))
+    with pytest.raises(UserError, match=r"weight has 5 .* can't be cut evenly over toy 2"):
         module.add_parameter("weight", CUT)
+    shards = (Shard(0, (4,), axis="toy"), Shard(1, (8,), axis="other"))
+    with pytest.raises(UserError, match="weight is cut over toy and other"):
+        module.add_parameter("weight", ParameterSpec((4, 8), shards))
     ShardedModule(ParallelContext.virtual(dp=2)).add_parameter("weight", CUT)
 
 
