@@ -9,10 +9,11 @@ import textwrap
 from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from megazoo.cli.elsewhere import instead_of
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert
 
@@ -23,6 +24,7 @@ def optional(kind: type, metavar: str, default: str):
     return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
 
 
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 Name = optional(str, "NAME", "")
 Text = optional(str, "TEXT", "none")
 File = optional(Path, "PATH", "none")
@@ -128,6 +130,7 @@ def _typed(name: str, value, kind, words: bool):
             check_text(name, word)
             _check_empty(name, word, kind)
         _check_integer(name, word)
+    value = _spelled_out(value, kind)
     if words and not _takes_text(kind):
         value = [_number_in(v) for v in value] if several else _number_in(value)
     return convert(value, kind, name, dec_hook=_as_path)
@@ -222,12 +225,16 @@ def _give_help(kind: type) -> None:
 
 def _with_values(arguments: list[str], kinds: dict) -> list[str]:
     """Write out what --x and --no-x say of a switch that may also be left out: --x True, --x
-    False."""
-    words = []
+    False; and short names of dtypes."""
+    words, name = [], ""
     for argument, following in pairwise([*arguments, ""]):
         flag = flag_of(argument) if argument.startswith("--") else ""
+        if not flag:
+            words.append(_spelled_out(argument, kinds.get(name)))
+            continue
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-        words.append(argument)
+        given, equals, value = argument.partition("=")
+        words.append(given + equals + _spelled_out(value, kinds.get(name)))
         if get_args(kinds.get(name))[:1] == (bool | None,) and "=" not in argument:
             if flag.startswith("--no-"):
                 words[-1:] = [flag.replace("--no-", "--", 1), "False"]
@@ -236,13 +243,28 @@ def _with_values(arguments: list[str], kinds: dict) -> list[str]:
     return words
 
 
+def _spelled_out(value, kind):
+    """Return the full name of a dtype that is given by a short one, where the kind has dtypes."""
+    names = _choices(kind)
+    full = SHORT_DTYPES.get(value) if isinstance(value, str) else None
+    return full if full in names and value not in names else value
+
+
+def _choices(kind) -> tuple:
+    """Return what a kind that is one of some literals may be."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return sum(map(_choices, get_args(kind)), ())
+
+
 def _check_names(arguments: list[str], flags: set[str]) -> None:
     for argument in arguments:
         if not argument.startswith("--"):
             continue
         flag = flag_of(argument)
         if flag not in flags and flag.replace("--no-", "--", 1) not in flags:
-            raise UserError(f"unknown flag {flag}{nearest(flag, flags)} (--help lists all)")
+            hint = instead_of(flag, flags) or nearest(flag, flags)
+            raise UserError(f"unknown flag {flag}{hint} (--help lists all)")
 
 
 def _message_in(box: str) -> str:

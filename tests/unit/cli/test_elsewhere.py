@@ -1,0 +1,43 @@
+"""Flags of other trainers, and short names of dtypes."""
+
+import pytest
+
+from megazoo import UserError
+from megazoo.cli.elsewhere import KNOWN, MEGATRON, TORCHTITAN, TRAINER
+from megazoo.cli.flags import flag_of, parse_flags, settings_of
+from megazoo.cli.options import Options
+from megazoo.cli.parsing import CommandLine
+from tools import plan
+
+FLAGS = {flag_of(name) for name in settings_of(Options)}
+
+
+def test_every_flag_of_another_trainer_names_one_of_ours():
+    assert len(KNOWN) == len(MEGATRON) + len(TRAINER) + len(TORCHTITAN) >= 40
+    for theirs, ours in KNOWN.items():
+        assert flag_of(theirs) not in FLAGS, theirs
+        words = ours.split()
+        assert words[0] in FLAGS, ours
+        if len(words) == 2:  # a value that is one of its choices
+            parse_flags(Options, words, "")
+        with pytest.raises(UserError, match=f"unknown flag --{theirs}; write {words[0]}"):
+            parse_flags(Options, [f"--{theirs.replace('-', '_')}", "1"], "")
+
+
+def test_a_program_suggests_only_what_it_has():
+    with pytest.raises(UserError, match="unknown flag --num-layers; write --layers instead"):
+        parse_flags(plan.Options, ["--num-layers", "2"], "")
+    with pytest.raises(UserError) as error:
+        parse_flags(plan.Options, ["--logging-steps", "2"], "")
+    assert "write" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("short", "full"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
+)
+def test_short_names_of_dtypes_are_taken(short, full, tmp_path):
+    (tmp_path / "run.toml").write_text(f'dtype = "{short}"\n')
+    for words in (["--dtype", short], [f"--dtype={short}"], ["--config", f"{tmp_path}/run.toml"]):
+        assert CommandLine.read(words, "").options().training.dtype == full
+    # what is no dtype stays as it is
+    assert parse_flags(Options, ["--save", short], "").checkpoint.save.name == short
