@@ -48,7 +48,7 @@ def read_manifest(file: Path) -> dict:
             )
         if manifest["crc32"] != manifest_checksum(manifest):
             raise UserError(f"{file} has changed: its checksum is not its own")
-        json.dumps(manifest, ensure_ascii=False).encode()  # refuses halves of characters
+        json.dumps(manifest, ensure_ascii=False).encode()  # refuses lone surrogates
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -154,8 +154,8 @@ class Checkpoint(TensorSource):
     def _boxes(
         self, name: str, spec: ParameterSpec, pieces: list[Piece]
     ) -> Iterator[tuple[str, tuple[int, ...], Box, tuple[slice, ...]]]:
-        """Yield what lies in which file of some pieces of a tensor: the file, the shape of its part
-        of the tensor, the box in that, and the box's place in what the pieces are of. UserError if
+        """Yield, for each file that overlaps some pieces of a tensor: the file, the shape of the
+        shard that it has, the box in that shard, and the slices of the destination. UserError if
         the files don't have all of it."""
         stored = self._stored(name)
         stored_spec = spec_from_manifest(stored)

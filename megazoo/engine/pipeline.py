@@ -28,7 +28,7 @@ from megazoo.parallel.stages import Stage
 from megazoo.parallel.timing import spent
 from megazoo.torch_internals import run_backward
 
-MAX_OPEN_EXCHANGES = 2  # sends that may still be under way behind the newest one
+MAX_OPEN_EXCHANGES = 2  # sends that may still be open when `exchange` returns
 
 
 class PipelineModel(Protocol):
@@ -234,7 +234,7 @@ class PipelineRun:
             gradient = torch.full_like(output, self.loss_scale * factor)
         if self.auxiliary:
             self.auxiliary.set_scale(self.loss_scale * factor)
-        if output.requires_grad:  # else all of a first stage is frozen
+        if output.requires_grad:  # else nothing is trained in this stage or before it
             run_backward(output, gradient)
         if action.kind == "I":
             self.weights[action.stage, action.microbatch] = self.weight_queue.take()

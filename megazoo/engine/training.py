@@ -32,10 +32,11 @@ class TrainingEngine:
     """Trains one model, which holds it as `model.engine`; it holds the model weakly.
 
     before: the engine of the model that this one is a copy of. calls: the number of batches that
-    trained, by which dropout masks are drawn. loss_scale: the LossScale of float16, which the
-    optimizer sets. first_trained_stage: the index of the first stage of the pipeline that trains
-    anything; the stages before it need no gradient. auxiliary_losses: means over the last global
-    batch, 0-dimensional fp32, by the names in auxiliary_names, which layers of any rank declare.
+    ran in training mode; it numbers the draw of dropout masks. loss_scale: the LossScale of
+    float16, which the optimizer sets. first_trained_stage: the index of the first stage of the
+    pipeline that trains anything; the stages before it need no gradient. auxiliary_losses: means
+    over the last global batch, 0-dimensional fp32, by the names in auxiliary_names, which layers of
+    any rank declare.
     """
 
     def __init__(self, model, before: "TrainingEngine | None" = None):

@@ -15,16 +15,16 @@ from megazoo.parallel.regions import (
     scatter_to_tensor_parallel,
 )
 
-# What leaves here is a product, which nobody else has.
+# In place: only this layer has its output.
 from megazoo.parallel.regions import leave_tensor_parallel_in_place as leave_tensor_parallel
 from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
 class _ParallelLinear(Layer):
-    """What both linear layers have: the slot of what multiplies.
+    """The base of both linear layers, which chooses what multiplies.
 
-    lora: what multiplies by the weight and its adapters, from megazoo.lora. int8: the product of a
-    rounded weight: see round_to_int8.
+    lora: the product of a weight with adapters, from megazoo.lora. int8: the product of a rounded
+    weight: see round_to_int8. Otherwise it is `linear`.
     """
 
     multiplied = ("weight",)
@@ -61,7 +61,7 @@ class ColumnParallelLinear(_ParallelLinear):
     `sizes` are those of every rank. Under sequence parallelism x is this rank's part of the
     sequence, [..., sequence / tp, in_features], and y has all of it.
     Errors: UserError if a part has fewer outputs than there are ranks, or units that don't fill it
-    are replicated.
+    would have to be replicated.
     """
 
     def __init__(

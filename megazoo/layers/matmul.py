@@ -82,7 +82,9 @@ def multiply(
             x = enter(x)
     queues = _queues(queue, x, weights)
     if recompute is None and not any(queues) and not align and product_dtype(x) == x.dtype:
-        return _products(x, weights, bias)
+        first, *others = weights
+        more = (linear_for(x, weight)(x, weight, None) for weight in others)
+        return linear_for(x, first)(x, first, bias), *more
     return _linears(recompute, queues, align, x, bias, *weights)
 
 

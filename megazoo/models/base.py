@@ -1,6 +1,7 @@
 """What the stages of every model share: building, ties, layers, and the calls that users make.
 
-The model's own file has the forward of a stage. engine/training.py runs it."""
+The model's own file has the forward of a stage, which PipelineRun.forward calls
+(engine/pipeline.py)."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -207,8 +208,8 @@ class Model(BatchCalls, Freezing, nn.Module):
         return self.config.tie_embeddings and not self.num_labels
 
     def add_embedding(self) -> None:
-        """Make the token embedding, on the first stage; and where it is tied to the head a copy
-        that stays equal, on the last."""
+        """Make the token embedding, on the rank of the first stage; and where it is tied to the
+        head, and the last stage is on another rank, a copy there that stays equal."""
         tied = self._ties_head()
         if self.has_first or (self.has_last and tied):
             self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)

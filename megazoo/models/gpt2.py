@@ -17,7 +17,8 @@ each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
     not cut            norms, position_embedding, biases of output and down
 
 Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter
-where one stage has both, else two copies, on the first stage and the last, that stay equal.
+where the first and the last stage are on one rank, otherwise a copy on each of the two ranks, which
+stay equal.
 """
 
 import math

@@ -19,8 +19,8 @@ parallelism cuts them:
 
 KV heads go with their queries; where tp exceeds their number, several ranks hold the same one.
 Biases of qkv and gate_up, if any, are cut like their rows. Embedding and head are apart by default;
-if tied: one parameter where one stage has both, else two copies, on the first stage and the last,
-that stay equal.
+if tied: one parameter where the first and the last stage are on one rank, otherwise a copy on each
+of the two ranks, which stay equal.
 """
 
 import math
@@ -135,7 +135,8 @@ class Block(Layer):
         )
 
     def attention_settings(self, config: LlamaFamilyConfig, index: int) -> dict:
-        """Return more arguments of CausalSelfAttention, for a family that needs them."""
+        """Return more arguments of CausalSelfAttention, for a family that needs them, such as
+        {"soft_cap": 50.0}."""
         return {}
 
     def forward(

@@ -24,8 +24,8 @@ each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
 
 A rank adds the ALiBi slopes of its own heads. KV heads go with their queries; where tp exceeds
 their number, several ranks hold the same one. Biases of qkv and up, if any, are cut like their
-rows. Embedding and head are tied by default: one parameter where one stage has both, else two
-copies, on the first stage and the last, that stay equal.
+rows. Embedding and head are tied by default: one parameter where the first and the last stage are
+on one rank, otherwise a copy on each of the two ranks, which stay equal.
 """
 
 import math

@@ -118,8 +118,8 @@ def task_of(config) -> LanguageModeling | SequenceClassification:
 class OutputHead:
     """What both heads do: `loss` is the one way from the activations to the loss.
 
-    A head of a family's own inherits from one of the two, and may override `outputs`,
-    `token_losses` and `loss_sum`.
+    A custom head of a language model is a subclass of LanguageModelHead, which says what it may
+    override.
     """
 
     ctx: ParallelContext
@@ -207,8 +207,8 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
 
     Of a long micro-batch the loss is computed a few tokens at a time, and its logits never exist
     together. A subclass that overrides `outputs`, `logits`, `token_losses` or `loss_sum` gets all
-    logits at once, unless it says `in_pieces = True`: that what it overrides changes no loss. The
-    same holds for `forward`, which makes the logits of `outputs`.
+    logits at once. Set `in_pieces = True` only if the overrides leave the loss unchanged. An
+    override of `forward`, which makes the logits of `outputs`, counts, too.
     """
 
     in_pieces = True

@@ -29,7 +29,7 @@ from megazoo.torch_internals import copy_each, fused_adamw, norm_of_each
 
 class AdamW(ModelOptimizer):
     """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused, on the device of the
-    parameters.
+    parameters, or on the CPU with offload.
 
     Every rank makes it, together with the others.
 

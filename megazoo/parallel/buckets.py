@@ -241,8 +241,8 @@ class GradientBuckets:
                 )
 
     def average(self) -> None:
-        """Replace every gradient by its mean over the replicas; parameters that have none count as
-        zero."""
+        """Sum every gradient over dp and cp, and divide it by dp; parameters that have none count
+        as zero."""
         self.fill_missing()
         for index, axis in enumerate(self.axes if self.ctx.token_axis.size > 1 else ()):
             bucket = self._filled(index)

@@ -226,9 +226,9 @@ def initialize(
 
     They are parts of one global tensor, the same in every layout. That is drawn in tiles of
     TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the tiles that its boxes
-    touch, one tile of scratch at a time, on the CPU whatever the device. What has more dimensions
-    than two is of matrices, each with a seed of its own. upload: how they get to
-    the device; who fills many parameters passes the same one.
+    touch, one tile of scratch at a time, on the CPU whatever the device. A tensor of three or more
+    dimensions is a stack of matrices, each with a seed of its own. upload: how they get to the
+    device; who fills many parameters passes the same one.
     """
     upload = upload or Upload()
     for piece in spec.pieces(ctx.place):

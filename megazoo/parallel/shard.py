@@ -1,5 +1,4 @@
-"""How a parameter is cut: boxes of global tensors, and values that depend on the global tensor
-alone."""
+"""Sharding of parameters as arithmetic: which boxes of a global tensor each rank holds."""
 
 import math
 from collections.abc import Mapping
@@ -112,8 +111,8 @@ def nearly_even(count: int, tp_size: int) -> bool:
 
 
 def units_for(parts: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-    """Choose the units in which features that belong to no head are cut. Those of a part follow
-    from its size alone, so that layers of equal sizes are cut alike.
+    """Choose the units in which features that belong to no head are cut. Those of a part depend on
+    its size and on tp alone, so that layers of equal sizes are cut alike.
 
     Single features where tp divides the part, so that all ranks have as many. Else ALIGNED of them,
     if no rank then has over a quarter more than its share; else single features, and ranks differ
