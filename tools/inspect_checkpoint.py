@@ -47,7 +47,10 @@ def main(arguments: list[str]) -> None:
     print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
     print(f"  dtypes      {', '.join(sorted(dtypes))}")
     if isinstance(source, Checkpoint):
-        layout = " x ".join(f"{axis} {size}" for axis, size in source.layout.items())
+        sizes = dict(source.layout)
+        folded = sizes.pop("folded", {})
+        layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        layout += "".join(f", {axis} {size} folded into dp" for axis, size in folded.items())
         print(f"  layout      {layout}; loads in any")
         print(f"  optimizer   {'its state is here' if source.has_states else 'none'}")
         kept = [f"{key} {value}" for key, value in source.trainer.items() if key != "settings"]

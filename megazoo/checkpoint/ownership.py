@@ -13,7 +13,9 @@ from megazoo.checkpoint.writing import METADATA
 from megazoo.errors import UserError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
-WEIGHTS = re.compile(r"(model|optimizer)(_tp_\d+_pp_\d+(_dp_\d+)?|-\d+-of-\d+)?\.safetensors")
+WEIGHTS = re.compile(
+    r"(model|optimizer)(_tp_\d+(_[a-z]{1,16}_\d+)?_pp_\d+(_dp_\d+)?|-\d+-of-\d+)?\.safetensors"
+)
 SMALL_FILES = (MANIFEST, TRAINER, CONFIG, INDEX, ADAPTER_CONFIG, *SIDECAR_FILES)
 HEADER = b'{"__metadata__":' + json.dumps(METADATA, separators=(",", ":")).encode()
 

@@ -11,12 +11,14 @@ from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import (
     DTYPES,
+    FOLDED_VERSION,
     FORMAT_VERSION,
     GENERATION,
     SIDECAR_FILES,
     file_of_rank,
     manifest_checksum,
     spec_from_manifest,
+    writing_places,
 )
 from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
@@ -41,10 +43,10 @@ def read_manifest(file: Path) -> dict:
             raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
         manifest = json.loads(file.read_bytes().decode(), object_pairs_hook=_without_repeats)
         version = manifest["format"]
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, FOLDED_VERSION):
             raise UserError(
-                f"{file.parent} has format {brief(version)}; this megazoo reads {FORMAT_VERSION}: "
-                "upgrade megazoo"
+                f"{file.parent} has format {brief(version)}; this megazoo reads {FORMAT_VERSION} "
+                f"and {FOLDED_VERSION}: upgrade megazoo"
             )
         if manifest["crc32"] != manifest_checksum(manifest):
             raise UserError(f"{file} has changed: its checksum is not its own")
@@ -131,7 +133,7 @@ class Checkpoint(TensorSource):
     def read_pieces(
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
-        """Fill pieces of `destination` from the files of the tp ranks that wrote parts of them."""
+        """Fill pieces of `destination` from the files of the ranks that wrote parts of them."""
         for file, shape, box, place in self._boxes(name, spec, pieces):
             values = self.files.box(file, name, shape, box)
             if values.dtype != self.dtype_of(name):
@@ -160,11 +162,10 @@ class Checkpoint(TensorSource):
         stored = self._stored(name)
         stored_spec = spec_from_manifest(stored)
         self.check_shape(name, spec)
-        writers = self.layout["tp"] if stored_spec.shard else 1
         missing = sum(volume(wanted.box) for wanted in pieces)
-        for tp in range(writers):
-            file = file_of_rank(stored["file"], tp)
-            place = {"tp": (writers, tp)}
+        ranks = {**self.layout.get("folded", {}), "tp": self.layout["tp"]}
+        for place in writing_places({cut.axis: ranks[cut.axis] for cut in stored_spec.shards}):
+            file = file_of_rank(stored["file"], place)
             shape = stored_spec.local_shape(place)
             for piece in stored_spec.pieces(place):
                 for wanted in pieces:

@@ -6,13 +6,19 @@ and ranges are checked when they are read, before any of their values names a fi
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from megazoo.checkpoint.format import DTYPES, FORMAT_VERSION, file_of_rank
+from megazoo.checkpoint.format import (
+    DTYPES,
+    FOLDED_VERSION,
+    FORMAT_VERSION,
+    file_of_rank,
+    writing_places,
+)
 from megazoo.errors import UserError
 from megazoo.files import brief, convert
 from megazoo.optim.base import STATES
@@ -21,6 +27,7 @@ MOST = 2**53  # the integers that every reader of JSON has exactly
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 AtLeast1 = Annotated[int, Meta(ge=1, le=MOST)]
 Ranks = Annotated[int, Meta(ge=1, le=2**20)]
+AxisName = Annotated[str, Meta(pattern=r"^[a-z]{1,16}\Z")]
 Crc32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Rank = Annotated[int, Meta(ge=1, le=2**20)]  # of an adapter
 Alpha = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
@@ -32,11 +39,12 @@ WandbId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.=~-]{1,128}\Z")]
 
 @dataclass
 class Layout:
-    """The ranks of the run that wrote a checkpoint."""
+    """The ranks of the run that wrote a checkpoint; folded: along axes that cut its tensors."""
 
     tp: Ranks
     pp: Ranks
     dp: Ranks
+    folded: dict[AxisName, Ranks] = field(default_factory=dict)
 
 
 @dataclass
@@ -54,16 +62,23 @@ class ShardInfo:
     dim: Count
     parts: Annotated[list[AtLeast1], Meta(min_length=1, max_length=1024)]
     units: Annotated[list[AtLeast1], Meta(max_length=1024)]
+    axis: AxisName = "tp"
 
 
 @dataclass
 class TensorInfo:
-    """What a tensor is, and the name of its file, with {tp} where the tp rank's number stands."""
+    """What a tensor is, and the name of its file, with {tp} where the tp rank's number stands, and
+    likewise of other axes."""
 
     shape: Annotated[list[Count], Meta(max_length=64)]
     dtype: Literal[tuple(DTYPES.values())]
-    shard: ShardInfo | None
+    shard: ShardInfo | Annotated[list[ShardInfo], Meta(min_length=1, max_length=2)] | None
     file: str
+
+    @property
+    def cuts(self) -> list[ShardInfo]:
+        """Its cuts, over an axis each."""
+        return self.shard if isinstance(self.shard, list) else [self.shard] if self.shard else []
 
 
 @dataclass
@@ -93,7 +108,7 @@ class BaseInfo:
 class Manifest:
     """megazoo.json. Other keys are left for later versions of this format."""
 
-    format: Literal[FORMAT_VERSION]
+    format: Literal[FORMAT_VERSION, FOLDED_VERSION]
     family: str
     config: dict[str, Any]
     layout: Layout
@@ -200,14 +215,15 @@ def _check_base(manifest: Manifest) -> None:
 def _check_tensors(manifest: Manifest) -> None:
     item_sizes = {text: dtype.itemsize for dtype, text in DTYPES.items()}
     sizes = {name: info.size for name, info in manifest.files.items()}
-    left: dict[tuple[str, int], int] = {}  # bytes of files that no tensor has yet
+    ranks = {**manifest.layout.folded, "tp": manifest.layout.tp}
+    left: dict[tuple, int] = {}  # bytes of files that no tensor has yet
     for name, tensor in manifest.tensors.items():
         base, _, state = name.rpartition(".")
         if state in STATES and base in manifest.tensors:
             _check_same_cut(name, tensor, base, manifest.tensors[base])
-        writers = manifest.layout.tp if tensor.shard else 1
-        elements = _elements_held(name, tensor, writers)
-        place = (tensor.file, writers)
+        elements = _elements_held(name, tensor, ranks)
+        writers = {cut.axis: ranks[cut.axis] for cut in tensor.cuts}
+        place = (tensor.file, *writers.items())
         if place not in left:
             left[place] = _bytes_of_files(name, tensor.file, writers, sizes)
         left[place] -= elements * item_sizes[tensor.dtype]
@@ -223,29 +239,41 @@ def _check_same_cut(name: str, tensor: TensorInfo, base: str, parameter: TensorI
         raise UserError(f"{name} is not cut as {base} is")
 
 
-def _bytes_of_files(name: str, pattern: str, writers: int, files: dict[str, int]) -> int:
-    """The bytes of the files that a tensor's writers have. It ends at the first that is missing,
-    so that it is never longer than the list of files."""
-    if writers > 1 and "{tp}" not in pattern:
-        raise UserError(f"{name} has one file, {pattern}, for {writers} tp ranks")
+def _bytes_of_files(name: str, pattern: str, writers: dict[str, int], files: dict[str, int]) -> int:
+    """The bytes of the files that a tensor's writers have, so many along each axis. It ends at the
+    first that is missing, so that it is never longer than the list of files."""
+    for axis, size in writers.items():
+        if size > 1 and f"{{{axis}}}" not in pattern:
+            raise UserError(f"{name} has one file, {pattern}, for {size} {axis} ranks")
     total = 0
-    for rank in range(writers):
-        file = file_of_rank(pattern, rank)
+    for place in writing_places(writers):
+        file = file_of_rank(pattern, place)
         if file not in files:
             raise UserError(f"{name}: {file} can't be read: it is none of its files")
         total += files[file]
     return total
 
 
-def _elements_held(name: str, tensor: TensorInfo, tp: int) -> int:
-    """The elements of a tensor that all tp ranks have, copies included.
+def _elements_held(name: str, tensor: TensorInfo, ranks: dict[str, int]) -> int:
+    """The elements of a tensor that all its writers have, copies included. ranks: along each axis.
 
     Refuses a cut that would leave elements out or give one to two owners. What is not refused here
     `Shard.cuts` shares out so that each element has one owner.
     """
-    shard, shape = tensor.shard, tensor.shape
-    if not shard:
-        return math.prod(shape)
+    shape, cuts = list(tensor.shape), tensor.cuts
+    for what in ("dim", "axis"):
+        if len({getattr(cut, what) for cut in cuts}) < len(cuts):
+            raise UserError(f"{name} is cut twice by one {what}")
+    for cut in cuts:
+        if cut.axis not in ranks:
+            raise UserError(f"{name} is cut over {cut.axis}, which the layout has not")
+        shape[cut.dim] = _length_held(name, tensor, cut, ranks[cut.axis])
+    return math.prod(shape)
+
+
+def _length_held(name: str, tensor: TensorInfo, shard: ShardInfo, ranks: int) -> int:
+    """What the ranks of a cut's axis have of its dimension together."""
+    shape = tensor.shape
     if shard.dim >= len(shape) or sum(shard.parts) != shape[shard.dim]:
         raise UserError(
             f"{name} has shape {shape}, which parts {shard.parts} of dimension {shard.dim} "
@@ -257,13 +285,15 @@ def _elements_held(name: str, tensor: TensorInfo, tp: int) -> int:
     held = 0
     for part, unit in zip(shard.parts, units, strict=True):
         count = part // unit
-        if count >= tp:
+        if count >= ranks:
             held += part
-        elif count == 0 or part % unit or tp % count:
-            raise UserError(f"{name}: {part} in units of {unit} can't be shared by tp {tp}")
+        elif count == 0 or part % unit or ranks % count:
+            raise UserError(
+                f"{name}: {part} in units of {unit} can't be shared by {shard.axis} {ranks}"
+            )
         else:
-            held += unit * tp
-    return math.prod(shape) // shape[shard.dim] * held
+            held += unit * ranks
+    return held
 
 
 def checked_state(trainer: dict, kind: type, file: Path):

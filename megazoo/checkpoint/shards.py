@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from megazoo.checkpoint.directories import check_names, check_unchanged, stamp
 from megazoo.checkpoint.format import (
+    FOLDED_VERSION,
     FORMAT_VERSION,
     file_of_rank,
     manifest_checksum,
+    spec_from_manifest,
     tensor_to_manifest,
 )
 from megazoo.checkpoint.places import MANIFEST, TRAINER
@@ -20,8 +23,7 @@ from megazoo.checkpoint.writing import (
     write_json,
     write_safetensors,
 )
-from megazoo.errors import UserError
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.context import Axis, ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
 
@@ -37,34 +39,40 @@ def files_of_rank(
     weight_of: Callable[[NamedParameter], torch.Tensor | LazyTensor],
     states_of: StatesOf | None,
 ) -> Files:
-    """Return a rank's files and their tensors. A file's name has {tp} where the tp rank stands.
+    """Return a rank's files and their tensors. A file's name has {tp} where the tp rank stands, and
+    {ep} where the rank stands along an axis, folded into dp x cp, that cuts its tensors.
 
-    Each parameter is written once: by the first replica; a replicated one by tp rank 0, a tied one
+    Each parameter is written once: by its first replica; a replicated one by tp rank 0, a tied one
     by the first stage that has it. The replicas share the writing of the optimizer's states.
     """
-    ctx, replicas = model.ctx, model.ctx.token_axis
-    if any(axis.size > 1 for axis in ctx.folded.values()):
-        raise UserError(
-            f"a model whose context has {' and '.join(ctx.folded)} folded into dp x cp can't be "
-            "saved yet: checkpoints know cuts over tp alone"
-        )
+    ctx, files = model.ctx, {}
     owned = [entry for entry in model.saved_entries() if entry.pp_ranks[0] == ctx.pp_rank]
-    entries = [entry for entry in owned if entry.spec.shard or ctx.tp_rank == 0]
-    place, files = f"tp_{{tp}}_pp_{ctx.pp_rank}", {}
-    if replicas.rank == 0:
-        weights = {entry.name: (entry.spec, weight_of(entry)) for entry in entries}
-        files[f"model_{place}.safetensors"] = weights
-    if states_of:
-        # of all that the stage owns, so that tp ranks agree
-        writer_of = _writers(owned, replicas.size)
-        states = {}
-        for entry in entries:
-            tensors = states_of(entry, writer_of[entry.name])
-            if writer_of[entry.name] == replicas.rank:
-                for state, tensor in tensors.items():
-                    states[f"{entry.name}.{state}"] = (entry.spec, tensor)
-        files[f"optimizer_{place}_dp_{replicas.rank}.safetensors"] = states
+    for axis, replicas in _axes_of_replicas(owned, ctx).items():
+        alike = [entry for entry in owned if entry.spec.replicas(ctx) is replicas]
+        entries = [entry for entry in alike if entry.spec.shard or ctx.tp_rank == 0]
+        place = f"tp_{{tp}}{axis and f'_{axis}_{{{axis}}}'}_pp_{ctx.pp_rank}"
+        if replicas.rank == 0:
+            weights = {entry.name: (entry.spec, weight_of(entry)) for entry in entries}
+            files[f"model_{place}.safetensors"] = weights
+        if states_of:
+            # of all that the stage owns, so that tp ranks agree
+            writer_of = _writers(alike, replicas.size)
+            states = {}
+            for entry in entries:
+                tensors = states_of(entry, writer_of[entry.name])
+                if writer_of[entry.name] == replicas.rank:
+                    for state, tensor in tensors.items():
+                        states[f"{entry.name}.{state}"] = (entry.spec, tensor)
+            files[f"optimizer_{place}_dp_{replicas.rank}.safetensors"] = states
     return files
+
+
+def _axes_of_replicas(entries: list[NamedParameter], ctx: ParallelContext) -> dict[str, Axis]:
+    """Return the axes of the replicas of some parameters, by the folded axis that cuts those; the
+    token axis, always there, by no name."""
+    cuts = chain.from_iterable(entry.spec.shards_in(ctx) for entry in entries)
+    names = dict.fromkeys(cut.axis for cut in cuts if cut.axis != "tp")
+    return {"": ctx.token_axis} | {name: ctx.folded[name].replicas for name in names}
 
 
 def _writers(entries: list[NamedParameter], replicas: int) -> dict[str, int]:
@@ -83,12 +91,12 @@ def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
     stamps by which `check_rank` knows them again."""
     infos, stored, stamps = {}, {}, {}
     for pattern, tensors in files.items():
-        name = file_of_rank(pattern, ctx.tp_rank)
+        name = file_of_rank(pattern, ctx.place)
         values = {tensor_name: tensor for tensor_name, (_, tensor) in tensors.items()}
         infos[name] = write_safetensors(directory / name, values)
         stamps[name] = stamp(directory / name)
         for tensor_name, (spec, tensor) in tensors.items():
-            stored[tensor_name] = tensor_to_manifest(spec, tensor.dtype, pattern)
+            stored[tensor_name] = tensor_to_manifest(spec, tensor.dtype, pattern, ctx)
     return {"files": infos, "tensors": stored, "stamps": stamps}
 
 
@@ -120,11 +128,15 @@ def write_manifest(
     files[TRAINER] = write_json(directory / TRAINER, trainer)
     for name, data in sidecar_files.items():
         files[name] = write_atomically(directory / name, data)
+    layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.token_axis.size}
+    shards = chain.from_iterable(spec_from_manifest(stored).shards for stored in tensors.values())
+    if used := {shard.axis for shard in shards} - {"tp"}:
+        layout["folded"] = {axis: ctx.folded[axis].size for axis in sorted(used)}
     manifest = {
-        "format": FORMAT_VERSION,
+        "format": FOLDED_VERSION if used else FORMAT_VERSION,
         "family": family,
         "config": asdict(config),
-        "layout": {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.token_axis.size},
+        "layout": layout,
         "files": files,
         "tensors": tensors,
         **adapters,

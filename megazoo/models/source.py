@@ -118,9 +118,13 @@ class SavedSource(ModelSource, Checkpoint):
     def _check_cuts(self) -> None:
         """Raise UserError if a weight is not cut as the model cuts it for the layout of the run
         that wrote it: its rows would be taken for others."""
-        writers = ParallelContext.virtual(self.layout["tp"])
+        layout, folded = self.layout, self.layout.get("folded")
+        writers = ParallelContext.virtual(
+            layout["tp"], dp=layout["dp"] if folded else 1, folded=folded
+        )
         for entry in self.on_meta(writers).saved_entries():
-            if spec_from_manifest(self.tensors[entry.name]).shard != entry.spec.shard:
+            stored = spec_from_manifest(self.tensors[entry.name])
+            if stored.shards != entry.spec.shards_in(writers):
                 raise UserError(
                     f"{self.path / MANIFEST}: {entry.name} is not cut as the model's is"
                 )

@@ -228,6 +228,11 @@ class ParameterSpec:
         """Its cut over an axis; None if it has none."""
         return next((shard for shard in self.shards if shard.axis == axis), None)
 
+    def shards_in(self, ctx: ParallelContext) -> tuple[Shard, ...]:
+        """Its cuts over tp, and over the axes of several ranks that are folded in a context."""
+        sizes = {"tp": ctx.tp_size, **dict(ctx.folded_sizes)}
+        return tuple(s for s in self.shards if s.axis == "tp" or sizes.get(s.axis, 1) > 1)
+
     def replicas(self, ctx: ParallelContext) -> Axis:
         """The ranks with the same of it and other tokens, over which its gradient is summed."""
         over = (ctx.folded[shard.axis] for shard in self.shards if shard.axis in ctx.folded)

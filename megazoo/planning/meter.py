@@ -43,7 +43,8 @@ class Cost:
     """What an action takes for one micro-batch on one rank.
 
     flops: of matrix products. moved: bytes that everything else reads and writes. kernels: of
-    both. collectives: calls over tp and cp. sent_tp, sent_cp: bytes sent over them. sent_beside:
+    both. collectives: calls over tp and cp. sent_tp, sent_cp: bytes sent over them, the latter with
+    those over axes that are folded into dp x cp. sent_beside:
     those of sent_tp that are on their way beside products. peak: the most bytes of this
     micro-batch that are live during the action. held: the bytes that are still live after it.
     """
@@ -73,7 +74,8 @@ class Meter(TorchDispatchMode):
     def __init__(self, ctx: ParallelContext, keys: int | None = None):
         super().__init__()
         self.flops = self.moved = self.kernels = self.live = self.peak = 0
-        self._groups, self._keys = (ctx.tp_group, ctx.cp_group), keys
+        folded = [axis.group for axis in ctx.folded.values()]
+        self._groups, self._keys = [ctx.tp_group, ctx.cp_group, *folded], keys
         self._sent = self._sent_so_far()
         self._storages: dict[int, weakref.ref] = {}
         self._formulas = flop_formulas()
@@ -121,9 +123,10 @@ class Meter(TorchDispatchMode):
 
     def _sent_so_far(self) -> list[float]:
         """Return, until now, the collectives and the bytes sent over tp, the latter's part beside
-        products, and the bytes sent over cp."""
-        tp, cp = (group or VirtualGroup(1, 0) for group in self._groups)
-        return [tp.calls + cp.calls, tp.sent, tp.sent_beside, cp.sent]
+        products, and the bytes sent over cp and what is folded."""
+        tp, *others = (group or VirtualGroup(1, 0) for group in self._groups)
+        calls = sum(group.calls for group in [tp, *others])
+        return [calls, tp.sent, tp.sent_beside, sum(group.sent for group in others)]
 
     def _attention_flops(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
         """Count the FLOPs of both products of attention.

@@ -60,7 +60,8 @@ class RankPlan:
     gradients and optimizer state.
     in_flight: the most micro-batches whose activations are held at once. Of a step: flops, with
     what is recomputed, and the bytes that the rank sends over tp, pp and cp, and over dp and cp
-    together for gradients and parameters, sent_dp.
+    together for gradients and parameters, sent_dp. What layers send over axes that are folded into
+    dp x cp is in sent_cp.
     """
 
     pp: int
@@ -127,8 +128,6 @@ class Planner(Builder):
 
     def check(self, layout: ParallelContext, run: PlannedRun) -> None:
         """Raise UserError if pretrain_gpt.py would refuse the run."""
-        if layout.folded:
-            raise UserError("a layout with folded axes can't be planned yet: plan it without them")
         self.trained(run.train_only)  # which refuses names that nothing has
         microbatches, stages = run.microbatches(layout.dp_size), layout.stage_count
         if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward
@@ -196,6 +195,7 @@ class Planner(Builder):
             ctx.tp_size,
             ctx.cp_size,
             ctx.cp_method,
+            ctx.folded_sizes,
             ctx.sequence_parallel,
             split,
             run.micro_batch_size,
@@ -209,8 +209,9 @@ class Planner(Builder):
         keys = [(*setting, key) for key in stage_keys(model)]
         new = {key: number for number, key in enumerate(keys) if key not in self._costs}
         if new:
-            # Replicas change nothing here.
-            alone = place_in(resized(ctx, dp=1), ctx.pp_rank, ctx.tp_rank)
+            # Replicas change nothing here, but for what cuts their parameters.
+            layout = ctx if ctx.folded else resized(ctx, dp=1)
+            alone = place_in(layout, ctx.pp_rank, ctx.tp_rank)
             metered = self.build(alone, run.train_only, getattr(torch, run.dtype))
             metered.recompute(run.recompute, run.recompute_interval)
             buckets = metered.engine.buckets  # they say of what precision gradients are
@@ -275,6 +276,7 @@ class Planner(Builder):
             model.ctx.tp_size,
             model.ctx.sequence_parallel,
             model.ctx.token_axis.size,
+            model.ctx.folded_sizes,
             run.optimizer,
             run.zero,
             run.offload_optimizer,
@@ -309,6 +311,7 @@ def _described(layout: ParallelContext, run: PlannedRun) -> dict:
         "zero": run.zero,
         "offload_optimizer": run.offload_optimizer,
         "dp": layout.dp_size,
+        **({"folded": dict(layout.folded_sizes)} if layout.folded else {}),
     }
 
 

@@ -1,6 +1,5 @@
 """Builds the ranks of a run on the meta device, with what is frozen, and tells which are alike."""
 
-import math
 import re
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from megazoo.models.base import Model
 from megazoo.models.counts import whole_model
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.context import AXES, ParallelContext
+from megazoo.parallel.shard import volume
 from megazoo.parallel.stages import Stage
 from megazoo.planning.meter import META
 
@@ -107,9 +107,13 @@ def place_in(layout: ParallelContext, pp_rank: int, tp_rank: int = 0) -> Paralle
 
 
 def resized(layout: ParallelContext, **sizes: int) -> ParallelContext:
-    """Return a layout with other sizes along some axes, as rank 0 sees it."""
+    """Return a layout with other sizes along some axes, as rank 0 sees it. Folded axes that do not
+    fit into these are left out."""
     size = dict(zip(AXES, layout.sizes, strict=True)) | sizes
-    return replace(layout, sizes=tuple(size[axis] for axis in AXES), rank=0)
+    token = size["dp"] * size["cp"]
+    folded = tuple((name, ranks) for name, ranks in layout.folded_sizes if token % ranks == 0)
+    sizes_in_order = tuple(size[axis] for axis in AXES)
+    return replace(layout, sizes=sizes_in_order, rank=0, folded_sizes=folded)
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
@@ -142,11 +146,12 @@ def stage_keys(model: Model) -> list[tuple]:
 
 def counted_parameters(model: Model) -> tuple[int, int]:
     """Count the parameters of a rank, and those that are trained, without those that are counted on
-    another."""
+    another; with the equal parts that ranks along folded axes have."""
     counted = trained = 0
     for entry in model.entries():
         pieces = entry.counted_pieces(model.ctx)
-        count = sum(math.prod(stop - start for start, stop in piece.box) for piece in pieces)
+        parts = model.ctx.token_axis.size // entry.spec.replicas(model.ctx).size
+        count = parts * sum(volume(piece.box) for piece in pieces)
         counted += count
         trained += count if entry.parameter.requires_grad else 0
     return counted, trained

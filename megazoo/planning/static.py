@@ -7,6 +7,7 @@ from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MOMENTS, MOMENTUM
 from megazoo.optim.loss_scale import LossScale
 from megazoo.optim.muon import Muon
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import sum_over_copies
 from megazoo.planning.run import PlannedRun
 
@@ -57,15 +58,17 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         if MOMENTS[0] in state
         for name in (*MOMENTS, MOMENTS[0])
     )
-    replicas, buckets = ctx.token_axis.group, model.engine.buckets
+    buckets = model.engine.buckets
     before = ctx.tp_group.sent if ctx.tp_group else 0.0
-    before_dp = replicas.sent if replicas else 0.0
+    before_dp = _sent_to_replicas(ctx)
     buckets.fill_missing()
     sum_over_copies(
         [(e.parameter.grad, e.spec) for e in trained if e.spec.has_partial_gradient(ctx)], ctx
     )
     buckets.wait_for_sums()
-    sums = replicas.sent - before_dp if replicas else 0.0
+    sums = _sent_to_replicas(ctx) - before_dp
+    # what of them each bucket has
+    shares = [s * (a.size - 1) / a.size for s, a in zip(buckets.sizes, buckets.axes, strict=True)]
     if buckets.sharded:
         buckets.gather()
     flops = 0.0
@@ -86,7 +89,14 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         optimizer_host=there if run.offload_optimizer else 0,
         sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
         sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in trained),
-        sent_dp=replicas.sent - before_dp if replicas else 0.0,
-        sent_early=sums * sum(buckets.sizes[: buckets.early]) / max(1, sum(buckets.sizes)),
+        sent_dp=_sent_to_replicas(ctx) - before_dp,
+        sent_early=sums * sum(shares[: buckets.early]) / max(1, sum(shares)),
         optimizer_flops=flops,
     )
+
+
+def _sent_to_replicas(ctx: ParallelContext) -> float:
+    """Return the bytes that were sent, until now, over the token axis and to the replicas of what
+    folded axes cut."""
+    axes = [ctx.token_axis, *(axis.replicas for axis in ctx.folded.values())]
+    return sum(axis.group.sent for axis in axes if axis.group)

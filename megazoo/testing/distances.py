@@ -154,7 +154,8 @@ def gradient_clues(gradients: dict, expected: dict, model, names: set) -> dict[s
     for name, ours, theirs in parameter_pairs(gradients, expected, model):
         if name in names:
             groups = {"tp": ctx.tp_group} if specs[name].shard is None else {}
-            groups |= {"cp": ctx.cp_group, "dp": ctx.dp_group}
+            if specs[name].replicas(ctx) is ctx.token_axis:  # else ranks may have other parts
+                groups |= {"cp": ctx.cp_group, "dp": ctx.dp_group}
             clues[name] = _clue(ours, theirs, _sums(ours, theirs, groups))
     return clues
 

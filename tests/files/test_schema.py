@@ -94,7 +94,22 @@ def named(name):
 
 
 EMBEDDING = "embedding.weight"  # [61, 32], cut along its rows
+WHOLE = {"dim": 0, "parts": [61], "units": []}
 FORGED = {
+    "an axis that is not there": (
+        shard(EMBEDDING, axis="toy"),
+        f"{EMBEDDING} is cut over toy, which the layout has not",
+    ),
+    "an axis of no name": (shard(EMBEDDING, axis="{tp}"), "shard.axis"),
+    "folded by 0": (in_place_of({"toy": 0}, "layout", "folded"), "must be an int of at least 1"),
+    "one dimension cut twice": (
+        tensor(EMBEDDING, shard=[WHOLE, WHOLE | {"axis": "toy"}]),
+        f"{EMBEDDING} is cut twice by one dim",
+    ),
+    "one axis cut twice": (
+        tensor(EMBEDDING, shard=[WHOLE, {"dim": 1, "parts": [32], "units": []}]),
+        f"{EMBEDDING} is cut twice by one axis",
+    ),
     "tp of 0": (in_place_of(0, "layout", "tp"), "layout.tp is 0: it must be an int of at least 1"),
     "tp of -1": (in_place_of(-1, "layout", "tp"), "layout.tp is -1: it must be an int"),
     "tp of True": (in_place_of(True, "layout", "tp"), "layout.tp is True: it must be an int"),
@@ -220,7 +235,7 @@ def test_a_cut_is_let_in_exactly_if_its_pieces_cover_each_element_once():
         except (AssertionError, ZeroDivisionError):
             covered = False
         try:
-            assert _elements_held("x", info, tp) == held
+            assert _elements_held("x", info, {"tp": tp}) == held
             let_in = True
         except UserError:
             let_in = False

@@ -139,8 +139,10 @@ def test_what_is_not_a_checkpoint_or_of_a_newer_format_is_refused(tmp_path):
         Checkpoint(tmp_path)
     path = save(tmp_path / "run", 1, megazoo.from_config(tiny_config()))
     manifest = json.loads((path / "megazoo.json").read_text())
-    (path / "megazoo.json").write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(UserError, match="has format 2; this megazoo reads 1: upgrade megazoo"):
+    (path / "megazoo.json").write_text(json.dumps({**manifest, "format": 3}))
+    with pytest.raises(
+        UserError, match="has format 3; this megazoo reads 1 and 2: upgrade megazoo"
+    ):
         Checkpoint(path)
 
 
