@@ -48,10 +48,15 @@ class _VocabParallel(Layer):
         self.sizes = shard.sizes_of_ranks(tp_size)
 
     @property
+    def owner(self) -> "_VocabParallel":
+        """The module whose parameter the matrix is: this one, or what it is tied to."""
+        (tied_to,) = self._tied_to
+        return self if tied_to is None else tied_to
+
+    @property
     def matrix(self) -> torch.Tensor:
         """This rank's rows: [rows, hidden]."""
-        (tied_to,) = self._tied_to
-        return self.weight if tied_to is None else tied_to.weight
+        return self.owner.weight
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""

@@ -51,7 +51,8 @@ def _features_of_rank(
 ) -> torch.Tensor | None:
     """Return the features of `whole`, [rows, sequence, features], that the rank's part of dimension
     `dim` of a module's weight is of; None if that dimension isn't cut, or is of something else."""
-    spec = getattr(module, "specs", {}).get("weight")
+    owner = getattr(module, "owner", module)  # of a head that is tied
+    spec = getattr(owner, "specs", {}).get("weight")
     if not spec or not spec.shard:
         return None
     dim = min(dim, len(spec.shape) - 1)  # the weight of a norm has one dimension, for both

@@ -66,11 +66,11 @@ def compared_in(ranks, directory: Path, reference, layout: str):
 
 
 def assert_agrees(ranks, directory: Path, reference, layout: str):
-    """The logits agree, and every module that has a twin was compared on the way: the head is not
-    called as a module, and token ids are no activation."""
+    """The logits agree, and every module that has a twin was compared on the way: token ids are no
+    activation."""
     agreement = compared_in(ranks, directory, reference, layout)
     assert agreement.passed, agreement
-    assert agreement.compared == {key for key in reference.activations if key[1] != "head"}
+    assert agreement.compared == reference.activations.keys()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -180,8 +180,8 @@ PLANTED = {
     "rows of the head": (
         "llama",
         swapped("lm_head", (7, 50)),
-        r"logits: the output differs by .* in features 7 and 50, though nothing before them does; "
-        r"other weights: rows 7 and 50 of lm_head\.weight$",
+        r"head \(lm_head\): its output differs by .* in features 7 and 50; other weights: rows 7 "
+        r"and 50 of lm_head\.weight$",
     ),
     "the norms' epsilon": (
         "llama",
