@@ -23,7 +23,8 @@ from megazoo.checkpoint.writing import (
     write_json,
     write_safetensors,
 )
-from megazoo.parallel.context import Axis, ParallelContext
+from megazoo.parallel.axes import Axis
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
 

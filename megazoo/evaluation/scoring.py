@@ -18,8 +18,8 @@ from megazoo.generate.decoding import not_finite
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.agreement import sharing_axis
+from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
-from megazoo.parallel.context import Axis
 from megazoo.parallel.failure import on_all_ranks
 from megazoo.parallel.shares import share_of
 

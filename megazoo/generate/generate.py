@@ -19,8 +19,8 @@ from megazoo.generate.settings import GenerationSettings
 from megazoo.generate.traffic import Traffic, Turn
 from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.agreement import sharing_axis
+from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
-from megazoo.parallel.context import Axis
 from megazoo.parallel.shares import share_of
 from megazoo.parallel.stages import Stage
 

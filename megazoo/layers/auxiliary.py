@@ -7,9 +7,9 @@ from contextvars import ContextVar
 import torch
 
 from megazoo.errors import UserError
+from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import Axis
 from megazoo.parallel.recompute import is_replaying
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from zlib_ng.zlib_ng import crc32
 
 from megazoo.errors import UserError
+from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce
-from megazoo.parallel.context import Axis, ParallelContext
+from megazoo.parallel.context import ParallelContext
 
 # On CUDA the first calls are compared, and then every so many: the comparison goes over the network
 # while the device computes, but the host that launches its work waits for it. A prime number, so

@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megazoo.errors import UserError
+from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_gather_shards, all_reduce, reduce_scatter_shards
-from megazoo.parallel.context import Axis, ParallelContext
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.timing import spent
 from megazoo.torch_internals import copy_each, scale_each
 

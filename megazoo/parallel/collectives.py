@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megazoo.errors import UserError
-from megazoo.parallel.context import NO_RANKS, Axis, ParallelContext
+from megazoo.parallel.axes import Axis
+from megazoo.parallel.context import NO_RANKS, ParallelContext
 from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.groups import VirtualGroup
 from megazoo.parallel.timing import spent

@@ -2,9 +2,7 @@
 
 import math
 import os
-import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -15,13 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megazoo import environment
 from megazoo.errors import UserError
-from megazoo.parallel.cpu import products
-from megazoo.parallel.device import choose_device, share_cores
+from megazoo.parallel.axes import (
+    Axis,
+    FoldedAxis,
+    ShortNames,
+    folded_into,
+    groups_of_folded,
+    joined,
+)
+from megazoo.parallel.device import choose_device
 from megazoo.parallel.ending import close_at_exit
 from megazoo.parallel.groups import (
-    CUDA_BACKENDS,
     VirtualGroup,
     allow_sockets,
     group_along,
@@ -37,6 +40,13 @@ from megazoo.parallel.sizes import (
     data_parallel_size_for,
     product_of,
 )
+from megazoo.parallel.startup import (
+    agree_on_name,
+    initialize,
+    rendezvous_errors,
+    take,
+    world_and_rank,
+)
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
 AXES = ("pp", "dp", "cp", "tp")
@@ -48,31 +58,7 @@ NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
-    """One axis of the mesh, as a rank sees it: the ranks that differ from it in this axis alone.
-
-    rank: which of the `size` ranks it is. group: through which they talk; None in a world of one.
-    Where only the axis is of size 1, the group is of this rank alone (see groups.py).
-    """
-
-    size: int
-    rank: int
-    group: dist.ProcessGroup | VirtualGroup | None
-
-
-@dataclass(frozen=True, eq=False)
-class FoldedAxis(Axis):
-    """An axis that is folded into the token axis: the ranks of that which are neighbours.
-
-    replicas: the ranks of the token axis that have the same place on this one, and so the same of
-    what is cut over it.
-    """
-
-    replicas: Axis
-
-
-@dataclass(frozen=True, eq=False)
-class ParallelContext:
+class ParallelContext(ShortNames):
     """One rank's place in the mesh of all ranks, and the groups through which it talks.
 
     tp, pp, cp, dp: the axes of the mesh. ctx.tp.size is the number of ranks along one, ctx.tp.rank
@@ -122,10 +108,11 @@ class ParallelContext:
             name: Axis(size, place[name], self._group_along(name, size, place[name]))
             for name, size in zip(AXES, self.sizes, strict=True)
         }
-        axes["token_axis"] = self._joined(axes["dp"], axes["cp"])
+        axes["token_axis"] = joined(axes["dp"], axes["cp"], self.joint_group)
         for name, axis in axes.items():
             object.__setattr__(self, name, axis)  # of a frozen dataclass
-        object.__setattr__(self, "folded", self._fold())
+        folded = folded_into(self.token_axis, self.folded_sizes, self.folded_groups)
+        object.__setattr__(self, "folded", folded)
         if self.tp.size == 1:
             object.__setattr__(self, "sequence_parallel", False)
 
@@ -172,7 +159,7 @@ class ParallelContext:
         check_timeout(timeout)
         tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
         check_sizes(tp, pp, cp, virtual_pipeline_size, data_parallel_size)
-        world, rank = _world_and_rank()
+        world, rank = world_and_rank()
         dp = data_parallel_size_for(world, tp, pp, data_parallel_size, cp)
         here = cls.virtual(
             tp,
@@ -190,13 +177,13 @@ class ParallelContext:
         device = choose_device(device)
         if sequence_parallel is None:
             here = replace(here, sequence_parallel=device.type == "cuda")
-        _take(device)
+        take(device)
         allow_sockets(world)
         if initialized := not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ:
                 return replace(here, device=device)
             with rendezvous_errors():
-                _initialize(device, world, timeout)
+                initialize(device, world, timeout)
         context = here._connected(device, timeout)
         groups = [context.joint_group, *(axis.group for axis in context.axes)]
         groups += chain.from_iterable(context.folded_groups)
@@ -211,12 +198,15 @@ class ParallelContext:
         if self.dp_size > 1 and self.cp_size > 1:
             dim = AXES.index("dp")
             joint = group_along(dim, ranks.flatten(dim, dim + 1), device, timeout)
-        folded = tuple(self._groups_folded(size, device, timeout) for _, size in self.folded_sizes)
+        flat = ranks.view(self.pp_size, self.token_axis.size, self.tp_size)
+        folded = tuple(
+            groups_of_folded(flat, size, device, timeout) for _, size in self.folded_sizes
+        )
         if device.type == "cuda":
             others = [*([joint] if joint else []), *chain.from_iterable(folded)]
             warm_up([*groups, *others], groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        name = _agree(self.rank, device)
+        name = agree_on_name(self.rank, device)
         return replace(
             self,
             device=device,
@@ -226,15 +216,6 @@ class ParallelContext:
             name=name,
             timeout=timeout,
         )
-
-    def _groups_folded(
-        self, size: int, device: torch.device, timeout: timedelta
-    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Make the groups along a folded axis and along its replicas; return this rank's."""
-        token = self.token_axis.size
-        ranks = torch.arange(self.world_size).view(self.pp_size, token // size, size, self.tp_size)
-        replicas, along = groups_of(ranks, device, timeout)[1:3]
-        return along, replicas
 
     @classmethod
     def virtual(
@@ -286,54 +267,6 @@ class ParallelContext:
     def axes(self) -> tuple[Axis, ...]:
         """All axes, in the order of AXES: what is reduced over each of them is over the world."""
         return tuple(getattr(self, name) for name in AXES)
-
-    @property
-    def tp_size(self) -> int:
-        return self.tp.size
-
-    @property
-    def tp_rank(self) -> int:
-        return self.tp.rank
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self.tp.group
-
-    @property
-    def pp_size(self) -> int:
-        return self.pp.size
-
-    @property
-    def pp_rank(self) -> int:
-        return self.pp.rank
-
-    @property
-    def pp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self.pp.group
-
-    @property
-    def cp_size(self) -> int:
-        return self.cp.size
-
-    @property
-    def cp_rank(self) -> int:
-        return self.cp.rank
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self.cp.group
-
-    @property
-    def dp_size(self) -> int:
-        return self.dp.size
-
-    @property
-    def dp_rank(self) -> int:
-        return self.dp.rank
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
-        return self.dp.group
 
     @cached_property
     def cp_as_dp(self) -> "ParallelContext":
@@ -415,28 +348,6 @@ class ParallelContext:
             return VirtualGroup(size, rank) if size > 1 else None
         return self.mesh.get_group(name)
 
-    def _joined(self, dp: Axis, cp: Axis) -> Axis:
-        """Return dp and cp as one axis. Its rank is that in the mesh, where cp is next to dp."""
-        if cp.size == 1 or dp.size == 1:
-            return dp if cp.size == 1 else cp
-        size, rank = dp.size * cp.size, dp.rank * cp.size + cp.rank
-        return Axis(size, rank, self.joint_group or VirtualGroup(size, rank))
-
-    def _fold(self) -> dict[str, FoldedAxis]:
-        """Return the axes that are folded into the token axis, whose fastest ranks they are."""
-        folded = {}
-        for number, (name, size) in enumerate(self.folded_sizes):
-            replicas, (replica, rank) = (
-                self.token_axis.size // size,
-                divmod(self.token_axis.rank, size),
-            )
-            groups = VirtualGroup(size, rank), VirtualGroup(replicas, replica)
-            if self.folded_groups:
-                groups = self.folded_groups[number]
-            others = Axis(replicas, replica, groups[1])
-            folded[name] = FoldedAxis(size, rank, groups[0], others)
-        return folded
-
     def __enter__(self) -> "ParallelContext":
         _ambient.set((*_ambient.get(), self))
         return self
@@ -465,58 +376,3 @@ _ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar(
 def current_context() -> ParallelContext:
     """Return the context of the innermost `with ctx:`, or the world of one."""
     return _ambient.get()[-1]
-
-
-@contextmanager
-def rendezvous_errors():
-    """Raise UserError if the ranks do not find each other within this block."""
-    try:
-        yield
-    except dist.DistError as error:
-        where = " ".join(
-            f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")
-        )
-        raise UserError(
-            f"rank {environment.rank()} of {environment.world_size()} did not meet the others at "
-            f"{where}: {str(error).splitlines()[0]}",
-            exit_code=1,
-        ) from error
-
-
-def _world_and_rank() -> tuple[int, int]:
-    """Return the size of the world, and this rank, as torch.distributed or the launcher says."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return environment.world_size(), environment.rank()
-
-
-def _take(device: torch.device) -> None:
-    """Make a device this rank's; of the CPU, its share of the cores."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        share_cores()
-
-
-def _initialize(device: torch.device, world: int, timeout: timedelta) -> None:
-    """Initialise torch.distributed: gloo for CPU tensors, NCCL for those of a GPU.
-
-    NCCL is told this rank's device: it then connects the world here, where all ranks are, and makes
-    each other group out of the world's. In a world of one rank it has nothing to connect.
-    """
-    if device.type == "cpu":
-        dist.init_process_group("gloo", timeout=timeout)
-        return
-    bound = {"device_id": device} if world > 1 else {}
-    dist.init_process_group(CUDA_BACKENDS, timeout=timeout, **bound)
-
-
-def _agree(rank: int, device: torch.device) -> str:
-    """Return a name for a context, the same on all ranks; and have all follow rank 0 in how CPUs
-    multiply."""
-    measures = rank == 0 and device.type == "cpu"
-    told = [uuid.uuid4().hex, products.verdicts() if measures else None]
-    dist.broadcast_object_list(told)
-    name, verdict = told
-    products.follow(verdict)
-    return name

@@ -7,7 +7,8 @@ from itertools import product
 from typing import NamedTuple
 
 from megazoo.errors import UserError
-from megazoo.parallel.context import Axis, ParallelContext
+from megazoo.parallel.axes import Axis
+from megazoo.parallel.context import ParallelContext
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
 # Where a rank lies along axes over which parameters are cut: (size, rank), by the axis's name. One

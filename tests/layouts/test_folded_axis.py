@@ -205,12 +205,13 @@ def test_its_shards_are_cut_anew_for_tp(ranks, tmp_path):
 
 
 def test_it_is_planned():
-    layers, stack = 3, 4 * 6 * 32  # parameters of a layer's matrices
-    alone = plan(config())
+    layers, stack = 3, 4 * 64 * 32  # parameters of a layer's matrices: a third of all
+    wide = config(features=64)
+    alone = plan(wide)
     (rank,), rest = alone.ranks, alone.parameters - layers * stack
     assert rank.parameters == alone.parameters
     for zero in (0, 1):
-        told = plan(config(), {"dp": 4, "folded": {"toy": 2}, "zero": zero})
+        told = plan(wide, {"dp": 4, "folded": {"toy": 2}, "zero": zero})
         (rank,) = told.ranks
         mine = layers * stack // 2
         assert told.parameters == alone.parameters

@@ -51,7 +51,7 @@ def after_rank_zero(work: Callable[[], None]):
     """
     import torch.distributed as dist
 
-    from megazoo.parallel.context import rendezvous_errors
+    from megazoo.parallel.startup import rendezvous_errors
 
     if world_size() == 1 or dist.is_initialized():
         if is_rank_zero():

@@ -109,7 +109,7 @@ def asked_on(device):
     mesh, groups_of = DeviceMesh.from_group, context_module.groups_of
     with (
         mock.patch(name + "choose_device", return_value=torch.device(device)),
-        mock.patch(name + "_take"),
+        mock.patch(name + "take"),
         mock.patch(name + "warm_up"),
         mock.patch(name + "groups_of", lambda ranks, _, timeout: groups_of(ranks, CPU, timeout)),
         mock.patch.object(

@@ -1,0 +1,130 @@
+"""The axes of the mesh as a rank sees them, and those that are derived from dp and cp."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megazoo.parallel.groups import VirtualGroup, groups_of
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the mesh, as a rank sees it: the ranks that differ from it in this axis alone.
+
+    rank: which of the `size` ranks it is. group: through which they talk; None in a world of one.
+    Where only the axis is of size 1, the group is of this rank alone (see groups.py).
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | VirtualGroup | None
+
+
+@dataclass(frozen=True, eq=False)
+class FoldedAxis(Axis):
+    """An axis that is folded into the token axis: the ranks of that which are neighbours.
+
+    replicas: the ranks of the token axis that have the same place on this one, and so the same of
+    what is cut over it.
+    """
+
+    replicas: Axis
+
+
+class ShortNames:
+    """The short names of the axes of a context: tp_size for tp.size, and so on."""
+
+    tp: Axis
+    pp: Axis
+    cp: Axis
+    dp: Axis
+
+    @property
+    def tp_size(self) -> int:
+        return self.tp.size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp.rank
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self.tp.group
+
+    @property
+    def pp_size(self) -> int:
+        return self.pp.size
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp.rank
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self.pp.group
+
+    @property
+    def cp_size(self) -> int:
+        return self.cp.size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.cp.rank
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self.cp.group
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp.size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.rank
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+        return self.dp.group
+
+
+def joined(dp: Axis, cp: Axis, group: dist.ProcessGroup | None) -> Axis:
+    """Return dp and cp as one axis. Its rank is that in the mesh, where cp is next to dp. group: of
+    its ranks, where both have several; None in a virtual context."""
+    if cp.size == 1 or dp.size == 1:
+        return dp if cp.size == 1 else cp
+    size, rank = dp.size * cp.size, dp.rank * cp.size + cp.rank
+    return Axis(size, rank, group or VirtualGroup(size, rank))
+
+
+def folded_into(
+    token: Axis,
+    sizes: Iterable[tuple[str, int]],
+    groups: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...],
+) -> dict[str, FoldedAxis]:
+    """Return the axes that are folded into the token axis, whose fastest ranks they are.
+
+    sizes: their names and sizes. groups: along each, and of its replicas; none in a virtual
+    context.
+    """
+    folded = {}
+    for number, (name, size) in enumerate(sizes):
+        count, (replica, rank) = token.size // size, divmod(token.rank, size)
+        group, of_replicas = VirtualGroup(size, rank), VirtualGroup(count, replica)
+        if groups:
+            group, of_replicas = groups[number]
+        folded[name] = FoldedAxis(size, rank, group, Axis(count, replica, of_replicas))
+    return folded
+
+
+def groups_of_folded(
+    ranks: torch.Tensor, size: int, device: torch.device, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the groups along a folded axis and along its replicas; return this rank's. Every rank
+    calls it. ranks: of the world, [pp, token axis, tp]."""
+    pp, token, tp = ranks.shape
+    replicas, along = groups_of(ranks.view(pp, token // size, size, tp), device, timeout)[1:3]
+    return along, replicas

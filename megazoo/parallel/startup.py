@@ -1,0 +1,70 @@
+"""How a rank starts: it finds the others, initialises torch.distributed and takes its device."""
+
+import os
+import uuid
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megazoo import environment
+from megazoo.errors import UserError
+from megazoo.parallel.cpu import products
+from megazoo.parallel.device import share_cores
+from megazoo.parallel.groups import CUDA_BACKENDS
+
+
+@contextmanager
+def rendezvous_errors():
+    """Raise UserError if the ranks do not find each other within this block."""
+    try:
+        yield
+    except dist.DistError as error:
+        where = " ".join(
+            f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")
+        )
+        raise UserError(
+            f"rank {environment.rank()} of {environment.world_size()} did not meet the others at "
+            f"{where}: {str(error).splitlines()[0]}",
+            exit_code=1,
+        ) from error
+
+
+def world_and_rank() -> tuple[int, int]:
+    """Return the size of the world, and this rank, as torch.distributed or the launcher says."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return environment.world_size(), environment.rank()
+
+
+def take(device: torch.device) -> None:
+    """Make a device this rank's; of the CPU, its share of the cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        share_cores()
+
+
+def initialize(device: torch.device, world: int, timeout: timedelta) -> None:
+    """Initialise torch.distributed: gloo for CPU tensors, NCCL for those of a GPU.
+
+    NCCL is told this rank's device: it then connects the world here, where all ranks are, and makes
+    each other group out of the world's. In a world of one rank it has nothing to connect.
+    """
+    if device.type == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    bound = {"device_id": device} if world > 1 else {}
+    dist.init_process_group(CUDA_BACKENDS, timeout=timeout, **bound)
+
+
+def agree_on_name(rank: int, device: torch.device) -> str:
+    """Return a name for a context, the same on all ranks; and have all follow rank 0 in how CPUs
+    multiply."""
+    measures = rank == 0 and device.type == "cpu"
+    told = [uuid.uuid4().hex, products.verdicts() if measures else None]
+    dist.broadcast_object_list(told)
+    name, verdict = told
+    products.follow(verdict)
+    return name
