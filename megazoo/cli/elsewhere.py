@@ -1,12 +1,13 @@
 """Flags of Megatron-LM, of transformers' Trainer, and of torchtitan, and what they are here."""
 
-# Theirs -> what to write instead. torchtitan's have a section and a dot.
+# Theirs -> what to write instead; in brackets, where the value means something else. Flags of
+# torchtitan have a section and a dot.
 MEGATRON = {
     "tensor-model-parallel-size": "--tp",
     "pipeline-model-parallel-size": "--pp",
     "context-parallel-size": "--cp",
     "num-virtual-stages-per-pipeline-rank": "--virtual-pp",
-    "num-layers-per-virtual-pipeline-stage": "--virtual-pp",
+    "num-layers-per-virtual-pipeline-stage": "--virtual-pp (stages a rank)",
     "use-distributed-optimizer": "--zero 1",
     "optimizer-cpu-offload": "--offload-optimizer",
     "num-layers": "--layers",
@@ -17,12 +18,12 @@ MEGATRON = {
     "hidden-dropout": "--dropout",
     "attention-dropout": "--dropout",
     "train-iters": "--steps",
-    "train-samples": "--steps",
+    "train-samples": "--steps (samples / global-batch-size)",
     "eval-iters": "--eval-steps",
     "lr-decay-style": "--lr-schedule",
     "lr-decay-iters": "--lr-decay-steps",
     "lr-warmup-iters": "--warmup-steps",
-    "lr-warmup-fraction": "--warmup-steps",
+    "lr-warmup-fraction": "--warmup-steps (steps, not a share)",
     "adam-beta1": "--beta1",
     "adam-beta2": "--beta2",
     "muon-momentum-beta": "--muon-momentum",
@@ -47,12 +48,12 @@ TRAINER = {
     "resume-from-checkpoint": "--load",
     "output-dir": "--save",
     "per-device-train-batch-size": "--micro-batch-size",
-    "gradient-accumulation-steps": "--global-batch-size",
+    "gradient-accumulation-steps": "--global-batch-size (micro-batch-size x dp x accumulation)",
     "learning-rate": "--lr",
     "max-steps": "--steps",
     "num-train-epochs": "--epochs",
     "lr-scheduler-type": "--lr-schedule",
-    "warmup-ratio": "--warmup-steps",
+    "warmup-ratio": "--warmup-steps (steps, not a share)",
     "max-grad-norm": "--clip-grad",
     "logging-steps": "--log-interval",
     "save-steps": "--save-interval",
@@ -60,7 +61,7 @@ TRAINER = {
     "gradient-checkpointing": "--recompute full",
     "torch-compile": "--compile",
     "train-file": "--data",
-    "dataset-name": "--data",
+    "dataset-name": "--data (files)",
     "block-size": "--seq-length",
     "max-seq-length": "--seq-length",
     "dataloader-num-workers": "--data-workers",
@@ -74,11 +75,11 @@ TORCHTITAN = {
     "parallelism.tensor-parallel-degree": "--tp",
     "parallelism.pipeline-parallel-degree": "--pp",
     "parallelism.context-parallel-degree": "--cp",
-    "parallelism.data-parallel-shard-degree": "--zero",
+    "parallelism.data-parallel-shard-degree": "--zero 1",
     "parallelism.pipeline-parallel-schedule": "--schedule",
     "training.steps": "--steps",
     "training.seq-len": "--seq-length",
-    "training.local-batch-size": "--micro-batch-size",
+    "training.local-batch-size": "--micro-batch-size and --global-batch-size",
     "training.global-batch-size": "--global-batch-size",
     "training.max-norm": "--clip-grad",
     "training.mixed-precision-param": "--dtype",
@@ -90,7 +91,7 @@ TORCHTITAN = {
     "checkpoint.interval": "--save-interval",
     "compile.enable": "--compile",
     "metrics.log-freq": "--log-interval",
-    "profiling.enable-profiling": "--profile",
+    "profiling.enable-profiling": "--profile DIR",
 }
 KNOWN = {**TORCHTITAN, **TRAINER, **MEGATRON}
 

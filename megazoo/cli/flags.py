@@ -231,10 +231,12 @@ def _with_values(arguments: list[str], kinds: dict) -> list[str]:
         flag = flag_of(argument) if argument.startswith("--") else ""
         if not flag:
             words.append(_spelled_out(argument, kinds.get(name)))
+            name = ""  # a dtype is one word
             continue
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
         given, equals, value = argument.partition("=")
         words.append(given + equals + _spelled_out(value, kinds.get(name)))
+        name = "" if equals else name
         if get_args(kinds.get(name))[:1] == (bool | None,) and "=" not in argument:
             if flag.startswith("--no-"):
                 words[-1:] = [flag.replace("--no-", "--", 1), "False"]

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazoo.cli.elsewhere import instead_of
 from megazoo.cli.flags import (
     flag_of,
     parse_flags,
@@ -202,7 +203,8 @@ def _toml_settings(file: str) -> tuple[dict, bool]:
         raise UserError(f"--config {file} is not TOML: {error}") from error
     for key, value in settings.items():
         if key not in known:
-            raise UserError(f"{file}: unknown key {key}{nearest(key, known)}")
+            hint = instead_of(flag_of(key), set(map(flag_of, known))) or nearest(key, known)
+            raise UserError(f"{file}: unknown key {key}{hint}")
         several = isinstance(value, list) and not isinstance(known[key], tuple)
         if isinstance(value, dict) or several:
             words = several and all(isinstance(each, str) for each in value)

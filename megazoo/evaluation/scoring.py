@@ -74,6 +74,7 @@ def of_every_row(
     rows, fp64 [rows, columns], on the last stage. UserError if they are not finite.
     """
     model.ctx.require_ranks()
+    model.ctx.require_no_folded("scoring")
     sharing = sharing_axis(model.ctx, batch.input_ids, batch.targets)
     with using_context(model, model.ctx.cp_as_dp):
         return _of_every_row(model, batch, columns, of_rows, sharing)

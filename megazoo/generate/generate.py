@@ -36,6 +36,7 @@ def generate(
 ) -> torch.Tensor:
     """Generate as `Model.generate` says. model: a `megazoo.models.base.Model`."""
     model.ctx.require_ranks()
+    model.ctx.require_no_folded("generation")
     if (placement := model.ctx.placement.name) != "loop":
         raise UserError(
             f"generation needs placement loop, not {placement}: save the model, and load it with a "

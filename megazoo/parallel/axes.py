@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megazoo.parallel.groups import VirtualGroup, groups_of
+from megazoo.parallel.groups import VirtualGroup, group_along, solitary_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,5 +126,10 @@ def groups_of_folded(
     """Make the groups along a folded axis and along its replicas; return this rank's. Every rank
     calls it. ranks: of the world, [pp, token axis, tp]."""
     pp, token, tp = ranks.shape
-    replicas, along = groups_of(ranks.view(pp, token // size, size, tp), device, timeout)[1:3]
+    ranks = ranks.view(pp, token // size, size, tp)
+    alone = solitary_group(timeout) if 1 in ranks.shape[1:3] else None
+    replicas, along = (
+        alone if ranks.shape[dim] == 1 else group_along(dim, ranks, device, timeout)
+        for dim in (1, 2)
+    )
     return along, replicas

@@ -306,6 +306,15 @@ class ParallelContext(ShortNames):
         if self.world_size > 1 and self.mesh is None:
             raise UserError(NO_RANKS)
 
+    def require_no_folded(self, what: str) -> None:
+        """Raise UserError if axes are folded into dp x cp: in `what`, replicas with such an axis
+        between them would not run layers equally often."""
+        if names := [name for name, axis in self.folded.items() if axis.size > 1]:
+            raise UserError(
+                f"{what} does not take axes that are folded into dp x cp, here {', '.join(names)}: "
+                "save the model, and load it in a context without them"
+            )
+
     @property
     def stage_count(self) -> int:
         """The stages of the whole pipeline."""

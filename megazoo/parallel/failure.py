@@ -152,6 +152,8 @@ class _Call:
         self.axes = tuple(name for name in AXES[::-1] if not (in_replica and name == "dp"))
         self.groups = [ctx.axis(name).group for name in self.axes]
         self.groups += [] if in_replica else [dist.group.WORLD, ctx.token_axis.group]
+        for folded in ctx.folded.values():  # over which layers communicate
+            self.groups += [folded.group, folded.replicas.group]
         # Keys of the store, which may be older than this context, and have seen others with as many
         # calls.
         scope = f"megazoo/{ctx.name}" + (f"/replica {ctx.dp_rank}" if in_replica else "")

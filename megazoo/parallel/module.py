@@ -16,7 +16,7 @@ from torch import nn
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.compile import untraced
-from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.context import AXES, ParallelContext, current_context
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import Box, ParameterSpec, Piece
@@ -140,6 +140,12 @@ class NamedParameter:
 def _check_folded_cuts(name: str, spec: ParameterSpec, ctx: ParallelContext) -> None:
     """Raise UserError unless the ranks of each folded axis have equal parts of a parameter: with
     others their buckets of gradients would not be alike, nor leave in the same order."""
+    for shard in spec.shards:
+        if shard.axis in {*AXES, "token_axis"} - {"tp"}:
+            raise UserError(
+                f"{name} is cut over {shard.axis}: a parameter is cut over tp, or over an axis "
+                "that is folded into dp x cp"
+            )
     cuts = [shard for shard in spec.shards if shard.axis in ctx.folded]
     for shard in cuts:
         size = ctx.folded[shard.axis].size

@@ -5,7 +5,7 @@ import pytest
 from megazoo import UserError
 from megazoo.cli.elsewhere import KNOWN, MEGATRON, TORCHTITAN, TRAINER
 from megazoo.cli.flags import flag_of, parse_flags, settings_of
-from megazoo.cli.options import Options
+from megazoo.cli.options import ConversionOptions, Options
 from megazoo.cli.parsing import CommandLine
 from tools import plan
 
@@ -18,7 +18,7 @@ def test_every_flag_of_another_trainer_names_one_of_ours():
         assert flag_of(theirs) not in FLAGS, theirs
         words = ours.split()
         assert words[0] in FLAGS, ours
-        if len(words) == 2:  # a value that is one of its choices
+        if len(words) == 2:  # with a value that it takes
             parse_flags(Options, words, "")
         with pytest.raises(UserError, match=f"unknown flag --{theirs}; write {words[0]}"):
             parse_flags(Options, [f"--{theirs.replace('-', '_')}", "1"], "")
@@ -39,5 +39,8 @@ def test_short_names_of_dtypes_are_taken(short, full, tmp_path):
     (tmp_path / "run.toml").write_text(f'dtype = "{short}"\n')
     for words in (["--dtype", short], [f"--dtype={short}"], ["--config", f"{tmp_path}/run.toml"]):
         assert CommandLine.read(words, "").options().training.dtype == full
-    # what is no dtype stays as it is
+    # what is no dtype stays as it is, also after one
+    for words in (["--dtype", short, short, "out"], [f"--dtype={short}", short, "out"]):
+        options = parse_flags(ConversionOptions, words, "")
+        assert (options.source.name, options.output.name, options.dtype) == (short, "out", full)
     assert parse_flags(Options, ["--save", short], "").checkpoint.save.name == short
