@@ -65,7 +65,17 @@ class CommandLine:
         return self.flags | self.file.keys()
 
     def options(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
-        """Return all settings, with what follows from others filled in.
+        """Return all settings, with what follows from others filled in, and their relations
+        checked. The arguments are those of `merged`."""
+        options = self.merged(resumed, origin)
+        if options.optimizer.min_lr is None:
+            options.optimizer.min_lr = options.optimizer.lr / 10
+        check_values(options)
+        settle_steps(options)
+        return options
+
+    def merged(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
+        """Return the settings as they are given, with defaults.
 
         resumed: `settings_to_resume` of the run that is resumed, below those that are given.
         origin: the file that has them, for errors.
@@ -78,10 +88,6 @@ class CommandLine:
         options = with_settings(self.parsed, {n: below[n] for n in below.keys() - above})
         if options.data.mock_data:
             options.data.data = ("mock",)
-        if options.optimizer.min_lr is None:
-            options.optimizer.min_lr = options.optimizer.lr / 10
-        check_values(options)
-        settle_steps(options)
         return options
 
     def _below_flags(self, resumed: dict) -> dict:

@@ -50,18 +50,20 @@ def resolve(arguments: list[str], description: str) -> Settings:
     UserError as from `CommandLine`, `run_file`, `open_weights` and `resumed_state`.
     """
     line = CommandLine.read(arguments, description)
-    options = line.options()
+    options = line.merged()  # what they have to do with each other depends on the checkpoint's
+    if not options.checkpoint.load:
+        line.options()
     save = options.checkpoint.save
     if restarts() and save and has_checkpoint(save):
         _go_on(line, flag_to_go_on(options))
-        options = line.options()
+        options = line.merged()
     if options.model.import_:
         run_file(options.model.import_)
     weights = open_weights(options)
     resumed = weights.resumed(options)
     state = resumed_state(resumed)
-    if resumed:
-        options = line.options(state["settings"], str(resumed.path / TRAINER))
+    origin = str(resumed.path / TRAINER) if resumed else "the checkpoint"
+    options = line.options(state["settings"], origin)
     return Settings(line.words, options, line.given, weights, resumed is not None, state)
 
 

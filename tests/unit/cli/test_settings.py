@@ -11,6 +11,7 @@ import torch
 
 import megazoo
 import pretrain_gpt
+from megazoo.cli import settings
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options, ShardingOptions
 from megazoo.cli.parsing import CommandLine, each_once
@@ -360,3 +361,16 @@ def test_more_ranks_than_cuda_devices_are_refused_before_they_start():
         "",
         f"pretrain_gpt.py: error: {message}\n",
     )
+
+
+def test_what_is_given_is_checked_with_what_the_resumed_run_has(monkeypatch, tmp_path):
+    """More steps of warm-up than a new run has steps, and fewer than this one."""
+    kept = settings_to_resume(CommandLine.read(["--steps", "2000"]).options())
+    state = {"step": 1, "consumed_samples": 8, "consumed_tokens": 64, "settings": kept}
+    resumed = SimpleNamespace(path=tmp_path, trainer=state)
+    opened = SimpleNamespace(resumed=lambda options: resumed)
+    monkeypatch.setattr(settings, "open_weights", lambda options: opened)
+    given = ["--load", str(tmp_path), "--warmup-steps", "500"]
+    assert settings.resolve(given, "").options.training.steps == 2000
+    with pytest.raises(UserError, match="warmup-steps 2500 exceeds the 2000 steps"):
+        settings.resolve([*given[:-1], "2500"], "")
