@@ -1,4 +1,4 @@
-"""The auxiliary losses of a run: over how many labels and rows they are means, and their values."""
+"""The auxiliary losses of a run: the counts that they are means over, and their values."""
 
 import torch
 

@@ -119,8 +119,9 @@ class MicroBatch:
         return self.cache.position if self.cache and not self.cache.in_prompt else None
 
     def is_token(self, ctx: ParallelContext) -> torch.Tensor:
-        """Return which activations of a layer on this rank are tokens, and not padding, whoever has
-        padded: bool [batch, this rank's part under context and sequence parallelism]."""
+        """Return which activations of a layer on this rank are of tokens: False for padding of the
+        batch, and for padding that the layout adds. bool [batch, this rank's part of the sequence
+        under context and sequence parallelism]."""
         if self.cut is None:
             places = torch.arange(self.shape[1], device=ctx.device)
         else:

@@ -86,7 +86,7 @@ def run_pipeline(
     The mean is over labelled tokens, not over micro-batches' means: with labels spread unevenly the
     two differ, and only the first is independent of the layout.
     """
-    ctx, last = model.ctx, model.stages[-1].last
+    ctx = model.ctx
     others = (ctx.token_axis if global_batch else ctx.cp).group
     labelled = count_labels(model, batches, others)
     order = schedule or FORWARD_ONLY[ctx.placement.name]
@@ -116,13 +116,19 @@ def run_pipeline(
                 run.backward(item)
     run.wait_for_sends()
     report(model, run.auxiliary)
+    return _result(run, labelled, others)
+
+
+def _result(run: "PipelineRun", labelled: torch.Tensor, group) -> Result:
+    """Add up the losses of all micro-batches and of the ranks of a group, and give every stage the
+    sum. labelled: the labels that it is a mean over."""
+    ctx = run.ctx
     loss = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    if last:
+    if run.model.stages[-1].last:
         loss += sum(run.losses) if run.losses else torch.nan
-        all_reduce(loss, others)
-    loss, labelled = broadcast_from_stage(
-        torch.stack([loss, labelled]), ctx.placement.last_rank, ctx
-    )
+        all_reduce(loss, group)
+    sums = torch.stack([loss, labelled])
+    loss, labelled = broadcast_from_stage(sums, ctx.placement.last_rank, ctx)
     return Result(loss.float(), labelled, torch.cat(run.collected) if run.collected else None)
 
 
@@ -167,8 +173,8 @@ class PipelineRun:
         self.stages = {stage.index: stage for stage in model.stages}
         engine = getattr(model, "engine", None)
         self.first_trained_stage = engine.first_trained_stage if engine else 0
-        # by the action that consumes it: what is received, and the work to wait for, which is None
-        # of what another stage of this rank has made
+        # by the action that consumes it: what is received, and the work to wait for; no work if
+        # another stage of this rank has made it
         self.arrived: dict[Action, tuple] = {}
         # by the action, of another rank, that consumes it
         self.leaving: dict[Action, torch.Tensor] = {}

@@ -3,7 +3,7 @@
 Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it is in a plain
 process.
 
-What the rest of megazoo asks of a layer, it declares: see `Layer`, and so can one of your own.
+A layer, custom ones included, declares what other parts of megazoo need to know of it: see `Layer`.
 """
 
 from megazoo.layers.alibi import ALiBi, alibi_bias, alibi_slopes

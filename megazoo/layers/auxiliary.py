@@ -16,8 +16,8 @@ from megazoo.parallel.recompute import is_replaying
 class AuxiliaryLosses:
     """The auxiliary losses of one run of micro-batches.
 
-    names: what any layer of the model declares. labels, rows: how many the mean is over. scale: the
-    gradient of the run's loss, which whoever runs backward sets before.
+    names: those that layers of the model declare. labels, rows: the counts that means are over.
+    scale: the gradient of the run's loss; `set_scale` is called before backward.
     """
 
     def __init__(self, names: Iterable[str], labels: torch.Tensor, rows: torch.Tensor):
@@ -40,7 +40,7 @@ class AuxiliaryLosses:
         return _Attached.apply(x, total, self, self.counts[over])
 
     def set_scale(self, scale: float | torch.Tensor) -> None:
-        """Say what the gradient of the run's loss is, before its backward goes on."""
+        """Set the gradient of the run's loss, before backward reaches the layers."""
         self.scale = scale
 
     def reduced(self, axes: Iterable[Axis]) -> dict[str, torch.Tensor]:

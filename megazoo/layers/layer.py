@@ -1,4 +1,4 @@
-"""What the rest of megazoo asks of a layer, and how a layer declares it."""
+"""The base class of layers, and what a layer declares to other parts of megazoo."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -25,7 +25,7 @@ TYPES = {
 class Layer(ShardedModule):
     """The base class of all layers: a ShardedModule that declares what the rest asks of it.
 
-    Declared of a class's forward, so that a subclass with a forward of its own declares it anew:
+    Class attributes that describe the forward. A subclass that overrides forward repeats them:
 
     context_parallel: the layer is right with a context-parallel rank's part of a sequence: an
         attention that looks across the ranks, or a layer in which no token looks at another. A
@@ -37,7 +37,7 @@ class Layer(ShardedModule):
     same_input: the modules within all have the layer's input, none another's output;
         `flops_per_token` asks which of them pass a gradient on.
 
-    Set by a layer when it is made:
+    Attributes that a layer sets in __init__:
 
     score_features: features over which queries and keys are multiplied, of all tp ranks together;
         `flops_per_token` counts them, and asks no module inside one that declares it. 0 if the cost
@@ -78,8 +78,8 @@ def declared(module: nn.Module, name: str):
 
 @cache
 def _declared_by(cls: type, name: str):
-    """Return what a class declares of its forward: what a class above it with another forward
-    declares does not count."""
+    """Return what a class declares. Declarations of a base class whose forward is overridden do not
+    count."""
     for names in map(vars, cls.__mro__):
         if isinstance(names.get(name), TYPES[name]):
             return names[name]

@@ -89,9 +89,9 @@ def multiply(
 
 
 def _products(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> tuple:
-    linear = linear_for(x, weights[0])
     first, *others = weights
-    return linear(x, first, bias), *(linear_for(x, each)(x, each, None) for each in others)
+    more = (linear_for(x, weight)(x, weight, None) for weight in others)
+    return linear_for(x, first)(x, first, bias), *more
 
 
 def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weights) -> tuple:

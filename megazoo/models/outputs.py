@@ -125,6 +125,13 @@ class OutputHead:
     ctx: ParallelContext
     task: LanguageModeling | SequenceClassification
 
+    def chunked_loss(
+        self, x: torch.Tensor, batch: MicroBatch, factor: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the loss without all outputs at once; None if the head has no such way, or it
+        saves no memory. The arguments are those of `loss`."""
+        return None
+
     @property
     def settings(self) -> dict[str, float | None]:
         """What must be equal on the ranks of the last stage, by names for messages."""
@@ -168,6 +175,10 @@ class OutputHead:
         of a micro-batch, which is multiplied by its label_count. factor: what the gradient of this
         sum will be, if its backward comes next.
         """
+        if outputs is None and loss_fn is None:
+            loss = self.chunked_loss(x, batch, factor)
+            if loss is not None:
+                return loss
         outputs = self.outputs(x, batch) if outputs is None else outputs
         if loss_fn:
             return self._loss_by(loss_fn, outputs, batch)
@@ -268,29 +279,16 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
     def loss_sum(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return self.token_losses(outputs, batch).sum()
 
-    def loss(
-        self,
-        x: torch.Tensor,
-        batch: MicroBatch,
-        factor: torch.Tensor | None = None,
-        *,
-        outputs: torch.Tensor | None = None,
-        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        if outputs is None and loss_fn is None and self._takes_pieces(batch, factor):
-            factor = factor if torch.is_grad_enabled() else None
-            return self.loss_in_pieces(x, batch.targets, factor, self.terms)
-        return super().loss(x, batch, factor, outputs=outputs, loss_fn=loss_fn)
-
-    def _takes_pieces(self, batch: MicroBatch, factor: torch.Tensor | None) -> bool:
-        """Return whether the loss takes less memory in pieces, and can be made so: its gradient has
-        to be known, and nothing on the way to it may be a user's own."""
+    def chunked_loss(
+        self, x: torch.Tensor, batch: MicroBatch, factor: torch.Tensor | None
+    ) -> torch.Tensor | None:
         differentiated = torch.is_grad_enabled()
-        if not self._may_take_pieces():
-            return False
-        if differentiated and factor is None:
-            return False
-        return self.pieces_save_memory(batch.shape[0] * batch.shape[1], differentiated)
+        if (differentiated and factor is None) or not self._may_take_pieces():
+            return None
+        if not self.pieces_save_memory(batch.shape[0] * batch.shape[1], differentiated):
+            return None
+        factor = factor if differentiated else None
+        return self.loss_in_pieces(x, batch.targets, factor, self.terms)
 
     def _may_take_pieces(self) -> bool:
         """Return whether nothing that the loss in pieces would leave out is overridden, on the head

@@ -177,14 +177,19 @@ class ParallelContext(ShortNames):
         device = choose_device(device)
         if sequence_parallel is None:
             here = replace(here, sequence_parallel=device.type == "cuda")
+        return here._started(device, timeout)
+
+    def _started(self, device: torch.device, timeout: timedelta) -> "ParallelContext":
+        """Return this context on a device, with torch.distributed started where it is not, and
+        closed at the end of the process."""
         take(device)
-        allow_sockets(world)
+        allow_sockets(self.world_size)
         if initialized := not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ:
-                return replace(here, device=device)
+                return replace(self, device=device)
             with rendezvous_errors():
-                initialize(device, world, timeout)
-        context = here._connected(device, timeout)
+                initialize(device, self.world_size, timeout)
+        context = self._connected(device, timeout)
         groups = [context.joint_group, *(axis.group for axis in context.axes)]
         groups += chain.from_iterable(context.folded_groups)
         close_at_exit(context.name, initialized, [group for group in groups if group])

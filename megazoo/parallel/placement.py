@@ -11,10 +11,9 @@ PLACEMENTS = ("loop", "v")
 class Placement:
     """Where the stages of a pipeline lie; they are numbered in the order of the forward.
 
-    name: "loop" deals them out to the ranks in turn, as many to each as you like. "v" goes down the
-    ranks and up again: rank r of P has stages r and 2P-1-r, so the first rank has the last stage,
-    too. pp: pipeline ranks. virtual: stages of a rank. UserError for another name, or if a rank of
-    "v" has not two stages.
+    name: "loop": rank r of P has the stages r, r + P, r + 2P ... "v": rank r has the stages r and
+    2P - 1 - r, so the first rank has the last stage, too. pp: pipeline ranks. virtual: stages of a
+    rank. UserError for another name, or if a rank of "v" has not two stages.
     """
 
     name: str = "loop"

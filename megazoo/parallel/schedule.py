@@ -1,7 +1,7 @@
 """Pipeline schedules as pure tables: what each rank does, in what order. No processes needed.
 
 A schedule is a function (rank, pp, virtual, microbatches) -> table: the list of a rank's actions.
-It is known by its name in SCHEDULES, and `placed` says where its stages lie. Everything else
+SCHEDULES has it by its name, and `placed` names its placement. Everything else
 follows from its tables: `timeline` says when each action would run, and `program` orders the
 point-to-point traffic by that, the same on both its sides; whether backward is in two parts, and
 how much memory is held, can be asked below.

@@ -16,7 +16,7 @@ class Run(NamedTuple):
 
 
 class HFFiles(NamedTuple):
-    """What else a family says of its Hugging Face directories.
+    """The settings of a family for Hugging Face directories, besides the names of tensors.
 
     model_type: in config.json; None: the name that the family is registered by. prefix: of tensors,
     which the files of a backbone leave out. legacy: a regular expression of tensors that may be
