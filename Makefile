@@ -8,6 +8,7 @@ VENV ?= .venv
 # Processes that run tests side by side, each with ranks of its own.
 WORKERS ?= 2
 RUN := $(VENV)/bin/python
+PLAIN := $(VENV)/.plain
 INSTALLED := $(VENV)/.installed
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 # Tests of single functions, and one small model at tp 2 x pp 2 against one process.
@@ -16,7 +17,7 @@ QUICK := tests/unit/parallel/test_schedule.py tests/unit/parallel/test_timing.py
     tests/unit/optim/test_optim.py tests/unit/layers/test_masks.py tests/oracles/test_hugging_face_config.py \
     "tests/layouts/test_layouts.py::test_losses_and_gradient_norms_equal_one_process[tp2pp2-tied]"
 
-pretrain: $(INSTALLED)
+pretrain: $(PLAIN)
 	$(RUN) pretrain_gpt.py --config configs/gpt2_tiny.toml
 	$(RUN) tools/plot_metrics.py runs/gpt2-tiny/metrics.jsonl --output runs/gpt2-tiny/loss.png
 	$(RUN) tools/generate.py runs/gpt2-tiny --prompt "    def __init__(self" --max-new-tokens 100 --temperature 0.8 \
@@ -35,10 +36,15 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-$(INSTALLED): setup.py constraints.txt
+# What runs need; and what the tests need, in the same environment.
+$(PLAIN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet setuptools wheel -c constraints.txt
-	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[test,plots,eval]"
+	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[plots]"
+	touch $@
+
+$(INSTALLED): $(PLAIN)
+	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
 .PHONY: pretrain check test test-all lint

@@ -1,41 +1,5 @@
-from setuptools import find_packages, setup
+"""The metadata is in pyproject.toml."""
 
-setup(
-    name="megazoo",
-    version="0.1.0",
-    description="GPT-2, LLaMA, MPT, Mistral, Qwen and Pythia from tensor-parallel layers",
-    license="MIT",
-    python_requires=">=3.11",
-    packages=find_packages(include=["megazoo", "megazoo.*"]),
-    install_requires=[
-        "torch>=2.11",
-        "numpy",
-        "safetensors>=0.5",
-        "sentencepiece",
-        "tiktoken",
-        "einops>=0.8",
-        "tqdm",
-        "tyro>=0.9",
-        "zlib-ng>=0.5",
-        "msgspec>=0.20",
-    ],
-    extras_require={
-        "zst": ["zstandard"],
-        "plots": ["matplotlib"],
-        "tensorboard": ["tensorboard"],
-        "wandb": ["wandb"],
-        "eval": ["lm_eval>=0.4.13"],
-        "bench": ["transformers>=5", "accelerate"],
-        "test": [
-            "pytest>=8",
-            "pytest-timeout",
-            "pytest-xdist",
-            "ruff",
-            "tensorboard",
-            "transformers>=5",
-            "peft>=0.18",
-            "protobuf",
-            "zstandard",
-        ],
-    },
-)
+from setuptools import setup
+
+setup()

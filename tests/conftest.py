@@ -15,7 +15,7 @@ from megazoo.testing import RankPool
 from megazoo.testing.ranks import PRELOADED
 
 # Modules that tests import and that take seconds to load: the server of ranks loads them once.
-PRELOADED += ["pytest", "pretrain_gpt"]
+PRELOADED += ["pytest", "megazoo.pretrain"]
 PRELOADED += [
     f"transformers.models.{name}.modeling_{name}" for name in ("auto", "gpt2", "llama", "mpt")
 ]

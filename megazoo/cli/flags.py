@@ -13,6 +13,7 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from megazoo.cli.commands import program_name
 from megazoo.cli.elsewhere import instead_of
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert
@@ -49,7 +50,9 @@ def parse_flags(kind: type, arguments: list[str], description: str, settings: di
         with contextlib.redirect_stderr(printed):
             default = with_settings(kind(), settings) if settings else None
             words = _with_values(arguments, kinds_of(kind))
-            options = tyro.cli(kind, args=words, description=description, default=default)
+            options = tyro.cli(
+                kind, prog=program_name(), args=words, description=description, default=default
+            )
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -247,16 +250,16 @@ def _with_values(arguments: list[str], kinds: dict) -> list[str]:
 
 def _spelled_out(value, kind):
     """Return the full name of a dtype that is given by a short one, where the kind has dtypes."""
-    names = _choices(kind)
+    names = choices_of(kind)
     full = SHORT_DTYPES.get(value) if isinstance(value, str) else None
     return full if full in names and value not in names else value
 
 
-def _choices(kind) -> tuple:
+def choices_of(kind) -> tuple:
     """Return what a kind that is one of some literals may be."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    return sum(map(_choices, get_args(kind)), ())
+    return sum(map(choices_of, get_args(kind)), ())
 
 
 def _check_names(arguments: list[str], flags: set[str]) -> None:

@@ -29,7 +29,7 @@ def line_of(error: Exception) -> str | None:
         reason = str(error).strip().partition("\n")[0]
         return (
             f"out of memory{f' ({reason})' if reason else ''}: use smaller batches or sequences, "
-            "--recompute full, or more ranks; tools/plan.py tells what a layout needs"
+            "--recompute full, or more ranks; `megazoo plan` prints what a layout needs"
         )
     return None
 

@@ -246,7 +246,7 @@ class DataOptions:
     data: tuple[str, ...] = ("stdlib",)
     """One source, or weights and sources in turn: 0.7 a 0.3 b. A source is stdlib, the text of this
     machine's Python standard library, about 12 MB; or the prefix of token files, PREFIX.bin and
-    PREFIX.idx, made by tools/preprocess_data.py or by Megatron-LM; or a JSONL file, with text,
+    PREFIX.idx, written by `megazoo preprocess` or Megatron-LM; or a JSONL file, with text,
     prompt and completion, or messages in each line, whose tokens are kept beside it. The loss is on
     completions and the assistant's messages alone. A classifier takes JSONL with text, label, and
     maybe text_pair."""
@@ -321,7 +321,7 @@ class LoggingOptions:
     """File to which one JSON object a step is appended."""
     record: File = None
     """Directory that gets what another needs to repeat this run: settings, checksums of all that is
-    read, versions, and every step's loss. tools/check_run.py does so in any layout."""
+    read, versions, and every step's loss. `megazoo check run` repeats it in any layout."""
     tensorboard: File = None
     """Directory for the same numbers in TensorBoard."""
     wandb: Name = None
@@ -362,16 +362,6 @@ class ConversionOptions(ImportOption, VerifyOption):
         import torch
 
         return self.dtype and getattr(torch, self.dtype)
-
-
-@dataclass
-class ShardingOptions(ConversionOptions):
-    """What the tools that write shards take."""
-
-    tp: int = 1
-    """Tensor-parallel size."""
-    pp: int = 1
-    """Pipeline-parallel size."""
 
 
 @dataclass

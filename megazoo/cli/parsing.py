@@ -129,10 +129,10 @@ def required(options: ImportOption, *names: str) -> list:
     for name in names:
         if getattr(options, name) is None:
             raise UserError(f"name the {name} (--help says how)")
-    if getattr(options, "tp", 1) < 1 or getattr(options, "pp", 1) < 1:
-        raise UserError(f"tp {options.tp} and pp {options.pp} must each be at least 1")
-    if getattr(options, "cp", 1) < 1:
-        raise UserError(f"cp {options.cp} must be at least 1")
+    for name in ("tp", "pp", "cp"):
+        size = getattr(options, name, None)
+        if size is not None and size < 1:
+            raise UserError(f"{name} {size} must be at least 1")
     return [getattr(options, name) for name in names]
 
 

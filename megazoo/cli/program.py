@@ -7,12 +7,14 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from importlib import import_module
 from typing import NoReturn
 
+from megazoo.cli.commands import Command, command_named, documentation, program_name
 from megazoo.cli.flags import parse_flags
 from megazoo.cli.launch.starting import end_with_launcher
 from megazoo.cli.mistakes import is_of_network, line_of, tell_bug
+from megazoo.cli.options import Options
 from megazoo.environment import adopt_launcher
 from megazoo.errors import Advice, UserError
 from megazoo.files import reason_of
@@ -23,11 +25,20 @@ from megazoo.terminal import print_error
 REPORT_DELAY = 10.0
 
 
-def help_at_once(kind: type, description: str) -> None:
-    """Print the help of a program and exit, if that is all that its command line asks for. A
-    program that calls this before it imports torch answers without."""
-    if sys.argv[1:] in (["--help"], ["-h"]):
-        run_program(lambda arguments: parse_flags(kind, arguments, description))
+def run_script(name: str, *arguments: str) -> NoReturn:
+    """Run a command as a script of a clone, with these arguments before those of the command line,
+    and exit."""
+    run_command(command_named(name), [*arguments, *sys.argv[1:]])
+
+
+def run_command(command: Command, arguments: list[str]) -> NoReturn:
+    """Run a command with these words of a command line, and exit."""
+    sys.argv[1:] = [*command.arguments, *arguments]
+    if command.name == "pretrain" and arguments in (["--help"], ["-h"]):
+        text = documentation(command)  # without torch, whose import takes seconds
+        run_program(lambda words: parse_flags(Options, words, text))
+    run_program(lambda words: import_module(command.module).main(words))
+    sys.exit(0)
 
 
 @contextmanager
@@ -72,7 +83,7 @@ def run_program(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     except Exception as error:
         lost = _lost_output()
-        if isinstance(lost, BrokenPipeError):  # of `| head`, say, which has read enough
+        if isinstance(lost or error, BrokenPipeError):  # of `| head`, say, which has read enough
             sys.exit(128 + signal.SIGPIPE)
         if lost:
             _end(f"standard output: {reason_of(lost)}")
@@ -93,7 +104,7 @@ def _end(line: str, exit_code: int = 1) -> NoReturn:
     if rank.isdecimal() and rank.strip("0"):
         time.sleep(REPORT_DELAY)
     line = " ".join(line.split())
-    print_error(f"{Path(sys.argv[0]).name}: error: {line}")
+    print_error(f"{program_name()}: error: {line}")
     sys.exit(exit_code)
 
 

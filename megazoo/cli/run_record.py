@@ -1,7 +1,7 @@
 """Records of runs: what another needs to repeat one, and the losses that are to come out.
 
 A record is a directory with two files that can be read as they are: record.json, and steps.jsonl
-with a line for each step. tools/check_run.py runs the first steps again, and compares.
+with a line for each step. `megazoo check run` runs the first steps again, and compares.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from megazoo.checkpoint.writing import json_bytes, write_atomically
 from megazoo.cli.adapters import Weights
+from megazoo.cli.commands import entry
 from megazoo.cli.metrics import append_line
 from megazoo.cli.options import (
     DataOptions,
@@ -270,12 +271,10 @@ def machine(ctx) -> dict[str, str]:
 
 
 def _source_checksum() -> str:
-    """Return the SHA-256 of this library's own files, and of the program in a clone, by which two
-    copies can be told apart."""
+    """Return the SHA-256 of the files of this library, by which two copies can be told
+    apart."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
-    program = root / "pretrain_gpt.py"
-    files = [*Path(__file__).parents[1].rglob("*.py"), *([program] if program.is_file() else [])]
-    for path in sorted(files):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -290,7 +289,7 @@ def begin_record(directory: Path, run, ctx, run_id: str) -> None:
     now = Recorded(
         FORMAT,
         run_id,
-        ["pretrain_gpt.py", *run.arguments],
+        [*entry(), *run.arguments],
         family_of(run.config),
         json.loads(json.dumps(asdict(run.config))),
         settings_of_run(run, ctx),

@@ -2,7 +2,7 @@
 of the run, and what to do next."""
 
 from megazoo.cli.adapters import flag_to_go_on
-from megazoo.cli.launch.starting import python_line, torchrun_line
+from megazoo.cli.commands import command_line, torchrun_line
 from megazoo.cli.parsing import each_once
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.run import Run
@@ -63,7 +63,7 @@ def summary(run: Run, recorder: Recorder) -> str:
     if metrics:
         lines += [
             f"  metrics       {metrics}",
-            f"  loss curve    {python_line([str(metrics)], program='tools/plot_metrics.py')}",
+            f"  loss curve    {command_line([str(metrics)], 'plot metrics')}",
         ]
     lines += [f"  {flag} lost {why}" for flag, why in recorder.metrics.lost.items()]
     return "\n".join(lines)
@@ -80,7 +80,7 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
         name, length = ("epochs", training.epochs) if training.epochs else ("steps", training.steps)
         words += [f"--{name}", str(2 * length)]
     words, ctx = each_once(words), recorder.model.ctx
-    return python_line(words) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, words)
+    return command_line(words) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, words)
 
 
 def _command_to_use(run: Run, recorder: Recorder) -> str | None:
@@ -94,7 +94,7 @@ def _command_to_use(run: Run, recorder: Recorder) -> str | None:
     if run.options.model.import_:
         words += ["--import", str(run.options.model.import_)]
     if run.labels:
-        line = python_line(words, program="tools/evaluate.py")
+        line = command_line(words, "evaluate")
         return f"classify      {line} --labels FILE.jsonl"
-    line = python_line(words, program="tools/generate.py")
+    line = command_line(words, "generate")
     return f'generate      {line} --prompt "..."'

@@ -47,7 +47,7 @@ def cached_tokens(
     except OSError as error:
         raise UserError(
             f"the tokens of {path} can't be kept beside it, in {directory}: {error.strerror}; "
-            "tools/preprocess_data.py writes them elsewhere",
+            "`megazoo preprocess` writes them elsewhere",
             exit_code=1,
         ) from error
     return [IndexedTokens(file) for file in files]

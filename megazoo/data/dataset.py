@@ -164,7 +164,7 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             raise UserError(
                 f"unknown data {name!r}: there is stdlib, the prefix of token files "
                 "(PREFIX.bin and PREFIX.idx), and JSONL files; "
-                "tools/preprocess_data.py takes other text"
+                "`megazoo preprocess` reads other text"
             )
     return Sources(names, weights, tuple(share / sum(shares) for share in (*shares, 0.0)[:3]))
 

@@ -127,7 +127,7 @@ class Planner(Builder):
         self._static: dict[tuple, Static] = {}  # of a kind of rank
 
     def check(self, layout: ParallelContext, run: PlannedRun) -> None:
-        """Raise UserError if pretrain_gpt.py would refuse the run."""
+        """Raise UserError if the training program would refuse the run."""
         self.trained(run.train_only)  # which refuses names that nothing has
         microbatches, stages = run.microbatches(layout.dp_size), layout.stage_count
         if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward

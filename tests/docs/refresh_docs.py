@@ -38,13 +38,18 @@ def flag_table() -> str:
     for group in (*groups, settings.Options):
         hints = get_type_hints(group, include_extras=True)
         rows = [
-            row(f, hints[f.name], helps.get((group.__name__, f.name)))
+            row(f, hints[f.name], help_of(group, f.name, helps))
             for f in fields(group)
             if group is not settings.Options or not is_dataclass(f.default_factory)
         ]
         title = f"{group.__doc__}\n\n" if group is not settings.Options else "And, of all:\n\n"
         tables.append(title + "| flag | default | what it says |\n|---|---|---|\n" + "".join(rows))
     return "\n".join(tables)
+
+
+def help_of(group: type, field: str, helps: dict[tuple[str, str], str]) -> str | None:
+    """The help of a setting, which the group or a class before it has."""
+    return next(filter(None, (helps.get((kind.__name__, field)) for kind in group.__mro__)), None)
 
 
 def help_texts(source: str) -> dict[tuple[str, str], str]:

@@ -6,7 +6,6 @@ runs on four ranks, tp 2 x pp 2, in a directory that has what it names. A row wi
 test that shows what it says, in ELSEWHERE.
 """
 
-import importlib
 import inspect
 import json
 import os
@@ -21,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from torch.utils.data import DistributedSampler
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, load
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options
@@ -30,6 +29,7 @@ from megazoo.cli.rules import parse_stage_layers
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.parallel.stages import cut_into_stages
+from tests.support.scripts import program_of
 from tests.support.training import context
 
 ROOT = Path(__file__).parents[2]
@@ -188,8 +188,7 @@ def test_commands_have_their_flags():
         program, *words = words_of(span)
         if program.startswith("tools/"):
             assert (ROOT / program).is_file()
-            tool = importlib.import_module(f"tools.{Path(program).stem}")
-            check_flags(words, getattr(tool, "Options", None) or tool.ShardingOptions)
+            check_flags(words, program_of(program).Options)
         else:  # see test_coming_from_programs.py
             words = words[2:] if words[:1] == ["-m"] else words
             assert get_args_parser().parse_args(words).training_script.endswith(".py"), span
@@ -322,7 +321,7 @@ def micro_batches_of(arguments: list[str]) -> int:
     try:
         small = "--hidden-size 16 --heads 2 --layers 1 --seq-length 16 --device cpu "
         small += "--steps 1 --eval-steps 0"
-        pretrain_gpt.main([*small.split(), *arguments])
+        pretrain.main([*small.split(), *arguments])
     finally:
         Model.train_batch = train_batch
     return counts[0]

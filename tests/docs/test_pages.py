@@ -27,6 +27,7 @@ from megazoo.parallel import ParallelContext
 from tests.docs import refresh_docs
 from tests.support.programs import MARK, marked, python
 from tests.support.sampling import sampled
+from tests.support.scripts import program_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -239,15 +240,13 @@ def parsed(line: str) -> str | None:
     program, *words = words
     if program == "pretrain_gpt.py":
         CommandLine.read(words).options()
+    elif program == "tools/benchmark.py":
+        parse_flags(importlib.import_module("benchmark").Options, words, "")
     elif program.startswith("tools/"):
-        parse_flags(options_of(importlib.import_module(Path(program).stem)), words, "")
+        parse_flags(program_of(program).Options, words, "")
     else:  # a page's own
         return None
     return program
-
-
-def options_of(tool) -> type:
-    return getattr(tool, "Options", None) or tool.ShardingOptions
 
 
 def test_every_link_leads_somewhere_and_every_file_of_the_repository_is_there():
@@ -334,8 +333,8 @@ def flags_of_programs() -> set[str]:
     """The flags of the training program, of all tools, and of torchrun."""
     settings = settings_of(Options)
     for tool in (ROOT / "tools").glob("*.py"):
-        module = importlib.import_module(tool.stem)
-        kind = options_of(module)
+        is_ours = tool.stem != "benchmark"
+        kind = (program_of(tool.name) if is_ours else importlib.import_module(tool.stem)).Options
         settings |= (
             {f.name: f.default for f in dataclasses.fields(kind)}
             if tool.stem != "plan"

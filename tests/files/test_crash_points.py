@@ -22,11 +22,12 @@ from megazoo.data.encoding import Recipe
 from megazoo.data.indexed import IndexedTokens
 from megazoo.errors import UserError
 from megazoo.models.pretrained import open_source, save_parallelized
+from megazoo.programs import convert
 from tests.support.deaths import in_a_child, tree
 from tests.support.sampling import marked_slow
+from tests.support.scripts import merge_shards
 from tests.support.training import make_batch, tiny_config
 from tests.support.transformers_models import gpt2
-from tools import convert_hf, merge_shards, reshard
 
 # Of the last moments, when the new takes the place of the old, `make test` tries one, or of text,
 # which is quick, several at even distances; and of all moments one.
@@ -222,13 +223,13 @@ OPERATIONS = {
     "shards again": Operation(parallelized(1), parallelized(2), out),
     "merged": Operation(nothing, parallelized(2, **MERGED), out),
     "merged again": Operation(parallelized(1, **MERGED), parallelized(2, **MERGED), out),
-    "convert_hf": Operation(sources, tool(convert_hf.main, "hf2", *CUT), out),
+    "convert_hf": Operation(sources, tool(convert.main, "hf2", *CUT), out),
     "convert_hf again": Operation(
-        tool(convert_hf.main, "hf1", *CUT), tool(convert_hf.main, "hf2", *CUT, AGAIN), out
+        tool(convert.main, "hf1", *CUT), tool(convert.main, "hf2", *CUT, AGAIN), out
     ),
-    "reshard": Operation(sources, tool(reshard.main, "run2", *CUT), out),
+    "reshard": Operation(sources, tool(convert.main, "run2", *CUT), out),
     "reshard again": Operation(
-        tool(reshard.main, "run1", *CUT), tool(reshard.main, "run2", *CUT, AGAIN), out
+        tool(convert.main, "run1", *CUT), tool(convert.main, "run2", *CUT, AGAIN), out
     ),
     "merge_shards": Operation(sources, tool(merge_shards.main, "run2", *SMALL), out),
     "merge_shards again": Operation(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, directories, load, save
 from megazoo.checkpoint.places import step_name
 from megazoo.errors import UserError
@@ -106,11 +106,11 @@ def test_notes_in_a_step_stay_when_it_is_saved_again(tmp_path):
 
 def test_the_program_keeps_the_steps_of_its_run_apart(tmp_path):
     run = [*PROGRAM, "--save", str(tmp_path), "--save-interval", "1", "--keep-last", "1"]
-    pretrain_gpt.main([*run, "--steps", "2"])
+    pretrain.main([*run, "--steps", "2"])
     first = json.loads((tmp_path / step_name(2) / "trainer.json").read_text())["run"]
-    pretrain_gpt.main([*run, "--steps", "1"])  # another
+    pretrain.main([*run, "--steps", "1"])  # another
     assert names(tmp_path) == ["latest", step_name(1), step_name(2)]
-    pretrain_gpt.main([*run, "--steps", "3", "--load", str(tmp_path / step_name(2))])
+    pretrain.main([*run, "--steps", "3", "--load", str(tmp_path / step_name(2))])
     assert names(tmp_path) == ["latest", step_name(1), step_name(3)]
     again = json.loads((tmp_path / step_name(3) / "trainer.json").read_text())["run"]
     other = json.loads((tmp_path / step_name(1) / "trainer.json").read_text())["run"]

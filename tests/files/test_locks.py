@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, Saver, locks, save, saving
 from megazoo.checkpoint.locks import run_lock
 from megazoo.errors import UserError
@@ -76,7 +76,7 @@ def test_the_second_run_is_told_who_the_first_one_is(tmp_path):
             with pytest.raises(UserError, match=held), Saver(run, model, optimizer):
                 pytest.fail("the second has the lock, too")
             with pytest.raises(UserError, match=held) as refused:
-                pretrain_gpt.main([*PROGRAM, "--steps", "1", "--save", str(run)])
+                pretrain.main([*PROGRAM, "--steps", "1", "--save", str(run)])
             assert refused.value.exit_code == 2  # before any work
             if there:
                 assert names(run) == [".lock", *there]

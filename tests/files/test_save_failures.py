@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Saver, save, saving
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.export import write_hugging_face
@@ -205,6 +205,6 @@ def test_the_program_gives_up_a_stopped_rank_after_its_timeout(tmp_path):
 def test_the_program_refuses_weights_that_are_not_finite(tmp_path):
     run = [*PROGRAM, "--save", str(tmp_path), "--steps", "1", "--dtype", "float32"]
     with pytest.raises(UserError, match=r"is not finite \(NaN or infinite\) as float32") as refused:
-        pretrain_gpt.main([*run, "--lr", "1e39"])
+        pretrain.main([*run, "--lr", "1e39"])
     assert refused.value.exit_code == 1
     assert names(tmp_path) == []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.parallel.device import set_fp32_precision
 from megazoo.parallel.timing import Stopwatch, spent
 
@@ -22,7 +22,7 @@ pytestmark = [
 def losses_on(device, directory):
     metrics = directory / f"{device}.jsonl"
     arguments = "--steps 20 --warmup-steps 5 --global-batch-size 8 --micro-batch-size 4".split()
-    pretrain_gpt.main(
+    pretrain.main(
         [
             *arguments,
             "--eval-steps",

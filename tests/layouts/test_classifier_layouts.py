@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.errors import UserError
 from megazoo.evaluation import evaluate_rows
 from megazoo.models.config import add_missing_fields
 from megazoo.models.pretrained import with_labels
 from megazoo.models.source import SavedModel
+from megazoo.programs import evaluate
 from megazoo.testing import Layout
 from tests.support.classifiers import PROGRAM, read_rows, write_language_models, write_rows
 from tests.support.context_parallel import TOKENS, batch_of, rows_of_replica
@@ -24,7 +25,6 @@ from tests.support.layouts import assert_gradients_equal, in_layout, model_in, p
 from tests.support.pretraining import SMALL, close, losses, records
 from tests.support.sampling import marked_slow
 from tests.support.training import MODELS, context, replica_rows
-from tools import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def job(language_models, tmp_path_factory):
     file = write_rows(path / "a.jsonl", "2 labels", 61)  # the validation part is 15 rows
     arguments = [*PROGRAM, "--load", language_models / "llama", "--num-labels", 2, "--data", file]
     arguments = [*map(str, arguments), "--eval-interval", "2", "--steps", "4"]
-    pretrain_gpt.main([*arguments, "--metrics", str(path / "m")])
+    pretrain.main([*arguments, "--metrics", str(path / "m")])
     return arguments, path / "m"
 
 
@@ -79,7 +79,7 @@ def numbers(path):
 )
 def test_every_layout_trains_and_evaluates_as_one_process(ranks, job, tmp_path, world, layout):
     arguments, one = job
-    ranks(pretrain_gpt.main, world, [*arguments, *layout.split(), "--metrics", str(tmp_path / "m")])
+    ranks(pretrain.main, world, [*arguments, *layout.split(), "--metrics", str(tmp_path / "m")])
     assert close(losses(tmp_path / "m"), losses(one))
     for ours, expected in zip(numbers(tmp_path / "m"), numbers(one), strict=True):
         assert ours.pop("eval_loss") == pytest.approx(expected["eval_loss"], rel=1e-5)
@@ -184,26 +184,26 @@ def test_a_classifier_is_trained_on_parts_as_in_one_process(ranks, layout):
 def test_a_run_goes_on_bit_for_bit(job, tmp_path):
     arguments, one = job
     arguments = [*arguments, "--save-interval", "2"]
-    pretrain_gpt.main([*arguments, "--save", str(tmp_path / "run")])
+    pretrain.main([*arguments, "--save", str(tmp_path / "run")])
     resumed = ["--load", str(tmp_path / "run" / "step_00000002"), "--device", "cpu"]
     resumed += ["--steps", "4", "--eval-steps", "2", "--metrics", str(tmp_path / "m")]
-    pretrain_gpt.main(resumed)
+    pretrain.main(resumed)
     whole = losses(one)
     assert losses(tmp_path / "m") == {step: whole[step] for step in (3, 4)}
     assert numbers(tmp_path / "m") == numbers(one)[-1:]
     with pytest.raises(UserError, match="is a classifier of 2 labels, not 3"):
-        pretrain_gpt.main([*resumed, "--num-labels", "3"])
-    pretrain_gpt.main([*resumed, "--num-labels", "2", "--steps", "5"])
+        pretrain.main([*resumed, "--num-labels", "3"])
+    pretrain.main([*resumed, "--num-labels", "2", "--steps", "5"])
 
 
 def test_a_language_model_of_ours_becomes_a_classifier(tmp_path, capsys):
     """With a new head it is a new run, of a classifier's data; a classifier needs no number."""
-    pretrain_gpt.main([*SMALL, "--steps", "2", "--save", str(tmp_path / "lm")])
+    pretrain.main([*SMALL, "--steps", "2", "--save", str(tmp_path / "lm")])
     file = write_rows(tmp_path / "a.jsonl", "any of 3")
     arguments = [*SMALL[10:], "--split", "75,25", "--data", str(file), "--epochs", "1"]
     arguments += ["--save", str(tmp_path / "run"), "--seq-length", "16"]
     capsys.readouterr()
-    pretrain_gpt.main([*arguments, "--load", str(tmp_path / "lm"), "--num-labels", "3"])
+    pretrain.main([*arguments, "--load", str(tmp_path / "lm"), "--num-labels", "3"])
     out = capsys.readouterr().out
     assert "classifier of 3 labels (a new head)" in out
     assert "trained steps 1 to 6" in out
@@ -211,7 +211,7 @@ def test_a_language_model_of_ours_becomes_a_classifier(tmp_path, capsys):
     assert (config.num_labels, config.pad_token_id) == (3, 256)
     assert config.problem_type == "multi_label_classification"
     again = [*arguments, "--load", str(tmp_path / "run"), "--load-weights-only", "--dtype"]
-    pretrain_gpt.main([*again, "bfloat16", "--train-only", "score", "--split", "60,20,20"])
+    pretrain.main([*again, "bfloat16", "--train-only", "score", "--split", "60,20,20"])
     out = capsys.readouterr().out
     assert "classifier of 3 labels, " in out
     assert "test loss" in out
@@ -222,7 +222,7 @@ def test_a_fresh_classifier_of_random_rows(tmp_path):
     arguments = [*SMALL, "--mock-data", "--steps", "2", "--vocab-size", "61"]
     for number in (1, 2):
         metrics = tmp_path / f"{number}"
-        pretrain_gpt.main([*arguments, "--num-labels", str(number), "--metrics", str(metrics)])
+        pretrain.main([*arguments, "--num-labels", str(number), "--metrics", str(metrics)])
         evaluation = records(metrics)[-1]
         names = {"step", "eval_loss", *(["eval_accuracy", "eval_f1"] if number == 2 else [])}
         assert set(evaluation) == names
@@ -232,8 +232,8 @@ def test_a_fresh_classifier_of_random_rows(tmp_path):
 def test_frozen_but_for_the_head_in_a_pipeline(ranks, job, tmp_path):
     arguments, _ = job
     arguments = [*arguments, "--train-only", "score", "--metrics"]
-    pretrain_gpt.main([*arguments, str(tmp_path / "one")])
-    ranks(pretrain_gpt.main, 2, [*arguments, str(tmp_path / "two"), "--pp", "2"])
+    pretrain.main([*arguments, str(tmp_path / "one")])
+    ranks(pretrain.main, 2, [*arguments, str(tmp_path / "two"), "--pp", "2"])
     assert close(losses(tmp_path / "two"), losses(tmp_path / "one"))
 
 
@@ -267,7 +267,7 @@ def test_the_program_tells_mistakes_in_one_line(language_models, tmp_path, monke
         ([*classifier, "--num-labels", 2, "--data", rows], 2, "a classifier of 3 labels, not 2"),
         (["--num-labels", 2, "--data", bad], 1, "line 2: label 7 is not a whole number from 0"),
     ]:
-        told = run_main(pretrain_gpt, monkeypatch, capsys, *sizes, *arguments)
+        told = run_main(pretrain, monkeypatch, capsys, *sizes, *arguments)
         assert (told[0], told[2].count("\n"), message in told[2]) == (code, 1, True), told
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.cli.program import run_program
 from megazoo.errors import Advice
@@ -22,11 +22,12 @@ from megazoo.parallel import ParameterSpec
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import SCHEDULES
 from megazoo.planning import PlannedRun, Planner
+from megazoo.programs import convert, generate, inspect_checkpoint
 from megazoo.testing import check_parallel
 from tests.support.layouts import in_layout
 from tests.support.sampling import marked_slow
+from tests.support.scripts import merge_shards
 from tests.support.training import context, make_batch, randomize
-from tools import convert_hf, generate, inspect_checkpoint, merge_shards, reshard
 
 # The tied vocabulary weighs as much as ten layers: the last stage gets none, and its norm is all
 # that it owns, which tp rank 0 writes.
@@ -141,8 +142,8 @@ def test_checkpoints_load_everywhere(family, layout, zero, ranks, one_process, t
     for loss, norm in [*found, go_on(family, tmp_path / "run", {})]:
         assert [loss, norm] == pytest.approx(one_process[family]["recompute"], rel=1e-5)
     run, there, back = str(tmp_path / "run"), str(tmp_path / "there"), str(tmp_path / "back")
-    reshard.main([run, there, "--tp", "2", "--pp", "2"])
-    reshard.main([there, back])
+    convert.main([run, there, "--tp", "2", "--pp", "2"])
+    convert.main([there, back])
     for tool, source in ((inspect_checkpoint, run), (inspect_checkpoint, there)):
         tool.main([source, "--verify"])
         assert "every byte is as it was written" in capsys.readouterr().out
@@ -155,7 +156,7 @@ def test_checkpoints_load_everywhere(family, layout, zero, ranks, one_process, t
         again.read_into(name, theirs, whole, megazoo.ParallelContext())
         assert torch.equal(ours, theirs), name
     merge_shards.main([there, str(tmp_path / "exported")])
-    convert_hf.main(
+    convert.main(
         [str(tmp_path / "exported"), str(tmp_path / "converted"), "--tp", "2", "--pp", "2"]
     )
     expected = {entry.name: entry.parameter for entry in megazoo.from_pretrained(run).entries()}
@@ -207,7 +208,7 @@ def test_programs_warn_in_one_line(ranks, tmp_path):
     sizes = "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16"
     job = f"{sizes} --seq-length 16 --device cpu --pp 2 --tp 2 --steps 1 --eval-steps 0"
     job += f" --global-batch-size 2 --micro-batch-size 1 --save {tmp_path}"
-    assert ranks(told_by, 4, pretrain_gpt.main, job.split()) == [
+    assert ranks(told_by, 4, pretrain.main, job.split()) == [
         [
             "stage 2 of 2 gets no layers: its head weighs as much as 9.6 of them; "
             "use stage_layers uniform (--stage-layers uniform), or a smaller pp"

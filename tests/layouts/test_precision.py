@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.layers import matmul
 from megazoo.optim.loss_scale import LossScale
@@ -231,7 +231,7 @@ def test_weights_load_into_another_dtype(tmp_path):
 def curve(dtype, file, job):
     """The losses of a run; every rank may call it."""
     job = f"{job} --eval-steps 0 --dtype {dtype} --device cpu --metrics {file}".split()
-    pretrain_gpt.main(job)
+    pretrain.main(job)
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()]
 
 

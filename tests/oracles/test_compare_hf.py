@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification
 import megazoo
 from megazoo.errors import UserError
 from megazoo.models.pretrained import open_source
+from megazoo.programs import compare_hf
 from megazoo.testing import Layout, compare
 from megazoo.testing.causes import listed
 from megazoo.testing.reference import Reference, run_reference
 from tests.support.inference import run_main
 from tests.support.training import randomized_
 from tests.support.transformers_models import CONFIGS, config_of
-from tools import compare_hf
 
 FIELDS = {"llama": {"attention_bias": True, "mlp_bias": True}}  # what a family has besides
 IDS = torch.randint(0, 61, (2, 15), generator=torch.Generator().manual_seed(2))

@@ -16,9 +16,10 @@ import megazoo
 from megazoo.errors import UserError
 from megazoo.models.hugging_face.config import HARMLESS
 from megazoo.models.registry import config_from_hugging_face
+from megazoo.programs import convert
 from tests.support.families import COMMON, ONE_OF_EACH, TWINS, config_of, saved, twin
 from tests.support.sampling import marked_slow
-from tools import convert_hf, merge_shards
+from tests.support.scripts import merge_shards
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -55,7 +56,7 @@ def files_of(directory: Path) -> dict:
 def test_there_and_back_through_shards_is_bit_for_bit(name, dtype, tmp_path):
     hf = AutoModelForCausalLM.from_pretrained(saved(name, tmp_path), dtype=dtype)
     hf.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    convert_hf.main([str(tmp_path / "hf"), str(tmp_path / "shards"), "--tp", "2", "--pp", "2"])
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "shards"), "--tp", "2", "--pp", "2"])
     merge_shards.main([str(tmp_path / "shards"), str(tmp_path / "back")])
     before, after = files_of(tmp_path / "hf"), files_of(tmp_path / "back")
     assert before.keys() == after.keys()

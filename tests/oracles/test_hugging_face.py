@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, save
 from megazoo.cli.program import run_program
 from megazoo.errors import UserError
@@ -19,9 +19,10 @@ from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import parse_size
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
+from megazoo.programs import convert, inspect_checkpoint
+from tests.support.scripts import merge_shards
 from tests.support.training import context, make_batch
 from tests.support.transformers_models import LLAMA_SIZES, ROPE, gpt2, llama, mpt
-from tools import convert_hf, inspect_checkpoint, merge_shards, reshard
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -51,9 +52,9 @@ def test_there_and_back_through_two_layouts_is_bit_for_bit(name, tmp_path):
     hf = MODELS[name]()
     hf.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    convert_hf.main([str(tmp_path / "hf"), str(tmp_path / "a"), "--tp", "2", "--pp", "3"])
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "a"), "--tp", "2", "--pp", "3"])
     assert len(list((tmp_path / "a").glob("model_tp_*_pp_*.safetensors"))) == 6
-    reshard.main([str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "4"])
+    convert.main([str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "4"])
     merge_shards.main([str(tmp_path / "b"), str(tmp_path / "merged"), "--max-shard-size", "20KB"])
     assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"
     index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
@@ -222,7 +223,7 @@ def test_optimizer_state_is_resharded_and_training_goes_on(tmp_path):
     model.train_batch(ids, targets=targets)
     optimizer.step()
     save(tmp_path / "run", 1, model, optimizer, {"consumed_samples": 8})
-    reshard.main([str(tmp_path / "run"), str(tmp_path / "cut"), "--tp", "4", "--pp", "2"])
+    convert.main([str(tmp_path / "run"), str(tmp_path / "cut"), "--tp", "4", "--pp", "2"])
     before, after = Checkpoint(tmp_path / "run"), Checkpoint(tmp_path / "cut")
     assert after.trainer == before.trainer
     assert after.tensors.keys() == before.tensors.keys()
@@ -237,7 +238,7 @@ def test_optimizer_state_is_resharded_and_training_goes_on(tmp_path):
             assert torch.equal(*tensors), name
     after.verify()
     half = ["--tp", "2", "--dtype", "float16"]
-    reshard.main([str(tmp_path / "run"), str(tmp_path / "half"), *half])
+    convert.main([str(tmp_path / "run"), str(tmp_path / "half"), *half])
     rounded = Checkpoint(tmp_path / "half")
     for entry in model.entries():
         states = {rounded.dtype_of(f"{entry.name}.{s}") for s in before.states_of(entry.name)}
@@ -261,11 +262,11 @@ def test_pretraining_starts_from_hugging_faces_weights(tmp_path):
     with pytest.raises(
         UserError, match=r"hf is a model to fine-tune: give --lr; its default, 0\.005"
     ):
-        pretrain_gpt.main([*without_rate, "--load", str(tmp_path / "hf")])
-    pretrain_gpt.main([*run, "--load", str(tmp_path / "hf")])
-    convert_hf.main([str(tmp_path / "hf"), str(tmp_path / "shards"), "--tp", "2"])
-    pretrain_gpt.main([*run, "--load", str(tmp_path / "shards"), "--load-weights-only"])
-    pretrain_gpt.main([*run, "--load", str(tmp_path / "run"), "--load-weights-only"])
+        pretrain.main([*without_rate, "--load", str(tmp_path / "hf")])
+    pretrain.main([*run, "--load", str(tmp_path / "hf")])
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "shards"), "--tp", "2"])
+    pretrain.main([*run, "--load", str(tmp_path / "shards"), "--load-weights-only"])
+    pretrain.main([*run, "--load", str(tmp_path / "run"), "--load-weights-only"])
     first, again, trained = (json.loads(line) for line in metrics.read_text().splitlines())
     assert first["loss"] == again["loss"] != trained["loss"]
     assert trained["step"] == 1
@@ -285,12 +286,12 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "full" / "x").touch()
     hf, full, none, out = (tmp_path / name for name in ("hf", "full", "none", "x"))
     for tool, arguments, message in (
-        (convert_hf, (), "name the source (--help says how)"),
-        (convert_hf, (hf,), "name the output (--help says how)"),
-        (convert_hf, (hf, full), f"{full} is not empty: choose another, or --overwrite"),
-        (convert_hf, (hf, out, "--tp", 3),
+        (convert, (), "name the source (--help says how)"),
+        (convert, (hf,), "name the output (--help says how)"),
+        (convert, (hf, full), f"{full} is not empty: choose another, or --overwrite"),
+        (convert, (hf, out, "--tp", 3),
          "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
-        (convert_hf, (none, out), f"{none}/config.json: No such file or directory"),
+        (convert, (none, out), f"{none} is not a directory"),
         (merge_shards, (full, out),
          f"{full} is not a checkpoint: it has neither latest nor megazoo.json, nor config.json"),
         (merge_shards, (hf, out, "--max-shard-size", "lots"),
@@ -306,7 +307,7 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
 
 def test_inspect_finds_a_flipped_byte(tmp_path, monkeypatch, capsys):
     llama(kv_heads=2).save_pretrained(tmp_path / "hf")
-    convert_hf.main([str(tmp_path / "hf"), str(tmp_path / "a"), "--tp", "2"])
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "a"), "--tp", "2"])
     inspect_checkpoint.main([str(tmp_path / "hf"), "--verify"])
     inspect_checkpoint.main([str(tmp_path / "a"), "--verify"])
     output = capsys.readouterr().out

@@ -6,8 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.lora.source import SavedAdapters
+from megazoo.programs import evaluate, generate
 from tests.support.classifiers import (
     LENGTH,
     PROGRAM,
@@ -20,7 +21,7 @@ from tests.support.inference import run_main
 from tests.support.peft_oracle import IDS, in_peft
 from tests.support.pretraining import losses
 from tests.support.sampling import marked_slow
-from tools import evaluate, generate, merge_shards
+from tests.support.scripts import merge_shards
 
 LORA = "--lora-rank 3 --lora-alpha 6 --lora-targets all-linear --lr 1e-2".split()
 FAMILIES = ("gpt2", "llama", "mpt")
@@ -32,7 +33,7 @@ def bases(tmp_path_factory):
 
 
 def train(directory, *words):
-    pretrain_gpt.main([*PROGRAM, *LORA, "--load", str(directory), *map(str, words)])
+    pretrain.main([*PROGRAM, *LORA, "--load", str(directory), *map(str, words)])
 
 
 # fast: of each family one of the two
@@ -44,7 +45,7 @@ def test_a_classifier_with_adapters(bases, tmp_path, monkeypatch, capsys, family
     train(base, *labelled, "--save", run, "--steps", 4)
     train(base, *labelled, "--metrics", tmp_path / "straight", "--steps", 6)
     again = ["--lora-load", run, "--steps", 6, "--metrics", tmp_path / "again", "--save", run]
-    pretrain_gpt.main([*map(str, ["--load", base, "--device", "cpu", "--data", file, *again])])
+    pretrain.main([*map(str, ["--load", base, "--device", "cpu", "--data", file, *again])])
     straight = losses(tmp_path / "straight")
     assert losses(tmp_path / "again") == {step: straight[step] for step in (5, 6)}
     held = set(SavedAdapters(run).specs)
@@ -111,11 +112,9 @@ def test_a_language_model_with_adapters(bases, tmp_path, monkeypatch, capsys, fa
     assert texts[0] == texts[1]
 
     peft = [*PROGRAM, "--load", base, "--lora-load", tmp_path / "adapter", "--steps", 1]
-    pretrain_gpt.main(
-        list(map(str, [*peft, "--lr", 0, "--min-lr", 0, "--metrics", tmp_path / "m"]))
-    )
+    pretrain.main(list(map(str, [*peft, "--lr", 0, "--min-lr", 0, "--metrics", tmp_path / "m"])))
     begun = ["--load", base, "--lora-load", run, "--load-weights-only", "--steps", 1, "--lr", 0]
-    pretrain_gpt.main([*PROGRAM, *map(str, [*begun, "--min-lr", 0, "--metrics", tmp_path / "n"])])
+    pretrain.main([*PROGRAM, *map(str, [*begun, "--min-lr", 0, "--metrics", tmp_path / "n"])])
     assert abs(losses(tmp_path / "m")[1] - losses(tmp_path / "n")[1]) < 1e-6
 
 

@@ -13,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.errors import Advice
 from megazoo.models.megatron.source import MegatronCheckpoint
 from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
+from megazoo.programs import convert, inspect_checkpoint
 from tests.support.megatron import (
     TWINS,
     arguments_of,
@@ -28,7 +29,6 @@ from tests.support.megatron import (
 )
 from tests.support.sampling import marked_slow
 from tests.support.training import PeakMemory, context, give_back_freed_memory, in_fresh_processes
-from tools import convert_megatron, inspect_checkpoint
 
 IDS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(2))
 ORACLE = Path(__file__).parents[1] / "support" / "megatron_oracle.py"
@@ -84,17 +84,17 @@ def test_the_tool_writes_shards_and_hugging_faces_files(name, writer, tmp_path, 
     write(name, writer, tmp_path / "megatron", vocab_size=None)
     root, size = str(tmp_path / "megatron"), ["--vocab-size", "61"]
     (tmp_path / "megatron" / "tokenizer.json").write_text("{}")
-    convert_megatron.main([root, str(tmp_path / "shards"), "--tp", "2", "--pp", "2", *size])
+    convert.main([root, str(tmp_path / "shards"), "--tp", "2", "--pp", "2", *size])
     assert len(list((tmp_path / "shards").glob("model_tp_*_pp_*.safetensors"))) == 4
     assert (tmp_path / "shards" / "tokenizer.json").read_text() == "{}"
-    convert_megatron.main([root, str(tmp_path / "hf"), "--hugging-face", *size])
+    convert.main([root, str(tmp_path / "hf"), "--to hf", *size])
     hf, logits = twin_and_logits(name)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     for tensor, value in hf.state_dict().items():
         assert torch.equal(again[tensor], value), tensor
     assert_close(logits_of(megazoo.from_pretrained(tmp_path / "shards")), logits)
     one = [root, str(tmp_path / "bf16"), "--iteration", "100", "--dtype", "bfloat16", *size]
-    convert_megatron.main(one)
+    convert.main(one)
     assert open_source(tmp_path / "bf16").dtype_of("norm.weight") == torch.bfloat16
     assert "wrote" in capsys.readouterr().out
 
@@ -115,9 +115,7 @@ def test_training_goes_on_from_it(tmp_path):
     write("llama", "stacked", tmp_path / "megatron")
     sizes = "--seq-length 16 --global-batch-size 2 --micro-batch-size 2 --eval-steps 0 --steps 1"
     words = [*sizes.split(), "--lr", "1e-4", "--mock-data", "--device", "cpu", "--dtype", "float32"]
-    pretrain_gpt.main(
-        [*words, "--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "run")]
-    )
+    pretrain.main([*words, "--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "run")])
     assert open_source(tmp_path / "run").config == open_source(tmp_path / "megatron").config
 
 

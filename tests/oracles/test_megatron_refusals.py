@@ -16,6 +16,7 @@ from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.models.megatron.source import MegatronCheckpoint
 from megazoo.models.megatron.unpickling import unpickle
+from megazoo.programs import convert
 from tests.support.megatron import (
     arguments_of,
     megatron_tensors,
@@ -24,7 +25,6 @@ from tests.support.megatron import (
     write_distributed,
     write_legacy,
 )
-from tools import convert_megatron
 
 
 class Calls:
@@ -235,9 +235,12 @@ def test_the_tool_tells_mistakes_in_one_line(tensors, tmp_path, monkeypatch, cap
     write(tmp_path / "a", tensors)
     (tmp_path / "empty").mkdir()
     for arguments, message in (
-        (["a", "x", "--hugging-face", "--tp", "2"], "--hugging-face writes no shards"),
+        (
+            ["a", "x", "--to", "hf", "--tp", "2"],
+            "--tp belongs to --to shards: omit it with --to hf",
+        ),
         (["a", "x", "--iteration", "7"], "iter_0000007 is no checkpoint of Megatron-LM"),
-        (["empty", "x"], "empty is not a checkpoint of Megatron-LM"),
+        (["empty", "x"], "empty is not a checkpoint: it has neither latest nor megazoo.json"),
         (["a", "x", "--vocab-size", "99"], "vocab-size 99 is not from 1 to the padded 64"),
         (["a", "x", "--vocab-size", "0"], "vocab-size 0 is not from 1 to the padded 64"),
         (["a", "a"], "choose another"),
@@ -247,7 +250,7 @@ def test_the_tool_tells_mistakes_in_one_line(tensors, tmp_path, monkeypatch, cap
         ]
         monkeypatch.setattr(sys, "argv", ["convert_megatron.py", *words])
         with pytest.raises(SystemExit) as stop:
-            run_program(convert_megatron.main)
+            run_program(convert.main)
         told = capsys.readouterr().err
         assert stop.value.code == 2
         assert told.count("\n") == 1

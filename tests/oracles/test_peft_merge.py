@@ -16,11 +16,12 @@ from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
 from megazoo.parallel import ParallelContext
 from megazoo.parallel.shard import Piece
+from megazoo.programs import generate
 from tests.support.inference import run_main
 from tests.support.peft_oracle import CASES, IDS, Q_AND_V, base_model, settings_for, with_adapters
 from tests.support.programs import python
+from tests.support.scripts import merge_shards
 from tests.support.training import context, run_in_layout
-from tools import generate, merge_shards
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 import megazoo
 from megazoo.evaluation.scoring import evaluate_texts, score, score_choices, windows
 from megazoo.models.mpt import MPTConfig
+from megazoo.programs import evaluate
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
 from tests.support.inference import PROMPT, expected_text, run_main, write_model
 from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, randomize, world
-from tools import evaluate
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,11 +6,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.data import Blend
 from megazoo.models.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import open_source
 from megazoo.models.source import SavedModel
+from megazoo.programs import evaluate
 from tests.support.classifiers import (
     EOD,
     LENGTH,
@@ -24,7 +25,6 @@ from tests.support.classifiers import (
 from tests.support.data import write_lines
 from tests.support.inference import run_main
 from tests.support.pretraining import losses, records
-from tools import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_training_and_evaluation_are_those_of_transformers(
     arguments = [*PROGRAM, "--load", directory, "--num-labels", number, "--data", file]
     arguments += ["--metrics", tmp_path / "m", "--save", run, "--steps", steps]
     arguments += ["--train-only", train_only] if train_only else []
-    pretrain_gpt.main(list(map(str, arguments)))
+    pretrain.main(list(map(str, arguments)))
     out = capsys.readouterr().out
     labels = "1 label" if number == 1 else f"{number} labels"
     assert out.startswith(f"{family}, classifier of {labels} (a new head), ")
@@ -187,8 +187,8 @@ def check_frozen(trained, directory):
 def test_flags_that_say_nothing_of_a_classifier_are_refused(tmp_path):
     file = write_rows(tmp_path / "a.jsonl", "2 labels")
     words = [*PROGRAM, "--num-labels", "2", "--data", str(file), "--steps", "1"]
-    pretrain_gpt.prepare(words)
+    pretrain.prepare(words)
     for flag in ("packing", "separate-documents"):
         told = f"{flag} says nothing of a classifier, of which each row is a text: leave it out"
         with pytest.raises(megazoo.UserError, match=f"^{told}$"):
-            pretrain_gpt.prepare([*words, f"--{flag}"])
+            pretrain.prepare([*words, f"--{flag}"])

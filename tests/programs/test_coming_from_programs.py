@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
 from tests.support.programs import python
 
@@ -95,7 +95,7 @@ def test_a_run_with_the_settings_of_the_tables(ranks, tmp_path, monkeypatch):
     outputs = {name: str(tmp_path / name) for name in ("save", "metrics", "tensorboard", "profile")}
     told = [word for name, path in outputs.items() for word in (f"--{name}", path)]
     told += ["--profile-steps", "1", "2", "--save-interval", "2", "--async-save"]
-    ranks(pretrain_gpt.main, 4, [*sizes.split(), *how.split(), *data, *told, "--steps", "4"])
+    ranks(pretrain.main, 4, [*sizes.split(), *how.split(), *data, *told, "--steps", "4"])
     assert (tmp_path / "profile" / "rank_3.json.gz").is_file()
     assert sorted(path.name for path in (tmp_path / "save").glob("step_*")) == [
         "step_00000002",
@@ -104,7 +104,7 @@ def test_a_run_with_the_settings_of_the_tables(ranks, tmp_path, monkeypatch):
     assert Checkpoint(tmp_path / "save").trainer["settings"]["lr_schedule"] == "wsd"
     again = ["--load", outputs["save"], "--load-weights-only", "--steps", "1"]
     again += ["--metrics", str(tmp_path / "new")]
-    pretrain_gpt.main([*sizes.split(), *again, *data])
+    pretrain.main([*sizes.split(), *again, *data])
     first = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
     new = [json.loads(line) for line in (tmp_path / "new").read_text().splitlines()]
     assert [record["step"] for record in new] == [1, 1]  # from the start, with an evaluation

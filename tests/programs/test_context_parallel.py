@@ -7,17 +7,17 @@ import re
 
 import pytest
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli.launch.deaths import name_of
 from megazoo.cli.parsing import CommandLine
 from megazoo.models.counts import flops_per_token
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
+from megazoo.programs import evaluate, generate
 from tests.support.data import write_lines
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, close, losses, records, start
 from tests.support.sampling import marked_slow
-from tools import evaluate, generate
 
 MPT = [*SMALL, "--model", "mpt"]  # ALiBi
 
@@ -61,7 +61,7 @@ def one_process(data, tmp_path_factory):
     """The metrics of two steps in one process, on each kind of data."""
     files = {kind: tmp_path_factory.mktemp("one") / kind for kind in data}
     for kind, path in files.items():
-        pretrain_gpt.main([*MPT, *data[kind], "--steps", "2", "--metrics", str(path)])
+        pretrain.main([*MPT, *data[kind], "--steps", "2", "--metrics", str(path)])
     return files
 
 
@@ -72,7 +72,7 @@ def test_ranks_that_share_sequences_train_like_one_process(
     world, layout, kind = LAYOUTS[name]
     metrics = tmp_path / "metrics"
     job = [*MPT, *data[kind], *layout.split(), "--steps", "2", "--metrics", str(metrics)]
-    ranks(pretrain_gpt.main, world, job)
+    ranks(pretrain.main, world, job)
     expected = one_process[kind]
     assert close(losses(metrics), losses(expected))
     assert close(evaluations(metrics), evaluations(expected))
@@ -85,7 +85,7 @@ def test_a_run_goes_on_at_another_cp(ranks, data, tmp_path):
     """Two steps at each of four layouts: the losses of eight in one process."""
     straight, metrics, saved = (tmp_path / name for name in ("straight", "metrics", "run"))
     job = [*MPT, *data["packed"], "--lr-decay-steps", "8"]
-    pretrain_gpt.main([*job, "--steps", "8", "--metrics", str(straight)])
+    pretrain.main([*job, "--steps", "8", "--metrics", str(straight)])
     kept = ["--metrics", str(metrics), "--save", str(saved), *"--device cpu --eval-steps 1".split()]
     for steps, cp, method in [
         (2, 2, "allgather"),
@@ -95,7 +95,7 @@ def test_a_run_goes_on_at_another_cp(ranks, data, tmp_path):
     ]:
         layout = ["--cp", str(cp), "--cp-method", method, "--steps", str(steps)]
         beginning = job if steps == 2 else ["--load", str(saved)]
-        ranks(pretrain_gpt.main, cp, [*beginning, *kept, *layout])
+        ranks(pretrain.main, cp, [*beginning, *kept, *layout])
         manifest = json.loads((saved / f"step_{steps:08}" / "megazoo.json").read_text())
         assert manifest["layout"] == {"tp": 1, "pp": 1, "dp": cp}
     assert list(losses(metrics)) == list(range(1, 9))
@@ -120,7 +120,7 @@ def test_the_method_is_that_of_the_flag(ranks):
 
 
 def method_of_the_run(arguments: list[str]) -> tuple[str, int]:
-    ctx = pretrain_gpt.start_ranks(pretrain_gpt.prepare(arguments))
+    ctx = pretrain.start_ranks(pretrain.prepare(arguments))
     return ctx.cp_method, ctx.cp_size
 
 
@@ -136,7 +136,7 @@ MISTAKES = {
 
 def test_mistakes_end_in_one_line_before_any_rank_starts(capsys, monkeypatch):
     for flags, line in MISTAKES.items():
-        told = run_main(pretrain_gpt, monkeypatch, capsys, *SMALL, *flags.split())
+        told = run_main(pretrain, monkeypatch, capsys, *SMALL, *flags.split())
         assert told == (2, "", f"pretrain_gpt.py: error: {line}\n")
 
 
@@ -151,7 +151,7 @@ def test_mfu_counts_each_token_once_and_every_rank(ranks, tmp_path):
     """The tokens of a replica are those of all its ranks together, and so is their peak."""
     metrics, saved = tmp_path / "metrics", tmp_path / "run"
     job = [*SMALL, "--cp", "2", "--steps", "2", "--peak-tflops", "0.5", "--save", str(saved)]
-    ranks(pretrain_gpt.main, 4, [*job, "--metrics", str(metrics)])
+    ranks(pretrain.main, 4, [*job, "--metrics", str(metrics)])
     steps = [record for record in records(metrics) if "loss" in record]
     flops = flops_per_token(SavedModel(saved).config, 32)
     for record in steps:
@@ -178,7 +178,7 @@ def output_of(tool: str, arguments: list[str]) -> str:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved")
-    pretrain_gpt.main([*MPT, "--steps", "2", "--eval-steps", "0", "--save", str(path)])
+    pretrain.main([*MPT, "--steps", "2", "--eval-steps", "0", "--save", str(path)])
     return path
 
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli import metrics
 from megazoo.errors import Advice, UserError
 from tests.support.pretraining import ROOT, SMALL, records
@@ -45,7 +45,7 @@ def test_a_disk_that_fills_up_ends_no_run(tmp_path, monkeypatch, capsys):
     arguments = ["--steps", "5", "--layers", "1", "--eval-steps", "0", "--data", "mock"]
     arguments += ["--metrics", str(file), "--profile", str(tmp_path), "--profile-steps", "1", "2"]
     with pytest.warns(Advice) as told:
-        pretrain_gpt.main([*SMALL, *arguments, "--save", str(tmp_path / "run")])
+        pretrain.main([*SMALL, *arguments, "--save", str(tmp_path / "run")])
     assert [record["step"] for record in records(file)] == [1, 2]
     assert (tmp_path / "run" / "step_00000005").is_dir()
     lines = [str(each.message) for each in told if issubclass(each.category, Advice)]

@@ -11,11 +11,11 @@ from lm_eval.tasks import TaskManager
 from megazoo.evaluation import tasks as of_tasks
 from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
+from megazoo.programs import evaluate
 from tests.support.harness import LENGTH, theirs
 from tests.support.harness_files import write_family, write_tasks
 from tests.support.inference import ROOT, run_main
 from tests.support.programs import python
-from tools import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megazoo
+from megazoo.programs import generate
 from tests.support.inference import PROMPT, expected_text, run_main, write_model
 from tests.support.programs import python
 from tests.support.training import tiny_config
-from tools import generate
 
 ROOT = Path(__file__).parents[2]
 

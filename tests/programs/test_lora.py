@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
 from megazoo.lora.settings import LoRASettings, is_adapter
 from megazoo.lora.source import SavedAdapters
+from megazoo.programs import convert, inspect_checkpoint
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, close, losses, name_base, records
-from tools import inspect_checkpoint, merge_shards, reshard
+from tests.support.scripts import merge_shards
 
 RUN = [
     *SMALL,
@@ -28,10 +29,10 @@ LORA = "--lora-rank 2 --lora-alpha 4 --lora-targets q,v,o".split()
 def files(tmp_path_factory):
     """A whole model, a run with adapters on it, and what that run's four steps recorded."""
     root = tmp_path_factory.mktemp("files")
-    pretrain_gpt.main([*RUN, "--steps", "1", "--save", str(root / "base")])
+    pretrain.main([*RUN, "--steps", "1", "--save", str(root / "base")])
     new = [*RUN, *LORA, "--load", str(root / "base"), "--lr-decay-steps", "4"]
-    pretrain_gpt.main([*new, "--steps", "2", "--save", str(root / "lora")])
-    pretrain_gpt.main([*new, "--steps", "4", "--metrics", str(root / "straight")])
+    pretrain.main([*new, "--steps", "2", "--save", str(root / "lora")])
+    pretrain.main([*new, "--steps", "4", "--metrics", str(root / "straight")])
     (root / "peft").mkdir()
     (root / "peft" / "adapter_config.json").write_text("{}")
     shutil.copytree(root / "lora", root / "moved")
@@ -41,7 +42,7 @@ def files(tmp_path_factory):
 
 def test_a_run_says_what_it_trains_and_goes_on_in_another_layout(ranks, files, tmp_path, capsys):
     """The base is told, for only the checkpoint names it; no flag of the adapters is needed."""
-    pretrain_gpt.prepare(["--load", str(files / "lora"), "--steps", "4"])
+    pretrain.prepare(["--load", str(files / "lora"), "--steps", "4"])
     metrics, saved = tmp_path / "metrics", tmp_path / "run"
     words = ["--metrics", metrics, "--save", saved, "--device", "cpu", "--zero", "1"]
     words += ["--async-save", "--keep-last", "1"]
@@ -49,11 +50,11 @@ def test_a_run_says_what_it_trains_and_goes_on_in_another_layout(ranks, files, t
         ["--load", files / "lora", *"--steps 3 --tp 2".split()],
         ["--lora-load", saved, *"--steps 4 --pp 2".split()],
     ):
-        ranks(pretrain_gpt.main, 2, list(map(str, [*words, *more])))
+        ranks(pretrain.main, 2, list(map(str, [*words, *more])))
     found, expected = losses(metrics), losses(files / "straight")
     assert all(record["grad_norm"] > 1e-3 for record in records(metrics) if "loss" in record)
     assert close(found, {step: expected[step] for step in (3, 4)})
-    pretrain_gpt.main(
+    pretrain.main(
         [*map(str, [*words, "--load", saved]), "--steps", "5", "--global-batch-size", "2"]
     )
     out = capsys.readouterr().out.splitlines()
@@ -74,22 +75,22 @@ def test_a_run_says_what_it_trains_and_goes_on_in_another_layout(ranks, files, t
 def test_a_base_from_the_seed_needs_no_directory(tmp_path, capsys):
     """The line that goes on does, with the adapters' flags on it."""
     words = [*RUN, *LORA, "--save", str(tmp_path), "--steps", "1", "--seed", "7"]
-    pretrain_gpt.main(words)
+    pretrain.main(words)
     out = capsys.readouterr().out
     assert "  generate" not in out
     (line,) = re.findall(r"^  go on +(.*)$", out, re.MULTILINE)
     words = shlex.split(line)[2:]
     assert "--lora-load" in words
-    pretrain_gpt.main(words)
+    pretrain.main(words)
     assert SavedAdapters(tmp_path).trainer["step"] == 2
-    pretrain_gpt.main(["--load", str(tmp_path), "--steps", "3", "--device", "cpu"])
+    pretrain.main(["--load", str(tmp_path), "--steps", "3", "--device", "cpu"])
     drawn = r"its checksum is \w+ \(drawn from --seed\), that of the model's weights is \w+$"
     with pytest.raises(megazoo.UserError, match=drawn):
-        pretrain_gpt.main([*"--steps 4 --device cpu --seed 8 --load".split(), str(tmp_path)])
+        pretrain.main([*"--steps 4 --device cpu --seed 8 --load".split(), str(tmp_path)])
 
 
 def test_rank_0_is_no_adapters():
-    run = pretrain_gpt.prepare([*RUN, "--lora-rank", "0", "--steps", "1"])
+    run = pretrain.prepare([*RUN, "--lora-rank", "0", "--steps", "1"])
     assert run.weights.settings is None
 
 
@@ -100,19 +101,19 @@ def test_the_base_may_be_a_hugging_face_directory(tmp_path, monkeypatch):
     words = "--mock-data --eval-steps 0 --global-batch-size 2 --micro-batch-size 2 --device cpu"
     words = [*words.split(), "--seq-length", "32", "--dtype", "bfloat16", "--save", str(saved)]
     words += ["--lr", "1e-3"]
-    pretrain_gpt.main([*words, "--load", str(theirs), "--lora-rank", "4", "--steps", "1"])
+    pretrain.main([*words, "--load", str(theirs), "--lora-rank", "4", "--steps", "1"])
     assert SavedAdapters(saved).base_path == theirs
-    pretrain_gpt.main([*words, "--load", str(saved), "--steps", "2"])
+    pretrain.main([*words, "--load", str(saved), "--steps", "2"])
     shutil.move(theirs, tmp_path / "there")
     named = ["--load", str(tmp_path / "there"), "--lora-load", str(saved)]
-    pretrain_gpt.main([*words, *named, "--steps", "3"])
+    pretrain.main([*words, *named, "--steps", "3"])
     assert SavedAdapters(saved).base_path == tmp_path / "there"
 
 
 def test_adapters_alone_begin_a_new_run(files):
-    run = pretrain_gpt.prepare([*RUN, "--load", str(files / "lora"), "--load-weights-only"])
+    run = pretrain.prepare([*RUN, "--load", str(files / "lora"), "--load-weights-only"])
     assert (run.first_step, run.resuming) == (0, False)
-    model, optimizer = pretrain_gpt.build(run, pretrain_gpt.start_ranks(run))
+    model, optimizer = pretrain.build(run, pretrain.start_ranks(run))
     held = SavedAdapters(files / "lora")
     for entry in model.saved_entries():
         values = torch.empty(entry.spec.shape)
@@ -124,11 +125,11 @@ def test_adapters_alone_begin_a_new_run(files):
 
 def test_a_pattern_says_what_is_trained_beside_adapters(tmp_path, capsys):
     words = [*RUN, *LORA, "--train-only", "lora|^norm", "--save", str(tmp_path), "--steps", "1"]
-    pretrain_gpt.main(words)
+    pretrain.main(words)
     told = "parameters: lora|^norm, of a model with adapters of rank 2 on q, v, o"
     assert told in capsys.readouterr().out
     assert "norm.weight" in SavedAdapters(tmp_path).specs
-    pretrain_gpt.main(["--load", str(tmp_path), "--steps", "2", "--device", "cpu"])
+    pretrain.main(["--load", str(tmp_path), "--steps", "2", "--device", "cpu"])
 
 
 def test_a_directory_of_pefts_is_loaded_by_megazoo_lora(files, monkeypatch):
@@ -140,9 +141,9 @@ def test_a_directory_of_pefts_is_loaded_by_megazoo_lora(files, monkeypatch):
 
     monkeypatch.setattr(megazoo.lora, "load", loaded, raising=False)
     arguments = [*RUN, "--load", str(files / "base"), "--lora-load", str(files / "peft")]
-    run = pretrain_gpt.prepare(arguments)
+    run = pretrain.prepare(arguments)
     assert not run.resuming
-    model, _ = pretrain_gpt.build(run, pretrain_gpt.start_ranks(run))
+    model, _ = pretrain.build(run, pretrain.start_ranks(run))
     assert (calls, model.attached.rank) == ([files / "peft"], 3)
 
 
@@ -155,7 +156,7 @@ def test_a_restart_goes_on(files, tmp_path, monkeypatch):
         ["--load", str(files / "lora")],
         [*base, "--lora-load", str(files / "peft")],
     ):
-        run = pretrain_gpt.prepare([*RUN, *words, "--save", str(saved), "--steps", "3"])
+        run = pretrain.prepare([*RUN, *words, "--save", str(saved), "--steps", "3"])
         assert (run.first_step, run.resuming) == (2, True)
         assert run.weights.adapters.path.parent == saved
         assert run.source.path == Checkpoint(files / "base").path
@@ -200,12 +201,12 @@ def test_contradictions_are_told_before_any_work(files, capsys, monkeypatch):
     changed = megazoo.from_config(type(config)(**{**vars(config), "layers": 2}))
     changed.save_parallelized(names["other"])
     megazoo.from_config("gpt2-tiny").save_parallelized(names["gpt2"])
-    monkeypatch.setattr(pretrain_gpt, "build", None)
+    monkeypatch.setattr(pretrain, "build", None)
     wrong = {}
     for words, line in REFUSED.items():
         given = ["--device", "cpu", *words.format(**names).split()]
         given = given if "load" in words else [*RUN, *given]
-        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *given)
+        code, _, error = run_main(pretrain, monkeypatch, capsys, *given)
         if (code, error.count("\n")) != (2, 1) or line.format(**names) not in error:
             wrong[words] = (code, error)
     assert not wrong
@@ -215,7 +216,7 @@ def test_another_base_is_refused(files, tmp_path, capsys, monkeypatch):
     other = tmp_path / "other"
     megazoo.from_config(SavedAdapters(files / "lora").config, seed=9).save_parallelized(other)
     words = ["--load", other, "--lora-load", files / "lora", "--steps", "3", "--device", "cpu"]
-    code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+    code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
     assert (code, error.count("\n")) == (2, 1), error
     held = Checkpoint(files / "lora")
     theirs = f"{held.manifest['base']['checksum']} ({Checkpoint(files / 'base').path})"
@@ -231,9 +232,9 @@ def test_tools_know_a_checkpoint_of_adapters(files, tmp_path, capsys, monkeypatc
     assert f"  base        {base}, checksum {held.manifest['base']['checksum']} in F32\n" in out
     assert "  model       llama, " in out
     cut = tmp_path / "cut"
-    code, out, _ = run_main(reshard, monkeypatch, capsys, files / "lora", cut, "--tp", "2")
+    code, out, _ = run_main(convert, monkeypatch, capsys, files / "lora", cut, "--tp", "2")
     assert (code, "adapters and optimizer state" in out) == (0, True)
-    assert pretrain_gpt.prepare(["--load", str(cut), "--steps", "3"]).first_step == 2
+    assert pretrain.prepare(["--load", str(cut), "--steps", "3"]).first_step == 2
     code, _, error = run_main(merge_shards, monkeypatch, capsys, files / "lora", tmp_path / "x")
     assert (code, error.count("\n")) == (2, 1)
     assert "holds adapters alone: give its base as the model, and it as --adapter" in error

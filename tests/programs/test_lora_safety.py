@@ -11,15 +11,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint.base import check_base_on_disk
 from megazoo.errors import UserError
 from megazoo.lora.source import SavedAdapters
 from megazoo.models.pretrained import open_source
+from megazoo.programs import evaluate, generate
 from tests.support.inference import run_main
 from tests.support.peft_oracle import base_model, edit_config, settings_for, with_adapters
 from tests.support.pretraining import name_base
-from tools import evaluate, generate, merge_shards
+from tests.support.scripts import merge_shards
 
 TRAIN = (
     "--vocab-size 257 --tokenizer byte --seq-length 16 --global-batch-size 2 --micro-batch-size 2 "
@@ -28,7 +29,7 @@ TRAIN = (
 
 
 def train(steps, *arguments):
-    pretrain_gpt.main(["--model", "gpt2", *TRAIN.split(), str(steps), *map(str, arguments)])
+    pretrain.main(["--model", "gpt2", *TRAIN.split(), str(steps), *map(str, arguments)])
 
 
 def test_a_run_does_not_write_over_its_base(tmp_path, rows):
@@ -80,10 +81,10 @@ def test_neither_adapters_of_peft_nor_a_run_that_goes_on_replace_a_base(runs):
     for words in OVER_THE_BASE:
         arguments = ["--model", "gpt2", *TRAIN.split(), "3", *words.format(**names).split()]
         with pytest.raises(UserError, match="holds the weights that this run begins with"):
-            pretrain_gpt.prepare(arguments)
+            pretrain.prepare(arguments)
     for base in ("hf", "shards"):
         arguments = ["--model", "gpt2", *TRAIN.split(), "1", "--lora-rank", "2", "--lr", "1e-3"]
-        pretrain_gpt.prepare([*arguments, "--load", str(runs / base), "--save", str(runs)])
+        pretrain.prepare([*arguments, "--load", str(runs / base), "--save", str(runs)])
 
 
 @pytest.fixture
@@ -99,8 +100,8 @@ def test_a_new_head_is_trained_or_refused(runs, rows):
     words += ["--num-labels", "2", "--data", str(rows), "--split", "100,0"]
     for adapters in (["--lora-rank", "2"], ["--lora-load", str(runs / "peft")]):
         with pytest.raises(UserError, match="the new head untrained: let the pattern match sco"):
-            pretrain_gpt.prepare([*words, *adapters, "--train-only", "lora"])
-        pretrain_gpt.prepare([*words, *adapters, "--train-only", "lora|score"])
+            pretrain.prepare([*words, *adapters, "--train-only", "lora"])
+        pretrain.prepare([*words, *adapters, "--train-only", "lora|score"])
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def test_a_base_of_too_long_a_name_is_told(runs, tmp_path):
     run = shutil.copytree(runs / "lora", tmp_path / "lora")
     name_base(run, "/" + "a" * 4000)
     with pytest.raises(UserError, match=r"^the base of .*, '/aaa.*: File name too long") as error:
-        pretrain_gpt.prepare(["--load", str(run), "--steps", "2"])
+        pretrain.prepare(["--load", str(run), "--steps", "2"])
     assert len(str(error.value)) < 500
     assert "\n" not in str(error.value)
 

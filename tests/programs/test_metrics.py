@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.models.counts import flops_per_token
 from megazoo.models.source import SavedModel
 from megazoo.parallel.schedule import zb_h1
@@ -17,9 +17,7 @@ from tests.support.pretraining import SMALL, records
 def test_float16_tells_its_loss_scale_and_the_steps_that_it_skips(tmp_path, capsys):
     metrics = tmp_path / "metrics"
     scale = ["--initial-loss-scale", str(2.0**40), "--hysteresis", "1"]
-    pretrain_gpt.main(
-        [*SMALL, *scale, "--dtype", "float16", "--steps", "3", "--metrics", str(metrics)]
-    )
+    pretrain.main([*SMALL, *scale, "--dtype", "float16", "--steps", "3", "--metrics", str(metrics)])
     first, *_, last = [record for record in records(metrics) if "loss" in record]
     assert (first["skipped"], first["grad_norm"], first["loss_scale"]) == (True, None, 2.0**39)
     assert last["step"] == 3
@@ -32,7 +30,7 @@ def test_float16_tells_its_loss_scale_and_the_steps_that_it_skips(tmp_path, caps
 def test_metrics_evaluation_and_summary(tmp_path, capsys):
     metrics = tmp_path / "new" / "metrics.jsonl"
     words = ["--metrics", str(metrics), "--save", str(tmp_path / "run")]
-    pretrain_gpt.main([*SMALL, *"--steps 3 --eval-interval 2".split(), *words])
+    pretrain.main([*SMALL, *"--steps 3 --eval-interval 2".split(), *words])
     steps = [record for record in records(metrics) if "loss" in record]
     keys = "step loss grad_norm lr tokens_per_second tflops step_time "
     keys += "consumed_samples consumed_tokens peak_memory"
@@ -66,9 +64,9 @@ def test_tensorboard_and_mfu(tmp_path, capsys):
     arguments = ["--metrics", str(metrics), "--tensorboard", str(board)]
     arguments += ["--peak-tflops", "0.5", "--save"]
     first = ["--steps", "3", "--save-interval", "2"]
-    pretrain_gpt.main([*SMALL, *arguments, str(tmp_path / "a"), *first])
+    pretrain.main([*SMALL, *arguments, str(tmp_path / "a"), *first])
     resumed = ["--load", str(tmp_path / "a" / "step_00000002"), "--steps", "4", "--device", "cpu"]
-    pretrain_gpt.main([*arguments, str(tmp_path / "b"), *resumed])
+    pretrain.main([*arguments, str(tmp_path / "b"), *resumed])
     told = EventAccumulator(str(board)).Reload()
     steps = {record["step"]: record for record in records(metrics) if "loss" in record}
     for key in ("loss", "mfu", "forward_time"):
@@ -87,7 +85,7 @@ def test_tensorboard_and_mfu(tmp_path, capsys):
 def test_profile_names_the_actions(ranks, tmp_path):
     layout = ["--pp", "2", "--schedule", "zb-h1", "--steps", "3"]
     ranks(
-        pretrain_gpt.main,
+        pretrain.main,
         2,
         [*SMALL, *layout, "--profile", str(tmp_path), "--profile-steps", "2", "3"],
     )

@@ -4,7 +4,6 @@ that names what is wrong. A bug still shows its traceback."""
 import contextlib
 import errno
 import gzip
-import importlib
 import json
 import os
 import shlex
@@ -19,12 +18,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli import callbacks
 from megazoo.cli.parsing import CommandLine
 from megazoo.cli.program import run_program
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES
 from tests.support.pretraining import ROOT, SMALL
+from tests.support.scripts import program_of
 
 SECONDS = 100  # that a mistake may take to be found, on a machine that does much else
 LONG, PATH, DIGITS = "a" * 300, "a/" * 2500, "9" * 5000
@@ -241,7 +241,7 @@ def run(files, monkeypatch, capsys):
 
     def call(line: str, variables: str = "") -> tuple[int, str]:
         name, *arguments = line.split(" ")
-        program = pretrain_gpt if name == "pretrain_gpt" else importlib.import_module(name)
+        program = program_of(name)
         with monkeypatch.context() as patched, seconds_left():
             for variable in shlex.split(variables):
                 patched.setenv(*variable.split("=", 1))
@@ -352,9 +352,9 @@ def test_settings_that_come_through_a_pipe_are_kept_for_a_resume(pipe):
 
 
 def test_a_run_that_goes_on_reads_its_settings_once(pipe, tmp_path):
-    pretrain_gpt.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", str(tmp_path)])
+    pretrain.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", str(tmp_path)])
     arguments = ["--load", str(tmp_path), "--config", pipe("steps = 3\nlog_interval = 7")]
-    run = pretrain_gpt.prepare([*arguments, "--seed", "5"])
+    run = pretrain.prepare([*arguments, "--seed", "5"])
     training = run.options.training
     assert (run.first_step, training.steps, training.seed) == (2, 3, 5)
     assert (training.seq_length, run.options.logging.log_interval) == (32, 7)  # of SMALL; given
@@ -375,7 +375,7 @@ def test_a_bug_shows_its_traceback_and_a_line_that_says_so(run, monkeypatch):
     def planted(*_):
         return 1 / 0
 
-    monkeypatch.setattr(pretrain_gpt, "train", planted)
+    monkeypatch.setattr(pretrain, "train", planted)
     code, err = run(TRAIN)
     *lines, last = err.splitlines()
     assert (code, lines[0]) == (1, "Traceback (most recent call last):")
@@ -412,12 +412,12 @@ def test_what_the_machine_lacks_is_told_in_one_line(run, monkeypatch):
     def planted(*_):
         raise error
 
-    monkeypatch.setattr(pretrain_gpt, "train", planted)
+    monkeypatch.setattr(pretrain, "train", planted)
     for error, words in LACKS:  # noqa: B007 (planted reads it)
         code, err = run(TRAIN)
         check_line(err, "pretrain_gpt", words)
         assert code == 1
-    monkeypatch.setattr(pretrain_gpt, "train", lambda *_: torch.empty(1 << 55))
+    monkeypatch.setattr(pretrain, "train", lambda *_: torch.empty(1 << 55))
     code, err = run(TRAIN)
     check_line(err, "pretrain_gpt", "out of memory (")
     assert code == 1

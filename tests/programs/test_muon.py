@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-import pretrain_gpt
+from megazoo import pretrain
+from megazoo.programs import plan
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, close, losses, records
 from tests.support.programs import run_tool
-from tools import plan
 
 RUN = [*SMALL, *"--optimizer muon --mock-data --eval-steps 0 --lr-decay-steps 6".split()]
 
@@ -17,9 +17,9 @@ RUN = [*SMALL, *"--optimizer muon --mock-data --eval-steps 0 --lr-decay-steps 6"
 def files(tmp_path_factory):
     """What six steps of one process recorded, and checkpoints after three of Muon and of AdamW."""
     root = tmp_path_factory.mktemp("files")
-    pretrain_gpt.main([*RUN, "--steps", "6", "--metrics", str(root / "straight")])
-    pretrain_gpt.main([*RUN, "--steps", "3", "--save", str(root / "muon")])
-    pretrain_gpt.main([*RUN, "--steps", "3", "--save", str(root / "adamw"), "--optimizer", "adamw"])
+    pretrain.main([*RUN, "--steps", "6", "--metrics", str(root / "straight")])
+    pretrain.main([*RUN, "--steps", "3", "--save", str(root / "muon")])
+    pretrain.main([*RUN, "--steps", "3", "--save", str(root / "adamw"), "--optimizer", "adamw"])
     return root
 
 
@@ -30,7 +30,7 @@ def files(tmp_path_factory):
 def test_a_run_goes_on_in_another_layout(ranks, files, tmp_path, layout, ranks_of):
     """With the optimizer that its checkpoint names, and the momentum that is there."""
     words = ["--device", "cpu", "--load", str(files / "muon"), "--metrics", str(tmp_path / "lines")]
-    ranks(pretrain_gpt.main, ranks_of, [*words, "--steps", "6", *layout.split()])
+    ranks(pretrain.main, ranks_of, [*words, "--steps", "6", *layout.split()])
     expected = losses(files / "straight")
     assert close(losses(tmp_path / "lines"), {step: expected[step] for step in (4, 5, 6)})
 
@@ -39,9 +39,7 @@ def test_the_learning_rate_that_is_told_is_that_of_matrices(files, tmp_path):
     rates = [record["lr"] for record in records(files / "straight")]
     assert rates[:2] == pytest.approx([0.01, 0.02])
     assert rates[-1] == pytest.approx(0.002)
-    pretrain_gpt.main(
-        [*RUN, *"--steps 2 --muon-lr 0.03".split(), "--metrics", str(tmp_path / "lines")]
-    )
+    pretrain.main([*RUN, *"--steps 2 --muon-lr 0.03".split(), "--metrics", str(tmp_path / "lines")])
     assert records(tmp_path / "lines")[1]["lr"] == pytest.approx(0.03)
 
 
@@ -51,11 +49,11 @@ def test_another_optimizers_checkpoint_is_refused(files, monkeypatch, capsys):
         ("adamw", "muon", "exp_avg_sq of layers.0.attention.qkv.weight, not the momentum of Muon"),
     ]:
         words = ["--load", files / saved, *"--steps 6 --device cpu --optimizer".split(), optimizer]
-        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+        code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
         assert (code, len(error.splitlines())) == (2, 1)
         assert told in error
         words = [*words, *RUN, "--optimizer", optimizer, "--load-weights-only"]
-        code, *_ = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+        code, *_ = run_main(pretrain, monkeypatch, capsys, *words)
         assert code == 0
 
 
@@ -68,7 +66,7 @@ def test_settings_that_cant_be(monkeypatch, capsys):
         ("--ns-steps 0", "ns-steps"),
         ("--ns-dtype float16", "ns-dtype"),
     ]:
-        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *RUN, *words.split())
+        code, _, error = run_main(pretrain, monkeypatch, capsys, *RUN, *words.split())
         assert (code, len(error.splitlines())) == (2, 1)
         assert told in error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli import callbacks
 from megazoo.cli.parsing import CommandLine
 from megazoo.environment import adopt_launcher
@@ -44,9 +44,9 @@ def faulty(self, *arguments, step=None, **named):
     return train_batch(self, *arguments, step=step, **named)
 
 base.Model.train_batch = faulty
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli.program import run_program
-run_program(pretrain_gpt.main)
+run_program(pretrain.main)
 """
 
 
@@ -117,7 +117,7 @@ def torchrun_on(nodes, program, *arguments, ranks=4, restarts=0):
 def straight(tmp_path_factory):
     """The losses of one process."""
     path = tmp_path_factory.mktemp("straight") / "metrics"
-    pretrain_gpt.main([*JOB, "--steps", "8", "--metrics", str(path)])
+    pretrain.main([*JOB, "--steps", "8", "--metrics", str(path)])
     return losses(path)
 
 
@@ -198,7 +198,7 @@ def train_and_signal(arguments: list[str], name: str) -> str:
 
     with contextlib.redirect_stdout(io.StringIO()) as told:
         try:
-            pretrain_gpt.main(arguments)
+            pretrain.main(arguments)
         finally:
             callbacks._steps.clear()
     return told.getvalue()
@@ -210,7 +210,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(ranks, straight, tmp_path, name
     kept = ["--save", str(tmp_path / "run"), "--metrics", str(tmp_path / "metrics")]
     first, *_ = ranks(train_and_signal, 4, [*JOB, *"--tp 2 --pp 2 --steps 8".split(), *kept], name)
     assert re.search(f"stopped by {name}: trained steps 1 to [45]", first)
-    pretrain_gpt.main([*kept[2:], "--load", kept[1], "--device", "cpu"])
+    pretrain.main([*kept[2:], "--load", kept[1], "--device", "cpu"])
     assert close(losses(tmp_path / "metrics"), straight)
 
 

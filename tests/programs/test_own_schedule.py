@@ -10,10 +10,10 @@ import pytest
 
 from megazoo.cli import mistakes
 from megazoo.parallel.schedule import SCHEDULES
+from megazoo.programs import plan, plot_schedule
 from tests.support import programs
 from tests.support.inference import run_main
 from tests.support.programs import python
-from tools import plan, plot_schedule
 
 ROOT = Path(__file__).parents[2]
 OWN = """

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, save
 from megazoo.cli.parsing import CommandLine
+from megazoo.programs import preprocess_data
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records, start
-from tools import preprocess_data
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """Four steps in one process, in this one: what every other start must equal."""
     path = tmp_path_factory.mktemp("straight") / "metrics.jsonl"
-    pretrain_gpt.main([*SMALL, "--steps", "4", "--metrics", str(path)])
+    pretrain.main([*SMALL, "--steps", "4", "--metrics", str(path)])
     return losses(path)
 
 
@@ -51,7 +51,7 @@ def test_every_way_to_start_trains_the_same(launcher, layout, straight, tmp_path
 
 def with_settings_of_its_own(job):
     try:
-        pretrain_gpt.main([*job, "--weight-decay", str(0.1 * (1 + int(os.environ["RANK"])))])
+        pretrain.main([*job, "--weight-decay", str(0.1 * (1 + int(os.environ["RANK"])))])
     except megazoo.UserError as error:
         return str(error)
     return "nothing is refused"
@@ -76,7 +76,7 @@ def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command(monkeypa
     ]:
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", world)
-        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words.split())
+        code, _, error = run_main(pretrain, monkeypatch, capsys, *words.split())
         use = f"use torchrun --nproc-per-node {right} pretrain_gpt.py {words}"
         told = f"a world of {world} ranks does not fit {sizes}: {use}"
         assert (code, error) == (2, f"pretrain_gpt.py: error: {told}\n")
@@ -111,8 +111,8 @@ def test_stop_and_resume_in_another_layout(ranks, straight, tmp_path):
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
     common = ["--metrics", str(metrics), "--save", str(saved), "--device", "cpu"]
     layout = ["--tp", "2", "--pp", "2", "--steps", "2", "--lr-decay-steps", "4"]
-    ranks(pretrain_gpt.main, 4, [*SMALL, *common, *layout])
-    pretrain_gpt.main([*common, "--load", str(saved), "--steps", "4"])
+    ranks(pretrain.main, 4, [*SMALL, *common, *layout])
+    pretrain.main([*common, "--load", str(saved), "--steps", "4"])
     assert close(losses(metrics), straight)
     steps = [record for record in records(metrics) if "loss" in record]
     assert [record["consumed_samples"] for record in steps] == [8, 16, 24, 32]
@@ -129,7 +129,7 @@ def test_token_files_train_like_their_text(ranks, tmp_path):
     preprocess_data.main([*source, *words])
     data = ["--data", str(tmp_path / "a_text_document"), "--split", "1,1", "--steps", "2"]
     for name, layout, world in [("one", [], 1), ("four", ["--tp", "2", "--pp", "2"], 4)]:
-        ranks(pretrain_gpt.main, world, [*SMALL, *data, *layout, "--metrics", str(tmp_path / name)])
+        ranks(pretrain.main, world, [*SMALL, *data, *layout, "--metrics", str(tmp_path / name)])
     assert close(losses(tmp_path / "four"), losses(tmp_path / "one"))
 
 
@@ -137,8 +137,8 @@ def test_a_longer_run_goes_on_at_the_rate_where_it_stood(tmp_path):
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
     common = ["--metrics", str(metrics), "--save", str(saved)]
     common += "--device cpu --eval-steps 0".split()
-    pretrain_gpt.main([*SMALL, *common, "--steps", "3"])
-    pretrain_gpt.main([*common, "--steps", "5", "--load", str(saved)])
+    pretrain.main([*SMALL, *common, "--steps", "3"])
+    pretrain.main([*common, "--steps", "5", "--load", str(saved)])
     rates = [record["lr"] for record in records(metrics)]
     assert rates[2:] == [5e-4] * 3
 
@@ -149,13 +149,13 @@ def test_sequence_parallel_and_separate_documents(ranks, tmp_path):
     for name, flags in runs.items():
         files = ["--metrics", str(tmp_path / name), "--save", str(tmp_path / f"{name}-saved")]
         arguments = [*SMALL, "--separate-documents", "--steps", "2", *flags, *files]
-        ranks(pretrain_gpt.main, 2 if name == "two" else 1, arguments)
+        ranks(pretrain.main, 2 if name == "two" else 1, arguments)
     assert close(losses(tmp_path / "two"), losses(tmp_path / "one"))
     assert Checkpoint(tmp_path / "two-saved").trainer["settings"]["separate_documents"] is True
     again = ["--load", str(tmp_path / "two-saved"), "--metrics", str(tmp_path / "two")]
-    pretrain_gpt.main([*again, *"--device cpu --steps 3 --eval-steps 0".split()])
+    pretrain.main([*again, *"--device cpu --steps 3 --eval-steps 0".split()])
     straight = "--steps 3 --lr-decay-steps 2 --separate-documents".split()
-    pretrain_gpt.main([*SMALL, *straight, "--metrics", str(tmp_path / "straight")])
+    pretrain.main([*SMALL, *straight, "--metrics", str(tmp_path / "straight")])
     assert close(losses(tmp_path / "two"), losses(tmp_path / "straight"))
 
 
@@ -163,12 +163,12 @@ def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
     """A run with other weights, then what it prints, then what that prints: each flag is named
     once."""
     weights, saved, metrics = tmp_path / "weights", tmp_path / "run", tmp_path / "metrics"
-    config = pretrain_gpt.model_config(CommandLine.read(SMALL).options().model)
+    config = pretrain.model_config(CommandLine.read(SMALL).options().model)
     megazoo.from_config(config).save_parallelized(weights)
     kept = [*SMALL, "--lr", "1e-3", "--save", str(saved), "--metrics", str(metrics)]
     words = [*kept, "--load", str(weights), "--load-weights-only", "--steps=2"]
     for steps in (4, 8):
-        pretrain_gpt.main(words)
+        pretrain.main(words)
         (line,) = re.findall(r"^  go on +(.*)$", capsys.readouterr().out, re.MULTILINE)
         words = shlex.split(line)[2:]
         more = ["--no-load-weights-only", "--load", str(saved), "--steps", str(steps)]
@@ -184,14 +184,14 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
     metrics = tmp_path / "metrics"
     common = ["--metrics", str(metrics), "--save", str(tmp_path / "run"), "--device", "cpu"]
     data = ["--data", str(tmp_path / "a.jsonl"), "--split", "80,10,10"]
-    ranks(pretrain_gpt.main, 3, [*SMALL, *common, *data, "--pp", "3", "--epochs", "2"])
+    ranks(pretrain.main, 3, [*SMALL, *common, *data, "--pp", "3", "--epochs", "2"])
     samples = (24 * 101 - 1) // 32
     steps = -(-2 * samples // 8)
     assert [record["step"] for record in records(metrics) if "loss" in record] == list(
         range(1, steps + 1)
     )
     assert set(records(metrics)[-1]) == {"step", "test_loss", "test_perplexity"}
-    pretrain_gpt.main([*common, "--load", str(tmp_path / "run"), "--epochs", "3"])
+    pretrain.main([*common, "--load", str(tmp_path / "run"), "--epochs", "3"])
     assert records(metrics)[-1]["step"] == -(-3 * samples // 8)
     out = capsys.readouterr().out
     assert re.search(
@@ -202,13 +202,13 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
     with pytest.raises(
         megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"
     ):
-        pretrain_gpt.main([*common, "--load", str(tmp_path / "run")])
+        pretrain.main([*common, "--load", str(tmp_path / "run")])
     with monkeypatch.context() as restarted:
         restarted.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        pretrain_gpt.main(common)  # nothing remains
+        pretrain.main(common)  # nothing remains
     before = -(-3 * samples // 8)
     larger = ["--global-batch-size", "32", "--load", str(tmp_path / "run"), "--epochs", "4"]
-    pretrain_gpt.main([*common, *larger])
+    pretrain.main([*common, *larger])
     record = [record for record in records(metrics) if "loss" in record][-1]
     assert record["step"] == before - (8 * before - 4 * samples) // 32
     assert 0 <= record["consumed_samples"] - 4 * samples < 32
@@ -216,27 +216,27 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
 
 def test_mock_data_needs_neither_files_nor_a_tokenizer_that_fits(tmp_path):
     metrics = tmp_path / "metrics"
-    pretrain_gpt.main(
+    pretrain.main(
         [*SMALL, "--mock-data", "--vocab-size", "50", "--steps", "2", "--metrics", str(metrics)]
     )
     assert abs(records(metrics)[0]["loss"] - math.log(50)) < 0.2
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch):
-    pretrain_gpt.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", str(tmp_path)])
+    pretrain.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", str(tmp_path)])
     capsys.readouterr()
     for words, message in {
         "--layers 6": f"layers is 6, but 5 in the checkpoint {tmp_path}/step_00000002",
         "--steps 2": f"--load {tmp_path} is at step 2 already: --steps 2 leaves nothing to do",
     }.items():
         words = ["--model", "gpt2", "--load", tmp_path, *words.split()]
-        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+        code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
         assert (code, error) == (2, f"pretrain_gpt.py: error: {message}\n")
 
 
 def test_a_run_that_diverges_stops_before_it_saves(tmp_path, capsys, monkeypatch):
     words = [*SMALL, *"--lr 1e30 --clip-grad 0 --steps 5 --save-interval 1".split()]
-    code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words, "--save", tmp_path)
+    code, _, error = run_main(pretrain, monkeypatch, capsys, *words, "--save", tmp_path)
     assert code == 1
     assert re.search(r"gradient norm \S+ at step \d: try a smaller --lr", error)
     assert len(list(tmp_path.glob("step_*"))) < 5
@@ -250,16 +250,16 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypa
         ("{", f"trainer.json has 1 bytes, the manifest says {len(whole)}", 1),
     ]:
         (path / "trainer.json").write_text(text)
-        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, "--load", tmp_path)
+        code, _, error = run_main(pretrain, monkeypatch, capsys, "--load", tmp_path)
         assert (code, error.count("\n"), message in error) == (expected, 1, True), error
 
 
 def test_a_restart_goes_on_from_a_step_that_latest_does_not_name_yet(tmp_path, monkeypatch):
     run = [*SMALL, "--eval-steps", "0", "--save", str(tmp_path / "run")]
-    pretrain_gpt.main([*run, "--steps", "2"])
+    pretrain.main([*run, "--steps", "2"])
     (tmp_path / "run" / "latest").unlink()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert pretrain_gpt.prepare([*run, "--steps", "3"]).first_step == 2
+    assert pretrain.prepare([*run, "--steps", "3"]).first_step == 2
 
 
 def test_a_mistake_of_all_ranks_is_told_once(tmp_path):
@@ -282,14 +282,14 @@ def test_a_restart_goes_on_from_its_own_checkpoint_whatever_the_file_loads(tmp_p
     """As torchrun starts the program again after a rank has died."""
     for name, seed in (("first", 1), ("own", 2)):
         words = f"--steps 2 --eval-steps 0 --seed {seed} --save {tmp_path / name}"
-        pretrain_gpt.main([*SMALL, *words.split()])
+        pretrain.main([*SMALL, *words.split()])
     file = tmp_path / "c.toml"
     settings = [f'load = "{tmp_path / "first"}"', "load_weights_only = true"]
     file.write_text("\n".join([*settings, "steps = 9", "lr = 1", "seq_length = 32"]))
     arguments = ["--config", str(file), "--save", str(tmp_path / "own")]
-    begun = pretrain_gpt.prepare(arguments)
+    begun = pretrain.prepare(arguments)
     assert (begun.resuming, begun.first_step, begun.source.path.parent.name) == (False, 0, "first")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run = pretrain_gpt.prepare(arguments)
+    run = pretrain.prepare(arguments)
     assert (run.resuming, run.first_step, run.source.path.parent.name) == (True, 2, "own")
     assert (run.options.training.steps, run.options.training.seed) == (9, 2)

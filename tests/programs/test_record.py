@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli import callbacks, run_record
 from megazoo.cli.run_record import InputFile, Recorded, Resumed, Step
 from megazoo.errors import UserError
+from megazoo.programs import check_run, preprocess_data
 from tests.support.inference import run_main
 from tests.support.pretraining import ROOT, SMALL, TORCHRUN, losses, start
 from tests.support.processes import Program
 from tests.support.programs import python
-from tools import check_run, preprocess_data
 
 STEPS = 6
 TEXTS = [{"text": f"line {n} of a text that is there to be learned, {n * n}"} for n in range(200)]
@@ -48,7 +48,7 @@ def checked(monkeypatch, capsys):
 
 
 def train(*arguments):
-    pretrain_gpt.main([*SMALL, *map(str, arguments)])
+    pretrain.main([*SMALL, *map(str, arguments)])
 
 
 def read(directory):
@@ -266,7 +266,7 @@ def test_a_run_that_goes_on_continues_its_record(begun, monkeypatch, capsys, che
     words = (*SMALL, "--steps", 2, "--record", record)
     for restart in ("0", "1"):  # torchrun starts a run again that has refused to write over it
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+        code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
         assert (code, "holds the record of another run" in error) == (2, True), error
     assert texts_of(record) == before
 
@@ -297,7 +297,7 @@ def test_a_full_disk_leaves_the_steps_before(begun, monkeypatch, capsys):
 
     monkeypatch.setattr(run_record, "write_atomically", filling)
     words = (*SMALL, *arguments, "--steps", 5)
-    code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+    code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
     assert code == 1
     assert f"--record {record}: File too large" in error
     assert (record / "steps.jsonl").read_text() == before
@@ -382,7 +382,7 @@ def test_weights_and_adapters_that_have_moved(data, tmp_path, checked):
     train(*common, "--steps", 1, "--save", base)
     train(*common, "--load", base, "--lora-rank", 2, "--steps", 1, "--save", lora)
     words = ["--device", "cpu", "--lora-load", lora, "--steps", 3, "--record", record]
-    pretrain_gpt.main(list(map(str, words)))
+    pretrain.main(list(map(str, words)))
     base.rename(tmp_path / "base2")
     error = checked(record)[2]
     assert "no directory" in error
@@ -470,7 +470,7 @@ def test_forged_and_damaged_records_are_refused_in_one_line(recorded, tmp_path, 
 def test_a_directory_that_cant_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     words = (*SMALL, "--steps", 2, "--record", tmp_path / "file")
-    code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+    code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
     assert code == 2
     assert f"--record: {tmp_path / 'file'} is not a directory" in error
 

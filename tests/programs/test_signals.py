@@ -84,9 +84,9 @@ def slow(self, *arguments, step=None, **named):
     return train_batch(self, *arguments, step=step, **named)
 
 base.Model.train_batch = slow
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli.program import run_program
-run_program(pretrain_gpt.main)
+run_program(pretrain.main)
 """
 
 

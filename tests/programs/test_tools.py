@@ -2,9 +2,9 @@
 
 import json
 
+from megazoo.programs import plot_metrics, plot_schedule
 from tests.support.inference import run_main
 from tests.support.programs import run_tool
-from tools import plot_metrics, plot_schedule
 
 
 def test_plot_metrics_draws_a_png(tmp_path):

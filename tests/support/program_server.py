@@ -25,7 +25,7 @@ PRELOADED = [
     "torch.distributed.run",
     "torch.fx.experimental.symbolic_shapes",
     "megazoo.testing",
-    "pretrain_gpt",
+    "megazoo.pretrain",
 ]
 LARGEST_REQUEST = 1 << 18  # bytes
 

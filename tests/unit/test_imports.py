@@ -26,6 +26,7 @@ ORDER = [
     ("data", "evaluation", "lora", "planning"),
     ("cli",),
     ("compat", "testing"),
+    ("programs", "pretrain", "__main__"),
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 

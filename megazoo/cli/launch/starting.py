@@ -1,15 +1,14 @@
-"""How the ranks of a program start: those that are missing, and the commands for more of them."""
+"""How the ranks of a program start: those that are missing."""
 
 import ctypes
 import os
-import shlex
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from megazoo.cli.commands import entry, torchrun_line
 from megazoo.environment import (
     check_meeting_point,
     is_child_of_launcher,
@@ -78,7 +77,7 @@ def start_missing_ranks(tp: int, pp: int, cp: int = 1) -> None:
     # This loads torch, which --help does not need.
     from megazoo.cli.launch.local_ranks import LocalRanks, can_fork
 
-    command = None if can_fork() else [sys.executable, "-u", *sys.argv]
+    command = None if can_fork() else [sys.executable, "-u", *entry(), *sys.argv[1:]]
     code = LocalRanks(tp, pp, command, cp).run()
     if code is not None:
         sys.exit(code)
@@ -118,20 +117,3 @@ def _lives(pid: int) -> bool:
         except ProcessLookupError:
             return False
     return True
-
-
-def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:
-    """Return the command that starts this program on so many ranks, with these arguments or its
-    own."""
-    command = shlex.join([sys.argv[0], *(arguments or sys.argv[1:])])
-    return f"torchrun --nproc-per-node {ranks} {command}"
-
-
-def python_line(arguments: list[str], program: str | None = None) -> str:
-    """Return the command that starts this program, or another, with this Python."""
-    python = os.path.relpath(sys.executable)
-    if shutil.which("python") == sys.executable:
-        python = "python"
-    elif ".." in python:
-        python = sys.executable
-    return f"{python} {shlex.join([program or sys.argv[0], *arguments])}"

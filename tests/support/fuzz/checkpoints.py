@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.cli.options import Options
@@ -212,7 +212,7 @@ class Trainer:
 
 def resume(arguments: list[str]):
     """Go as far as a run does before its ranks start, and load its checkpoint."""
-    run = pretrain_gpt.prepare(arguments)
+    run = pretrain.prepare(arguments)
     model = megazoo.from_config(run.config, seed=4)
     optimizer = megazoo.optim.AdamW(model)
     load(run.source, model, optimizer)

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli.flags import flag_of, parse_flags, settings_of
 from megazoo.cli.options import Options, ShardingOptions
 from megazoo.cli.parsing import CommandLine, required
@@ -62,7 +62,7 @@ class Flags:
         with_garbage(directory)
         before = files_under(directory)
         if chance.random() < 0.6:
-            run, _ = refusal(ending, pretrain_gpt.prepare, self.line(Options, chance))
+            run, _ = refusal(ending, pretrain.prepare, self.line(Options, chance))
             options = run and run.options
         else:
             tool = self.tools[chance.choice(TOOLS)]
@@ -170,7 +170,7 @@ class Toml:
             return
         before = files_under(directory)
         options, told = refusal(options_of, ["--config", str(file)])
-        refusal(pretrain_gpt.prepare, ["--config", str(file)])
+        refusal(pretrain.prepare, ["--config", str(file)])
         assert files_under(directory) == before, "files were written"
         if not told:
             self.check(options, tomllib.loads(file.read_text()))

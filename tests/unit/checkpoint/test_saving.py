@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, Saver, load, save, saving, writing
 from megazoo.checkpoint.places import step_name
 from megazoo.errors import UserError
@@ -296,11 +296,11 @@ def test_training_stops_or_goes_on_as_on_save_error_says(tmp_path, monkeypatch, 
     message = f"can't save to {directory}: Permission denied; earlier checkpoints are untouched"
     if policy == "stop":
         with pytest.raises(UserError, match=message):
-            pretrain_gpt.main(run)
+            pretrain.main(run)
         assert capsys.readouterr().err == ""
         assert Checkpoint(directory).path.name == step_name(1)
     else:
-        pretrain_gpt.main(run)
+        pretrain.main(run)
         assert capsys.readouterr().err == f"warning: {message}\n"
         assert names(directory) == ["latest", step_name(3), step_name(4)]
     Checkpoint(directory).verify()

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, load, save, verifying
 from megazoo.checkpoint.tensor_files import crc32_of
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects
+from megazoo.programs import convert
 from tests.support.directories import names
 from tests.support.inference import run_main
 from tests.support.sampling import marked_slow
+from tests.support.scripts import merge_shards
 from tests.support.training import (
     context,
     layout_name,
@@ -25,7 +27,6 @@ from tests.support.training import (
     run_in_layout,
     tiny_config,
 )
-from tools import merge_shards, reshard
 
 CHANGED = "has changed: its checksum is not the manifest's"
 
@@ -165,8 +166,8 @@ def test_tools_leave_no_output_of_a_file_that_has_changed(tmp_path, monkeypatch,
     for kind in ("optimizer", "model"):
         save_run(tmp_path / "run", {})
         changed = f"{flip(tmp_path / 'run', kind)} {CHANGED}"
-        for tool in (reshard, merge_shards):
-            fails = kind == "model" or tool is reshard  # a merge reads no optimizer state
+        for tool in (convert, merge_shards):
+            fails = kind == "model" or tool is convert  # a merge reads no optimizer state
             code, _, errors = run_main(tool, monkeypatch, capsys, tmp_path / "run", output)
             assert (code, errors.splitlines()[-1:]) == (
                 (1, [f"{Path(tool.__file__).name}: error: {changed}"]) if fails else (0, [])
@@ -182,11 +183,9 @@ def test_the_training_program_refuses_what_has_changed(tmp_path, monkeypatch, ca
     arguments = "--device cpu --layers 2 --hidden-size 32 --heads 4 --seq-length 16".split()
     arguments += ["--global-batch-size=2", "--micro-batch-size=2", "--eval-steps=0", "--mock-data"]
     run = tmp_path / "run"
-    assert (
-        run_main(pretrain_gpt, monkeypatch, capsys, *arguments, "--steps=1", "--save", run)[0] == 0
-    )
+    assert run_main(pretrain, monkeypatch, capsys, *arguments, "--steps=1", "--save", run)[0] == 0
     changed = f"{flip(run, 'optimizer')} {CHANGED}"
     resume = ["--load", run, "--steps", "2", "--device", "cpu"]
-    code, _, errors = run_main(pretrain_gpt, monkeypatch, capsys, *resume)
+    code, _, errors = run_main(pretrain, monkeypatch, capsys, *resume)
     assert (code, errors) == (1, f"pretrain_gpt.py: error: {changed}\n")
-    assert run_main(pretrain_gpt, monkeypatch, capsys, *resume, "--no-verify")[0] == 0
+    assert run_main(pretrain, monkeypatch, capsys, *resume, "--no-verify")[0] == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli import callbacks, mistakes
 from tests.support.inference import run_main
 from tests.support.programs import python
@@ -50,9 +50,9 @@ def _registers():
 
 
 def train_with(arguments: list[str]) -> None:
-    """Run pretrain_gpt.main, without leaving what it registers on the rank."""
+    """Run pretrain.main, without leaving what it registers on the rank."""
     try:
-        pretrain_gpt.main(arguments)
+        pretrain.main(arguments)
     finally:
         for register in (callbacks._steps, callbacks._evaluations, callbacks._saves):
             register.clear()
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_failed_is_not_called_saved(tmp_path):
             run.write_text("a file")
 
     how = "--steps 2 --save-interval 1 --on-save-error continue".split()
-    pretrain_gpt.main([*SMALL, *how, "--save", str(run)])
+    pretrain.main([*SMALL, *how, "--save", str(run)])
     assert saved == [2]
 
 
@@ -120,7 +120,7 @@ def test_an_exception_ends_the_run(tmp_path, monkeypatch, capsys):
             f"    raise {raises}\n"
         )
         words = [*SMALL, "--steps", "2", "--import", file]
-        code, _, error = run_main(pretrain_gpt, monkeypatch, capsys, *words)
+        code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
         callbacks._steps.clear()
         assert (code, error.splitlines()[-1]) == (1, line)
         assert ("Traceback" in error) == ("bug" in line)
@@ -152,7 +152,7 @@ def test_after_an_exception_nothing_more_is_called(tmp_path):
             raise KeyError("a bug")
 
     with pytest.raises(KeyError, match="a bug"):
-        pretrain_gpt.main(
+        pretrain.main(
             [*SMALL, "--steps", "3", "--save", str(run), "--save-interval", "1", "--async-save"]
         )
     assert saved == []
@@ -196,7 +196,7 @@ def wandb(tmp_path, monkeypatch):
 def test_wandb_is_told_what_the_metrics_file_says(wandb, tmp_path):
     metrics, run = tmp_path / "metrics", tmp_path / "run"
     job = ["--metrics", str(metrics), "--wandb", "mine", "--save", str(run), "--device", "cpu"]
-    pretrain_gpt.main([*SMALL, *job, "--steps", "2"])
+    pretrain.main([*SMALL, *job, "--steps", "2"])
     init, define, *logs, finish = wandb()
     config = init[1].pop("config")
     assert init == ["init", {"project": "mine", "id": None, "resume": "allow"}]
@@ -211,10 +211,10 @@ def test_wandb_is_told_what_the_metrics_file_says(wandb, tmp_path):
         }
         expected.append(["log", {names[key]: value for key, value in record.items()}])
     assert logs == expected
-    pretrain_gpt.main([*job, "--load", str(run), "--steps", "3"])
+    pretrain.main([*job, "--load", str(run), "--steps", "3"])
     assert wandb()[len(logs) + 3][1]["id"] == "run-1"  # the run goes on in the same one
-    pretrain_gpt.main(["--load", str(run), "--save", str(run), "--device", "cpu", "--steps", "4"])
-    pretrain_gpt.main([*job, "--load", str(run), "--steps", "5"])
+    pretrain.main(["--load", str(run), "--save", str(run), "--device", "cpu", "--steps", "4"])
+    pretrain.main([*job, "--load", str(run), "--steps", "5"])
     assert [words[1]["id"] for words in wandb() if words[0] == "init"] == [None, "run-1", "run-1"]
 
 
@@ -226,7 +226,7 @@ def test_only_rank_0_tells_wandb(ranks, wandb, tmp_path):
 def with_wandb(folder: Path, arguments: list[str]) -> None:
     sys.path.insert(0, str(folder))
     try:
-        pretrain_gpt.main(arguments)
+        pretrain.main(arguments)
     finally:
         sys.path.remove(str(folder))
         sys.modules.pop("wandb", None)
@@ -236,7 +236,7 @@ def test_what_wandb_refuses_is_told_in_one_line(wandb):
     with pytest.raises(
         megazoo.UserError, match="--wandb forbidden: no such project; WANDB_MODE=offline needs"
     ):
-        pretrain_gpt.main([*SMALL, "--steps", "1", "--wandb", "forbidden"])
+        pretrain.main([*SMALL, "--steps", "1", "--wandb", "forbidden"])
 
 
 def test_without_the_package_one_line_says_so(tmp_path, monkeypatch):
@@ -246,4 +246,4 @@ def test_without_the_package_one_line_says_so(tmp_path, monkeypatch):
     with pytest.raises(
         megazoo.UserError, match="--wandb needs the package wandb: install it, or leave --wandb out"
     ):
-        pretrain_gpt.main([*SMALL, "--steps", "1", "--wandb", "mine"])
+        pretrain.main([*SMALL, "--steps", "1", "--wandb", "mine"])

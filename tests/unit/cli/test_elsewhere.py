@@ -7,7 +7,7 @@ from megazoo.cli.elsewhere import KNOWN, MEGATRON, TORCHTITAN, TRAINER
 from megazoo.cli.flags import flag_of, parse_flags, settings_of
 from megazoo.cli.options import ConversionOptions, Options
 from megazoo.cli.parsing import CommandLine
-from tools import plan
+from megazoo.programs import plan
 
 FLAGS = {flag_of(name) for name in settings_of(Options)}
 

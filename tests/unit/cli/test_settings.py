@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.cli import settings
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options, ShardingOptions
@@ -55,7 +55,7 @@ def test_toml_file_and_command_line(tmp_path):
     )
     options = CommandLine.read(["--config", str(config), "--steps", "9"]).options()
     assert (options.training.steps, options.model.layers, options.optimizer.lr) == (9, 3, 1e-4)
-    model = pretrain_gpt.model_config(options.model)
+    model = pretrain.model_config(options.model)
     assert (model.layers, model.hidden_size, model.tie_embeddings) == (3, 128, False)
 
 
@@ -94,7 +94,7 @@ def test_dropout_and_sizes_over_a_preset():
     options = CommandLine.read(
         ["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"]
     ).options()
-    model = pretrain_gpt.model_config(options.model)
+    model = pretrain.model_config(options.model)
     assert (model.ffn_size, model.layers, model.vocab_size) == (6144, 12, 50257)
     assert model.embedding_dropout == model.attention_dropout == model.residual_dropout == 0.2
 
@@ -102,8 +102,8 @@ def test_dropout_and_sizes_over_a_preset():
 def test_the_shipped_configs_are_valid():
     for path in (ROOT / "configs").glob("*.toml"):
         options = CommandLine.read(["--config", str(path)]).options()
-        config = pretrain_gpt.model_config(options.model)
-        pretrain_gpt.check_run(options, GPT2, config, ByteTokenizer(), dp=1)
+        config = pretrain.model_config(options.model)
+        pretrain.check_run(options, GPT2, config, ByteTokenizer(), dp=1)
 
 
 def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
@@ -114,12 +114,12 @@ def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
     )
     for length in (256, 257):
         options = CommandLine.read(["--preset", str(file), "--seq-length", str(length)]).options()
-        config = pretrain_gpt.model_config(options.model)
+        config = pretrain.model_config(options.model)
         if length == 256:
-            pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+            pretrain.check_run(options, Llama, config, ByteTokenizer(), dp=1)
             continue
         with pytest.raises(UserError) as refused:
-            pretrain_gpt.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+            pretrain.check_run(options, Llama, config, ByteTokenizer(), dp=1)
     what = (
         "seq-length 257 exceeds the model's max-positions 64, which its rotary scaling takes to 256"
     )
@@ -209,11 +209,11 @@ BAD_INPUT = {
 def test_bad_input_ends_with_one_line_and_exit_code_2(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        pretrain_gpt.megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built")
+        pretrain.megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built")
     )
     wrong = {}
     for arguments, line in BAD_INPUT.items():
-        code, out, err = run_main(pretrain_gpt, monkeypatch, capsys, *arguments.split())
+        code, out, err = run_main(pretrain, monkeypatch, capsys, *arguments.split())
         is_right = err.startswith("pretrain_gpt.py: error: " + line) and err.count("\n") == 1
         if not is_right or code != 2 or out:
             wrong[arguments] = (code, out, err)

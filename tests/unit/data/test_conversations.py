@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
 from megazoo.data import Batches, Blend
 from megazoo.data.cache import cached_tokens
@@ -242,7 +242,7 @@ def test_fine_tuning_gives_transformers_loss_and_one_processs_in_every_layout(
     for name in layouts.split(", "):
         world, flags = LAYOUTS[name]
         metrics = tmp_path / name
-        ranks(pretrain_gpt.main, world, [*common, *flags.split(), "--metrics", str(metrics)])
+        ranks(pretrain.main, world, [*common, *flags.split(), "--metrics", str(metrics)])
         found[name] = losses(metrics)
     for name, loss in found.items():
         assert close(loss, found["one"]), name
@@ -257,7 +257,7 @@ def test_tokenizer_files_travel_with_a_fine_tuned_model(llama, tmp_path):
     data, run = write_lines(tmp_path / "a.jsonl", *examples(12)), str(tmp_path / "run")
     common = [*PROGRAM, "--data", str(data), "--global-batch-size", "2", "--save", run]
     first = "--seq-length 32 --epochs 1 --eval-steps 1 --split 80,20 --lr 1e-3".split()
-    pretrain_gpt.main([*common, *first, "--load", str(llama)])
+    pretrain.main([*common, *first, "--load", str(llama)])
     saved = Checkpoint(run)
     assert saved.trainer["settings"]["epochs"] == 1
     # 10 of the 12, two a step
@@ -265,7 +265,7 @@ def test_tokenizer_files_travel_with_a_fine_tuned_model(llama, tmp_path):
     text = examples(1)[0]["prompt"]
     assert open_tokenizer(saved.path).encode(text) == open_tokenizer(llama).encode(text)
     assert "tokenizer" not in saved.trainer["settings"]
-    pretrain_gpt.main([*common, "--load", run, "--epochs", "2"])
+    pretrain.main([*common, "--load", run, "--epochs", "2"])
     again = Checkpoint(run)
     assert (again.trainer["step"], again.trainer["consumed_samples"]) == (10, 20)
     assert again.sidecar_files == saved.sidecar_files

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.data import PackedDataset, check_data
 from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import HEADER, IndexedTokens, write_index
@@ -202,7 +202,7 @@ def opened_while_training(directory, arguments) -> set[str]:
         sys.addaudithook(_note)
         sys._megazoo_hooks = [_note]
     _opened.clear()
-    pretrain_gpt.main(arguments)
+    pretrain.main(arguments)
     return {Path(name).name for name in _opened if str(directory) in name}
 
 

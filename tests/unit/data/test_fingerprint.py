@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.data.conversations import CHATML
 from megazoo.data.fingerprint import changes, fingerprints, sampled_checksum
 from megazoo.data.indexed import write_index
@@ -101,16 +101,16 @@ def test_what_has_changed_is_told_by_its_place_in_the_blend(tmp_path, kind):
 def test_a_resumed_run_tells_of_data_that_has_changed(tmp_path, monkeypatch, capsys):
     path, run = corpus(tmp_path / "a.jsonl"), tmp_path / "run"
     arguments = [*SMALL, "--data", path, "--steps", 1, "--save", run]
-    code, _, errors = run_main(pretrain_gpt, monkeypatch, capsys, *arguments)
+    code, _, errors = run_main(pretrain, monkeypatch, capsys, *arguments)
     assert (code, "warning" in errors) == (0, False)
     trainer = json.loads((run / "step_00000001" / "trainer.json").read_text())
     assert trainer["data"] == of(path)
     then = path.stat().st_size
     resume = ["--load", run, "--steps", 2, "--device", "cpu"]
-    code, _, errors = run_main(pretrain_gpt, monkeypatch, capsys, *resume)
+    code, _, errors = run_main(pretrain, monkeypatch, capsys, *resume)
     assert (code, "warning" in errors) == (0, False)
     path.write_text(path.read_text() + '{"text": "more"}\n')
-    code, _, errors = run_main(pretrain_gpt, monkeypatch, capsys, *resume)
+    code, _, errors = run_main(pretrain, monkeypatch, capsys, *resume)
     assert code == 0
     assert [line for line in errors.splitlines() if "warning" in line] == [
         f"warning: {path} has changed since the checkpoint: {then:,} bytes then, {then + 17:,} "

@@ -18,10 +18,10 @@ from megazoo.data import preprocess as module
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import Recipe, input_files, preprocess
 from megazoo.errors import UserError
+from megazoo.programs import compare_hf, evaluate, generate, preprocess_data
 from megazoo.tokenizer import ByteTokenizer
 from tests.support.inference import run_main
 from tests.support.sampling import marked_slow
-from tools import compare_hf, evaluate, generate, preprocess_data
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,9 +16,9 @@ from megazoo.errors import UserError
 from megazoo.generate import GenerationSettings
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel import failure
+from megazoo.programs import check_parallel, plan
 from megazoo.testing import check_parallel as check
 from tests.support.training import context, tiny_config
-from tools import check_parallel, plan
 
 IDS = torch.arange(32).view(4, 8)
 

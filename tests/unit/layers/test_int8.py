@@ -11,10 +11,10 @@ import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear, int8, round_to_int8
 from megazoo.layers.int8 import int8_linear, rounded_to_int8
+from megazoo.programs import evaluate, generate
 from tests.support.inference import PROMPT, run_main, write_model
 from tests.support.sampling import marked_slow
 from tests.support.training import MODELS, context, layout_name, randomize, run_in_layout
-from tools import evaluate, generate
 
 
 def test_a_row_is_whole_numbers_and_a_scale():

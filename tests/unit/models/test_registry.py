@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import pretrain_gpt
-from megazoo import from_config, register
+from megazoo import from_config, pretrain, register
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.parsing import run_file
 from megazoo.cli.program import run_program
@@ -26,7 +25,7 @@ from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
 from megazoo.planning import PlannedRun, Planner, note_on_mfu
 from megazoo.planning.meter import forward_flops
-from tools import plan
+from megazoo.programs import plan
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,11 +72,11 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(
     file.write_text(MODEL)
     common = ["--import", str(file), "--device", "cpu", "--eval-steps", "0", "--save", str(saved)]
     batch = ["--seq-length", "32", "--global-batch-size", "4", "--micro-batch-size", "2"]
-    pretrain_gpt.main([*common, *batch, "--model", "louder", "--steps", "2"])
+    pretrain.main([*common, *batch, "--model", "louder", "--steps", "2"])
     assert SavedModel(saved).manifest["family"] == "louder"
     assert SavedModel(saved).config.loudness == 2.0
     FAMILIES.pop("louder")
-    pretrain_gpt.main([*common, "--load", str(saved), "--steps", "3"])
+    pretrain.main([*common, "--load", str(saved), "--steps", "3"])
     assert SavedModel(saved).trainer["step"] == 3
     # without its file, it is refused
     FAMILIES.pop("louder")
@@ -88,7 +87,7 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(
     }.items():
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
         with pytest.raises(SystemExit) as stop:
-            run_program(pretrain_gpt.main)
+            run_program(pretrain.main)
         assert stop.value.code == 2
         assert capsys.readouterr().err == f"pretrain_gpt.py: error: {message}\n"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.errors import UserError
 from megazoo.layers import CausalSelfAttention
 from megazoo.parallel.compile import prepare_to_compile
@@ -118,4 +118,4 @@ def test_a_machine_without_a_compiler_gets_one_line(monkeypatch):
         UserError,
         match=r"--compile needs a C\+\+ compiler, but there is no c\+\+-that-is-not-there",
     ):
-        pretrain_gpt.main(["--compile", "--device", "cpu", "--steps", "1"])
+        pretrain.main(["--compile", "--device", "cpu", "--steps", "1"])

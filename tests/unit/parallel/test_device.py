@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.checkpoint.places import TRAINER
 from megazoo.cli.adapters import NO_WEIGHTS
 from megazoo.cli.parsing import CommandLine
@@ -137,13 +137,11 @@ def test_the_dtype_of_a_run_and_what_is_said_of_it():
 
 def test_a_checkpoint_names_the_dtype_that_was_chosen(tmp_path, capsys):
     small = [*SMALL, "--warmup-steps", "0", "--eval-steps", "0", "--device", "cpu"]
-    pretrain_gpt.main([*small, "--steps", "1", "--save", str(tmp_path / "a")])
+    pretrain.main([*small, "--steps", "1", "--save", str(tmp_path / "a")])
     settings = json.loads((tmp_path / "a" / "step_00000001" / TRAINER).read_text())["settings"]
     assert (settings["dtype"], settings["fp32_precision"]) == ("float32", "tf32")
-    pretrain_gpt.main(
-        [*small, "--steps", "1", "--dtype", "bfloat16", "--save", str(tmp_path / "b")]
-    )
-    pretrain_gpt.main(["--device", "cpu", "--steps", "2", "--load", str(tmp_path / "b")])
+    pretrain.main([*small, "--steps", "1", "--dtype", "bfloat16", "--save", str(tmp_path / "b")])
+    pretrain.main(["--device", "cpu", "--steps", "2", "--load", str(tmp_path / "b")])
     assert capsys.readouterr().out.count("dp 1, in bfloat16\n") == 2
 
 

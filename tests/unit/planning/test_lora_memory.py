@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import megazoo
-import pretrain_gpt
+from megazoo import pretrain
 from megazoo.lora import LoRASettings
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.llama import LlamaConfig
@@ -20,6 +20,7 @@ from megazoo.models.registry import find_config
 from megazoo.models.source import SavedModel
 from megazoo.parallel.context import ParallelContext
 from megazoo.planning import PlannedRun, Planner, find_layouts
+from megazoo.programs import plan as tool
 from tests.support.planning import plan
 from tests.support.pretraining import SMALL
 from tests.support.sampling import marked_slow
@@ -35,7 +36,6 @@ from tests.support.training import (
     run_in_layout,
     tiny_config,
 )
-from tools import plan as tool
 
 ALL = LoRASettings(rank=3, targets=("all-linear",))
 GPT2 = tiny_config(tied=False)
@@ -250,7 +250,7 @@ def test_the_mfu_of_a_run_counts_what_is_trained(tmp_path):
     pattern, metrics = r"layers\.1\.mlp", tmp_path / "metrics.jsonl"
     arguments = ["--metrics", metrics, "--save", tmp_path / "run", "--peak-tflops", "0.5"]
     arguments += ["--steps", "2", "--eval-steps", "0", "--train-only", pattern]
-    pretrain_gpt.main([*SMALL, *map(str, arguments)])
+    pretrain.main([*SMALL, *map(str, arguments)])
     record = json.loads(metrics.read_text().splitlines()[0])
     counted = record["mfu"] * 0.5e12 / record["tokens_per_second"]
     config = SavedModel(tmp_path / "run").config

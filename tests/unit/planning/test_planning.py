@@ -21,6 +21,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import Exchange, one_f_one_b, program
 from megazoo.planning import PlannedRun, Planner
 from megazoo.planning.ranks import place_in
+from megazoo.programs import plan as tool
 from tests.support.planning import plan
 from tests.support.programs import run_tool
 from tests.support.sampling import marked_slow, sampled
@@ -32,7 +33,6 @@ from tests.support.training import (
     make_batch,
     tiny_config,
 )
-from tools import plan as tool
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 NO_DROPOUT = dict(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, find_config
 from megazoo.parallel.sequence import SequenceCut
+from megazoo.programs import check_parallel as tool
 from megazoo.testing import Layout, all_layouts, check_parallel, shrink
 from megazoo.testing.batches import make_batch
 from tests.support.programs import run_tool
 from tests.support.sampling import marked_slow
-from tools import check_parallel as tool
 
 PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 

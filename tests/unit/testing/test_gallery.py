@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 
 from megazoo.errors import UserError
+from megazoo.programs import check_parallel as tool
 from megazoo.testing import check_parallel, gallery
 from megazoo.testing.causes import Comparison
 from megazoo.testing.gallery import BUGS
 from tests.docs import refresh_docs
 from tests.support.sampling import marked_slow, sampled
-from tools import check_parallel as tool
 
 BY_NUMBER = {bug.number: bug for bug in BUGS if bug.number}
 # A part of the check, and a bug that only it finds, or names.

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from megazoo.checkpoint.places import MANIFEST
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.errors import UserError
+from megazoo.programs import train_tokenizer
 from megazoo.tokenizer import open_tokenizer
 from tests.support.inference import run_main
 from tests.support.tokenizer_files import (
@@ -20,7 +21,6 @@ from tests.support.tokenizer_files import (
     run_tool,
     split,
 )
-from tools import train_tokenizer
 
 
 def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path, monkeypatch):

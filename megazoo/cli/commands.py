@@ -1,0 +1,127 @@
+"""The commands of megazoo, and how a user starts each: as `megazoo NAME`, or as a script of a
+clone. Nothing here loads torch or tyro."""
+
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    name: what follows `megazoo`. module: it has main(arguments). script: the same command in a
+    clone, if there is one. summary: a line for the help. arguments: words before those of the user.
+    """
+
+    name: str
+    module: str
+    script: str
+    summary: str
+    arguments: tuple[str, ...] = ()
+
+
+def _tool(name: str, program: str, summary: str, *arguments: str, script: str = "") -> Command:
+    script = f"tools/{script or program}.py"
+    return Command(name, f"megazoo.programs.{program}", script, summary, arguments)
+
+
+COMMANDS = (
+    Command(
+        "pretrain",
+        "megazoo.pretrain",
+        "pretrain_gpt.py",
+        "Train a model from random weights, or fine-tune or resume one (--load).",
+    ),
+    _tool("generate", "generate", "Generate text after a prompt."),
+    _tool("evaluate", "evaluate", "Score texts, choices or labels, or run lm-evaluation-harness."),
+    _tool(
+        "convert",
+        "convert",
+        "Convert any model to shards or to a Hugging Face directory.",
+        script="convert_hf",
+    ),
+    _tool("inspect", "inspect_checkpoint", "Show what a checkpoint contains, and verify it."),
+    _tool("plan", "plan", "Print memory, traffic and bubble of a run, or search a layout."),
+    _tool("check layout", "check_parallel", "Check that layouts train like one process."),
+    _tool("check run", "check_run", "Repeat a recorded run, and compare its losses."),
+    _tool("check hf", "compare_hf", "Compare logits, loss and gradients with transformers."),
+    _tool(
+        "check self-test",
+        "check_parallel",
+        "Plant published bugs, and check that each is found.",
+        "--self-test",
+    ),
+    _tool("preprocess", "preprocess_data", "Tokenize text into the files that training reads."),
+    _tool("train-tokenizer", "train_tokenizer", "Train a sentencepiece tokenizer."),
+    _tool("plot metrics", "plot_metrics", "Plot the loss curves of metrics files."),
+    _tool("plot schedule", "plot_schedule", "Draw a pipeline schedule."),
+    Command(
+        "completion",
+        "megazoo.programs.completion",
+        "",
+        "Print the completion script for bash, zsh or fish.",
+    ),
+)
+_started: Command | None = None  # by the command `megazoo`; None of a script
+
+
+def command_named(name: str) -> Command:
+    return next(command for command in COMMANDS if command.name == name)
+
+
+def started_as(command: Command) -> None:
+    """Note that this process runs `megazoo NAME`."""
+    global _started
+    _started = command
+
+
+def documentation(command: Command) -> str:
+    """Return the docstring of a command's module, without importing it."""
+    import ast
+
+    spec = find_spec(command.module)
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+
+
+def program_name() -> str:
+    """Return what a user calls this program."""
+    return f"megazoo {_started.name}" if _started else Path(sys.argv[0]).name
+
+
+def entry() -> list[str]:
+    """Return what comes between Python, or torchrun, and the arguments of this program."""
+    return ["-m", "megazoo", *_started.name.split()] if _started else [sys.argv[0]]
+
+
+def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:
+    """Return the command that starts this program on so many ranks, with these arguments or its
+    own."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return f"torchrun --nproc-per-node {ranks} {shlex.join([*entry(), *words])}"
+
+
+def command_line(arguments: list[str], name: str | None = None) -> str:
+    """Return the line that starts this program, or the command of that name, in one process."""
+    if _started:
+        words = (name or _started.name).split()
+        path = Path(sys.executable).with_name("megazoo")
+        if shutil.which("megazoo") == str(path):
+            return shlex.join(["megazoo", *words, *arguments])
+        return f"{_python()} {shlex.join(['-m', 'megazoo', *words, *arguments])}"
+    script = Path(sys.argv[0])
+    if name:
+        script = script.parent / command_named(name).script
+    return f"{_python()} {shlex.join([str(script), *arguments])}"
+
+
+def _python() -> str:
+    """Return how this Python is called: python, a path below this directory, or a full one."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    path = os.path.relpath(sys.executable)
+    return sys.executable if ".." in path else path

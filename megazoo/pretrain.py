@@ -1,0 +1,206 @@
+"""Pretrain a language model with tensor, pipeline, context and data parallelism.
+
+$ megazoo pretrain                                    one process, a small GPT-2
+$ megazoo pretrain --tp 2 --pp 4                      eight ranks here: 2-way tensor, 4 stages
+$ megazoo pretrain --load runs/a --tp 4 --steps 2000  resume in another layout
+$ torchrun --nproc-per-node 8 -m megazoo.pretrain --tp 2 --pp 2   2 replicas
+
+In a clone, pretrain_gpt.py is the same command.
+"""
+
+import sys
+from contextlib import closing
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megazoo.checkpoint import load
+from megazoo.cli.adapters import add_adapters, note_on_trained
+from megazoo.cli.classifier import measures_of, settle_labels
+from megazoo.cli.commands import command_named, started_as
+from megazoo.cli.data import Data, open_data, prepare_inputs, take_along_tokenizer
+from megazoo.cli.launch.deaths import naming_dead_ranks
+from megazoo.cli.launch.starting import after_rank_zero, data_parallel_size, start_missing_ranks
+from megazoo.cli.optimizer import make_optimizer
+from megazoo.cli.program import run_command
+from megazoo.cli.recorder import Recorder
+from megazoo.cli.rules import check_run, model_config, parse_stage_layers, refuse_default_rate
+from megazoo.cli.run import Run, notes_on_changes
+from megazoo.cli.settings import resolve
+from megazoo.cli.summary import introduce, summary
+from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.data import Batches, check_data, check_template, json_files
+from megazoo.environment import is_rank_zero, world_size
+from megazoo.errors import UserError
+from megazoo.evaluation import Tally, evaluate_rows
+from megazoo.models.base import Model
+from megazoo.models.pretrained import load_weights
+from megazoo.models.registry import FAMILIES, family_of, from_config
+from megazoo.optim.adamw import AdamW
+from megazoo.parallel.collectives import all_gather_objects
+from megazoo.parallel.compile import check_compiler
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.device import choose_device, set_fp32_precision
+from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.schedule import placement_named_by
+from megazoo.parallel.timing import Stopwatch, spent
+from megazoo.terminal import print_rank_0
+from megazoo.tokenizer import open_tokenizer
+
+
+def main(arguments: list[str]) -> None:
+    run = prepare(arguments)
+    if run.finished:
+        return
+    ctx = start_ranks(run)
+    with naming_dead_ranks(ctx):
+        model, optimizer = build(run, ctx)
+        data = open_data(run, model)
+        if not run.finished:
+            with Recorder(run, model, optimizer) as recorder:
+                train(run, model, optimizer, data, recorder)
+            print_rank_0(summary(run, recorder))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def prepare(arguments: list[str]) -> Run:
+    """Read and check all that can be before there are ranks, and before anything is built."""
+    settings = resolve(arguments, __doc__)
+    options, weights = settings.options, settings.weights
+    source, parallel = weights.described, options.parallel
+    config = model_config(options.model, source)
+    named = options.data.tokenizer or (source and source.tokenizer) or "byte"
+    tokenizer = open_tokenizer(find_tokenizer(named))
+    sources = check_data(options.data.data, options.data.split)
+    config, labels = settle_labels(config, source, tokenizer, sources)
+    check_template(options.data.chat_template)
+    dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp)
+    check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, weights)
+    if "lr" not in settings.given:
+        refuse_default_rate(weights)
+    run = Run(**vars(settings), config=config, tokenizer=tokenizer, sources=sources, labels=labels)
+    if not options.training.epochs:  # their steps are known when the data is open
+        run.check_remaining()
+    return run
+
+
+def start_ranks(run: Run) -> ParallelContext:
+    """Start the ranks that are missing, wait for the tokens of the data, and meet the others."""
+    parallel = run.options.parallel
+    local_ranks = parallel.replica if world_size() == 1 else None
+    device = choose_device(parallel.device, local_ranks)
+    if run.options.training.compile:
+        check_compiler(device.type)
+    start_missing_ranks(parallel.tp, parallel.pp, parallel.cp)
+    for note in notes_on_changes(run):  # before a file that a checkpoint names is read
+        print_rank_0(note)
+    if run.weights.base_note:
+        print_rank_0(run.weights.base_note)
+    if json_files(run.sources) or run.options.logging.record:
+        # before any rank waits in a collective, for --timeout at most
+        _store = after_rank_zero(lambda: prepare_inputs(run))
+    ctx = ParallelContext.from_torch(
+        parallel.tp,
+        parallel.pp,
+        context_parallel_size=parallel.cp,
+        context_parallel_method=parallel.cp_method,
+        sequence_parallel=parallel.sequence_parallel,
+        virtual_pipeline_size=parallel.virtual_pp,
+        placement=placement_named_by(parallel.schedule),
+        stage_layers=parse_stage_layers(parallel.stage_layers),
+        device=parallel.device,
+        timeout=timedelta(seconds=parallel.timeout),
+    )
+    with propagate_errors(ctx) as call:
+        if call:
+            call.agree("megazoo pretrain", run, {})
+    run.settle_dtype(ctx.device.type)
+    set_fp32_precision(run.options.training.fp32_precision)
+    steps = set(all_gather_objects(run.first_step, ctx))
+    if len(steps) > 1:  # torchrun has not told every node of a restart
+        raise UserError(f"ranks would start after different steps: {sorted(steps)}", exit_code=1)
+    return ctx
+
+
+def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
+    """Build this rank's part of the model and of the optimizer, with what --load has of them."""
+    options, training = run.options, run.options.training
+    introduce(run, ctx)
+    dtype = getattr(torch, training.dtype)
+    model = from_config(run.config, ctx, dtype=dtype, seed=training.seed)
+    adapters = run.weights.adapters
+    if run.source and (adapters or not run.resuming):
+        load_weights(run.source, model)
+    add_adapters(model, options, run.weights.settings)
+    if training.train_only:
+        model.train_only(training.train_only)
+    if note := note_on_trained(run.config, model.attached, training.train_only):
+        print_rank_0(note)
+    if adapters and not run.resuming:
+        load(adapters, model)
+    model.recompute(training.recompute, training.recompute_interval)
+    if training.compile:
+        model.compile()
+    optimizer = make_optimizer(options, model)
+    if run.resuming:
+        load(adapters or run.source, model, optimizer)
+    if is_rank_zero():
+        take_along_tokenizer(run, model)
+    return model, optimizer
+
+
+def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Recorder) -> None:
+    """Train until the last step, or until a signal asks to stop."""
+    workers, schedule = run.options.data.data_workers, run.options.parallel.schedule
+    microbatches = run.microbatches(model.ctx)
+    starts = run.batch_starts
+    with closing(data.training.ahead(starts, workers)) as batches:
+        for step, start in enumerate(starts, run.first_step + 1):
+            with Stopwatch(model.ctx.device) as watch:
+                with spent("data"):
+                    batch, tokens = next(batches), data.training.tokens(start)
+                loss = model.train_batch(
+                    **batch, num_microbatches=microbatches, schedule=schedule, step=step
+                )
+                optimizer.lr = run.learning_rate(step)
+                with spent("optimizer"):
+                    norm = optimizer.step()
+                    # A GPU is waited for here, once a step.
+                    loss, norm = torch.stack([loss, norm.to(loss.device)]).tolist()
+            recorder.log_step(step, loss, norm, tokens, watch)
+
+            stopping = recorder.stop_requested()
+            if run.validates_at(step):
+                recorder.log_evaluation(step, "validation", *evaluate(run, model, data.validation))
+            if run.tests_at(step):
+                recorder.log_evaluation(step, "test", *evaluate(run, model, data.test))
+            if stopping or run.saves_at(step):
+                recorder.save(step)
+            if stopping:
+                return
+
+
+def evaluate(run: Run, model: Model, batches: Batches) -> tuple[float, dict[str, float]]:
+    """Return the mean loss, in nats a token, over the labelled tokens of --eval-steps batches; of a
+    classifier over their rows, with what else is told of it."""
+    rows = run.options.training.global_batch_size
+    starts = range(0, run.options.evaluation.eval_steps * rows, rows)
+    microbatches = run.microbatches(model.ctx)
+    total, count, tally = 0.0, 0.0, Tally()
+    for batch in batches.ahead(starts, run.options.data.data_workers):
+        if run.labels:
+            mean, labelled, found = evaluate_rows(model, **batch, num_microbatches=microbatches)
+            tally += found
+        else:
+            mean, labelled = model.eval_batch(
+                **batch, num_microbatches=microbatches, return_count=True
+            )
+        total, count = total + mean.item() * labelled.item(), count + labelled.item()
+    return total / max(count, 1), measures_of(tally, run.labels) if run.labels else {}
+
+
+if __name__ == "__main__":
+    started_as(command_named("pretrain"))
+    run_command(command_named("pretrain"), sys.argv[1:])

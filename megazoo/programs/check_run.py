@@ -1,0 +1,353 @@
+"""Run the first steps of a recorded run again, in its own layout or in others, and tell whether the
+losses and gradient norms are the same.
+
+$ megazoo pretrain --config configs/gpt2_tiny.toml --record runs/record
+$ megazoo check run runs/record
+$ megazoo check run runs/record --layouts pp4,dp2 --steps 20
+$ megazoo check run runs/record --data path/of/the/data --import mine.py
+
+First compares the files that the run read with their checksums, and names those that have changed.
+Then trains on this machine, in processes of its own, and says for each layout how far the steps are
+from the recorded ones, or where they part. Exits 1 if a file has changed, or a layout parts.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megazoo.checkpoint.places import find_checkpoint, has_checkpoint
+from megazoo.cli.adapters import Weights, open_weights
+from megazoo.cli.flags import (
+    Argument,
+    File,
+    Name,
+    optional,
+    parse_flags,
+    typed_settings,
+    with_settings,
+)
+from megazoo.cli.launch.local_ranks import PASSED_ON, LocalRanks
+from megazoo.cli.options import ImportOption
+from megazoo.cli.options import Options as TrainingProgram
+from megazoo.cli.parsing import required
+from megazoo.cli.rules import check_value, model_config
+from megazoo.cli.run_record import (
+    BESIDE,
+    LAYOUT,
+    RECORD,
+    Recorded,
+    Step,
+    changed_files,
+    checksums,
+    different,
+    directories_of,
+    read_record,
+    read_steps,
+    shown,
+)
+from megazoo.data.dataset import check_data
+from megazoo.errors import UserError, check_number
+from megazoo.files import write_text
+from megazoo.testing import Layout
+from megazoo.testing.layouts import switches
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
+MOST_NAMED = 10  # files that are named one by one
+MOST_RANKS = 16  # that a record may have started, unless there are more cores
+REQUIRED = (
+    "dtype steps global_batch_size micro_batch_size tp pp cp split tokenizer lr_decay_steps"
+).split()
+
+
+@dataclass
+class Options(ImportOption):
+    """What is checked."""
+
+    record: Argument = None
+    """Directory of --record."""
+    layouts: Annotated[
+        optional(str, "NAMES", "the record's own"),
+        tyro.conf.arg(
+            help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
+            f"on: {switches()}."
+        ),
+    ] = None
+    steps: int = 10
+    """Of the record's first, as many as are run again."""
+    data: tuple[str, ...] | None = None
+    """Where the data is now, as --data of the training program names it."""
+    tokenizer: Name = None
+    """Where the tokenizer is now."""
+    load: File = None
+    """Where the weights are now that --load of the run named."""
+    lora_load: File = None
+    """Where the adapters are now that --lora-load of the run named."""
+    tolerance: optional(float, "FLOAT", "1e-5; in half precision 0.02") = None
+    """Relative difference of a loss above which a layout parts; of a gradient norm, which rounding
+    moves more, ten times as much."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    (directory,) = required(options, "record")
+    check_number("steps", options.steps, 1, whole=True)
+    recorded, steps = read_record(directory), read_steps(directory)
+    settings = settings_of(recorded, options, str(directory / RECORD))
+    trained = steps_to_train(directory, recorded, steps)[: options.steps]
+    tolerance = TOLERANCES[settings["dtype"]] if options.tolerance is None else options.tolerance
+    check_number("tolerance", tolerance, 0)
+    own, layouts = own_layout(recorded, settings), [None]
+    if options.layouts:
+        layouts = [Layout.named(name) for name in options.layouts.split(",")]
+    program = with_settings(TrainingProgram(), settings)
+    weights = open_weights(program)
+    for layout in layouts:
+        check_layout(layout, own, recorded, model_config(program.model, weights.described))
+    check_files(recorded, settings, weights, options.import_)
+    set_threads(recorded)
+    parted = 0
+    for number, layout in enumerate(layouts):
+        print(f"training {len(trained)} steps at {layout or own} ...", flush=True)
+        run, again = train_again(layout, recorded, settings, len(trained), options.import_)
+        if number == 0:
+            tell_differences(recorded, run, is_own=layout is None)
+        line, is_same = compared(trained, again, tolerance)
+        print(f"{layout or own!s:15} {line}", flush=True)
+        parted += not is_same
+    if parted:
+        raise UserError(f"{parted} of {len(layouts)} layouts part from the record", exit_code=1)
+
+
+def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
+    """Return the settings of the recorded run, with what has moved since; UserError for those that
+    no record has."""
+    for name in recorded.settings.keys() & set(BESIDE):
+        raise UserError(f"{origin}: settings has {name}, which decides nothing that is computed")
+    settings = typed_settings(TrainingProgram, recorded.settings, origin)
+    for name, value in settings.items():
+        check_value(name, value, origin)
+    for name in REQUIRED:
+        if not settings.get(name):
+            raise UserError(f"{origin}: settings lacks {name}")
+    begins_with = settings.get("load") or settings.get("lora_load")
+    if recorded.first_step and not begins_with:
+        raise UserError(f"{origin}: first_step is {recorded.first_step}, but settings lacks load")
+    if recorded.inputs.get("import") and not options.import_:
+        raise UserError(
+            f"the run imported {shown(recorded.inputs['import'][0])}: give it, or your copy of it, "
+            "by --import"
+        )
+    settings |= moved_directories(settings, options)
+    if options.data:
+        settings["data"] = options.data
+    if options.tokenizer:
+        settings["tokenizer"] = options.tokenizer
+    return settings
+
+
+def moved_directories(settings: dict, options: Options) -> dict:
+    """Return where the weights are, and the tokenizer if it was beside them. UserError if they
+    are gone."""
+    moved = {}
+    for name, flag in (("load", "--load"), ("lora_load", "--lora-load")):
+        old, new = settings.get(name), getattr(options, name)
+        if new and not old:
+            raise UserError(f"{flag} {new}: the run had no {flag}")
+        if new and has_checkpoint(new):  # a record names the step
+            new = find_checkpoint(new)
+        tokenizer = Path(settings.get("tokenizer", "byte"))
+        if new and tokenizer.is_relative_to(old):
+            moved["tokenizer"] = str(new / tokenizer.relative_to(old))
+        if new or old:
+            moved[name] = new or old
+        if old and not moved[name].is_dir():
+            raise UserError(
+                f"no directory {shown(str(moved[name]))}, where the weights were: {flag} says where"
+            )
+    return moved
+
+
+def steps_to_train(directory: Path, recorded: Recorded, steps: list[Step]) -> list[Step]:
+    """Return the recorded steps that can be trained again: those without a gap from the first on,
+    as long as the run was the same. UserError if there are none."""
+    found = [step for step in steps if step.loss is not None]
+    numbers = range(recorded.first_step + 1, recorded.first_step + 1 + len(found))
+    found = [step for step, number in zip(found, numbers, strict=True) if step.step == number]
+    if not found:
+        raise UserError(f"{directory} has no steps: the run ended before its first")
+    for start in recorded.resumed:
+        if start.changes:
+            print(f"after step {start.step} the run went on otherwise, and is not compared:")
+            print("\n".join(f"  {shown(change)}" for change in start.changes[:MOST_NAMED]))
+            return [step for step in found if step.step <= start.step]
+    return found
+
+
+def own_layout(recorded: Recorded, settings: dict) -> Layout:
+    """Return the layout of the recorded run, as far as a layout's name tells it."""
+    sizes = {name: settings[name] for name in ("tp", "pp", "cp")}
+    more = {name: settings[name] for name in ("cp_method", "zero", "schedule") if name in settings}
+    return Layout(
+        **sizes,
+        **more,
+        dp=recorded.dp,
+        virtual=settings.get("virtual_pp", 1),
+        sequence_parallel=bool(settings.get("sequence_parallel")),
+    )
+
+
+def check_layout(layout: Layout | None, own: Layout, recorded: Recorded, config) -> None:
+    """Raise UserError if the model can't be trained in a layout, or says nothing there. None: the
+    record's own, `own`."""
+    most, rows = max(MOST_RANKS, os.cpu_count() or 1), recorded.settings["global_batch_size"]
+    if layout is None and own.ranks > most:
+        raise UserError(
+            f"the record's own layout, {own}, takes {own.ranks:,} ranks, more than the {most} that "
+            "are started here unasked: name it, or a smaller one, by --layouts"
+        )
+    if layout is None:
+        return
+    layout.check(config)
+    if rows % layout.dp:
+        raise UserError(f"{layout}: the global batch of {rows} is not a multiple of dp {layout.dp}")
+    check_dropout(layout, own, recorded)
+
+
+def check_dropout(layout: Layout, own: Layout, recorded: Recorded) -> None:
+    """Raise UserError if losses of another layout say nothing: dropout draws by tp, cp, dp and the
+    micro-batch."""
+    drops = [rate for name, rate in recorded.config.items() if name.endswith("dropout")]
+    drops.append(recorded.settings.get("lora_dropout", 0.0))
+    drawn_by = ("tp", "cp", "dp", "sequence_parallel")
+    differs = any(getattr(layout, name) != getattr(own, name) for name in drawn_by)
+    if any(drops) and differs:
+        raise UserError(
+            f"{layout}: the run has dropout, whose masks follow from tp, cp and dp: only its own "
+            f"layout, {own}, and another pp tell anything"
+        )
+
+
+def check_files(recorded: Recorded, settings: dict, weights: Weights, import_: Path | None) -> None:
+    """Compare the files that the run read with those that are there. UserError if some have
+    changed, whose names are printed."""
+    data = settings.get("data", ("mock",))
+    inputs = {
+        "data": check_data(tuple(data), settings["split"]).names,
+        "tokenizer": [settings["tokenizer"]],
+        "weights": directories_of(weights, settings.get("lora_load")),
+        "import": [str(import_)] if import_ else [],
+    }
+    changes = changed_files(recorded.files, checksums(inputs))
+    for change in changes[:MOST_NAMED]:
+        print(change, flush=True)
+    if changes:
+        more = len(changes) - MOST_NAMED
+        raise UserError(
+            f"{len(changes)} of the files that the run read are not as they were"
+            + (f", {more} more than are named" if more > 0 else ""),
+            exit_code=1,
+        )
+    print(f"{len(recorded.files):,} files are as they were", flush=True)
+
+
+def set_threads(recorded: Recorded) -> None:
+    """Give a rank that is alone as many threads as it had, if there are cores for them: sums of
+    another number of threads round in another way."""
+    threads = recorded.machine.get("threads", "")
+    if re.fullmatch("[1-9][0-9]{0,3}", threads) and int(threads) <= (os.cpu_count() or 1):
+        os.environ["OMP_NUM_THREADS"] = threads
+
+
+def train_again(
+    layout: Layout | None, recorded: Recorded, settings: dict, steps: int, import_: Path | None
+) -> tuple[Recorded, list[Step]]:
+    """Train the first steps again in a layout, None for the record's own; return the record of
+    that."""
+    settings = {**settings, "steps": recorded.first_step + steps}
+    dp = recorded.dp
+    if layout is not None:
+        for name in LAYOUT:
+            settings.pop(name, None)
+        for name in ("tp", "pp", "cp", "cp_method", "zero", "schedule", "sequence_parallel"):
+            settings[name] = getattr(layout, name)
+        settings["virtual_pp"], dp = layout.virtual, layout.dp
+        rows = settings["global_batch_size"] // dp
+        settings["micro_batch_size"] = math.gcd(settings["micro_batch_size"], rows)
+    quiet = {"eval_steps": 0, "log_interval": steps}
+    with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
+        config, record = Path(directory) / "settings.toml", Path(directory) / "record"
+        lines = [f"{name} = {toml(value)}\n" for name, value in {**settings, **quiet}.items()]
+        write_text("--config", config, "".join(lines))
+        command = [sys.executable, "-u", "-m", "megazoo.pretrain", "--config", str(config)]
+        command += ["--record", str(record)]
+        command += ["--import", str(import_)] if import_ else []
+        sizes = {name: settings[name] for name in ("tp", "pp", "cp")}
+        run_ranks(LocalRanks(**sizes, dp=dp, command=command, output=subprocess.DEVNULL))
+        steps_again = [step for step in read_steps(record) if step.loss is not None]
+        return read_record(record), steps_again
+
+
+def run_ranks(ranks: LocalRanks) -> None:
+    """Run the ranks until their end. A signal that ends them ends this program, too; UserError if
+    they fail."""
+    before = {number: signal.getsignal(number) for number in PASSED_ON}
+    code = ranks.run()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if ranks.told is not None:
+        sys.exit(128 + ranks.told)
+    if code:
+        raise UserError("the run could not be repeated: see above", exit_code=code)
+
+
+def toml(value) -> str:
+    """Write a setting as a file of --config has it."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return "".join(c if " " <= c <= "~" else f"\\U{ord(c):08x}" for c in text)
+
+
+def tell_differences(then: Recorded, now: Recorded, *, is_own: bool) -> None:
+    """Say which versions, which parts of the machine, and which values of the model's config are
+    others than the recorded run's. is_own: whether the layout is; the ranks of another have other
+    threads."""
+    if not is_own:
+        now.machine.pop("threads", None)
+    for what in ("versions", "machine", "config"):
+        for line in different(what.removesuffix("s"), getattr(then, what), getattr(now, what)):
+            print(shown(line), flush=True)
+
+
+def compared(then: list[Step], now: list[Step], tolerance: float) -> tuple[str, bool]:
+    """Say how far steps are from the recorded ones, or where they part; and whether they don't."""
+    if [step.step for step in now] != [step.step for step in then]:
+        return f"{len(now)} steps instead of {len(then)}", False
+    worst = {}
+    for old, new in zip(then, now, strict=True):
+        for what, name, times in (("loss", "loss", 1), ("grad_norm", "gradient norm", 10)):
+            ours, theirs = getattr(new, what), getattr(old, what)
+            difference = relative(ours, theirs)
+            if not difference <= times * tolerance:
+                parts = f"{name} {ours} instead of {theirs} ({difference:.1e})"
+                return f"parts at step {old.step}: {parts}", False
+            worst[name] = max(worst.get(name, (0.0, 0)), (difference, old.step))
+    if not any(difference for difference, _ in worst.values()):
+        return f"{len(then)} steps are the same to the bit", True
+    told = [f"{name} {far:.1e} (step {step})" for name, (far, step) in worst.items()]
+    return f"{len(then)} steps are the same: {', '.join(told)} apart", True
+
+
+def relative(ours: float | None, theirs: float | None) -> float:
+    """Return how far a number is from the recorded one; None is of a skipped step."""
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    return abs(ours - theirs) / max(abs(theirs), 1e-30)

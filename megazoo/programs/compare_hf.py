@@ -1,0 +1,196 @@
+"""Compare a model's logits, loss and gradients with transformers', in any layout, on the CPU of
+this machine; where they part, name the first module that differs, and by how much.
+
+$ megazoo check hf path/to/llama
+$ megazoo check hf path/to/llama --layouts tp2,tp2pp2+sp --prompt "def main("
+$ megazoo check hf runs/a --theirs merged --dtype bfloat16
+
+Both run the same ids: random ones, or those of a text. Prints for each layout the largest
+difference of a logit, over transformers' largest, that of the loss, and that of a parameter's
+gradient, over its norm. Exits 1 if a layout fails.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from megazoo.checkpoint.places import CONFIG
+from megazoo.cli.flags import Argument, File, Name, Text, optional, parse_flags
+from megazoo.cli.options import ImportOption
+from megazoo.cli.parsing import required
+from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.engine.batch import check_range
+from megazoo.errors import UserError, check_number
+from megazoo.files import regular_file, without_mark
+from megazoo.models.counts import parameter_count
+from megazoo.models.pretrained import open_source
+from megazoo.models.source import ModelSource
+from megazoo.testing import Agreement, Layout
+from megazoo.testing.compare import compare_layouts
+from megazoo.testing.layouts import switches
+from megazoo.testing.reference import run_reference
+from megazoo.tokenizer import open_tokenizer
+
+# What rounding may do, over the largest value.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}
+
+
+@dataclass
+class Options(ImportOption):
+    """What is compared."""
+
+    source: Argument = None
+    """Hugging Face directory, or a checkpoint of any layout."""
+    theirs: File = None
+    """Hugging Face directory that transformers reads; the same by default."""
+    layouts: Annotated[
+        str,
+        tyro.conf.arg(
+            help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
+            f"on: {switches()}."
+        ),
+    ] = "tp1"
+    prompt: Text = None
+    """A row to run, instead of random ids."""
+    text: File = None
+    """A text whose first tokens are run, in rows of seq-length, instead of random ids."""
+    tokenizer: Name = None
+    """Of the text: byte, or a directory or file; by default what is beside the model."""
+    seq_length: optional(int, "INT", "the model's max-positions, 1024 at most") = None
+    """Tokens of a row."""
+    batch_size: int = 2
+    """Rows."""
+    padding: int = 0
+    """Tokens of padding on the left of every row but the first."""
+    seed: int = 0
+    """Of the random ids."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations, of both."""
+    gradients: bool = True
+    """Compare the gradients of the loss, too: as much memory again as the weights of both take."""
+    tolerance: optional(float, "FLOAT", "1e-5; in bfloat16 0.05, in float16 0.005") = None
+    """Largest difference that passes, over the largest value; of gradients, over their norm."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    (path,) = required(options, "source")
+    source = open_source(path)
+    if source.config.num_labels:
+        raise UserError(f"{path} is a classifier: only language models are compared")
+    tolerance = TOLERANCES[options.dtype] if options.tolerance is None else options.tolerance
+    check_number("tolerance", tolerance, 0)
+    layouts = [Layout.named(name) for name in options.layouts.split(",")]
+    for layout in layouts:
+        layout.check(source.config)
+    ids = input_ids(source, options)
+    mask = padded(ids, options.padding)
+    theirs = load_theirs(options.theirs or path, getattr(torch, options.dtype))
+    reference = run_reference(
+        theirs, source.model, source.config, ids, mask, gradients=options.gradients
+    )
+    del theirs
+    print(
+        f"{parameter_count(source.config):,} parameters, {options.dtype}, "
+        f"{' x '.join(map(str, ids.shape))} tokens, against transformers' {reference.name}"
+    )
+    print(f"{'layout':24}{'logits':>9}{'loss':>9}{'gradient':>10}", flush=True)
+    agreements = compare_layouts(
+        path,
+        reference,
+        layouts,
+        import_=options.import_,
+        dtype=getattr(torch, options.dtype),
+        tolerance=tolerance,
+    )
+    failed = 0
+    for layout, agreement in zip(layouts, agreements, strict=True):
+        print(line_of(layout, agreement), flush=True)
+        failed += not agreement.passed
+    if failed:
+        raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
+
+
+def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
+    """Return the ids that both run, int64 [rows, tokens]; UserError for those that can't be."""
+    longest = source.model.longest_sequence(source.config)
+    length = min(longest, 1024) if options.seq_length is None else options.seq_length
+    if not 2 <= length <= longest:
+        raise UserError(f"seq-length {length} is not from 2 to the model's {longest}")
+    check_number("batch-size", options.batch_size, 1)
+    if options.prompt is not None and options.text:
+        raise UserError("--prompt and --text exclude each other")
+    if options.prompt is None and not options.text:
+        generator = torch.Generator().manual_seed(options.seed)
+        shape = (options.batch_size, length)
+        return torch.randint(0, source.config.vocab_size, shape, generator=generator)
+    where = options.tokenizer or source.tokenizer
+    if where is None:
+        raise UserError(
+            f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
+        )
+    text = options.prompt if options.text is None else read_text(options.text)
+    ids = torch.tensor(open_tokenizer(find_tokenizer(where)).encode(text))
+    if len(ids) < 2:
+        raise UserError("the text has less than two tokens: nothing is predicted")
+    length = min(length, len(ids))
+    vocabulary = source.config.vocab_size
+    check_range("token", ids, vocabulary, f"the vocabulary of {vocabulary}")
+    rows = min(options.batch_size, len(ids) // length)
+    return ids[: rows * length].view(rows, length)
+
+
+def read_text(file: Path) -> bytes:
+    """Return what is in a text; UserError if it can't be read."""
+    try:
+        return without_mark(regular_file(file).read_bytes())
+    except OSError as error:
+        raise UserError(f"{file} can't be read: {error.strerror}") from error
+
+
+def padded(ids: torch.Tensor, padding: int) -> torch.Tensor | None:
+    """Return the mask of so much padding on the left of every row but the first; None for none."""
+    check_number("padding", padding, 0, ids.shape[1] - 1, whole=True)
+    if not padding:
+        return None
+    mask = torch.ones_like(ids)
+    mask[1:, :padding] = 0
+    return mask
+
+
+def load_theirs(path: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """Load a Hugging Face directory by transformers; UserError if it can't be."""
+    if not (path / CONFIG).is_file():
+        raise UserError(
+            f"{path} has no {CONFIG}: name a Hugging Face directory of the model by --theirs "
+            "(`megazoo convert --to hf` writes one)"
+        )
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError as error:
+        raise UserError(
+            f"transformers can't be imported: {error} (pip install transformers)"
+        ) from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # of many kinds, from whatever is wrong with the files
+        raise UserError(f"transformers can't load {path}: {error}") from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise UserError(f"transformers finds no {missing[0]} in {path}: it would be random")
+    return model.eval()
+
+
+def line_of(layout: Layout, agreement: Agreement) -> str:
+    """Return what was found of a layout as a line of the table; - is what was not compared."""
+    numbers = f"{agreement.logits:9.1e}{agreement.loss:9.1e}{agreement.gradient:10.1e}"
+    numbers = numbers.replace("nan", "  -")
+    outcome = "pass" if agreement.passed else f"FAIL  {agreement.cause}"
+    return f"{layout!s:24}{numbers}  {outcome}"

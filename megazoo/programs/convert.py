@@ -1,0 +1,113 @@
+"""Convert a model from any format to shards for tensor and pipeline parallelism, or to a Hugging
+Face directory, a tensor at a time.
+
+$ megazoo convert path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
+$ megazoo convert runs/a resharded --tp 4
+$ megazoo convert runs/a merged --to hf
+$ megazoo convert path/to/llama merged --to hf --adapter adapter
+$ megazoo convert path/to/megatron-checkpoints shards --vocab-size 50257
+
+SOURCE is a Hugging Face directory, a megazoo checkpoint of any layout (shards include the state of
+its optimizer), or a Megatron-LM checkpoint (torch_dist or torch; without its optimizer state).
+Training and loading convert a layout themselves; shards for the layout load faster.
+--adapter adds a LoRA adapter to the weights, in fp32, rounded once.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megazoo.checkpoint.ownership import check_replaceable
+from megazoo.cli.flags import File, optional, parse_flags
+from megazoo.cli.options import ConversionOptions
+from megazoo.cli.parsing import required
+from megazoo.errors import UserError
+from megazoo.lora.merged import MergedSource
+from megazoo.lora.source import SavedAdapters, open_beside, open_model_or_adapters
+from megazoo.models.hugging_face.export import parse_size, write_hugging_face
+from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
+from megazoo.models.pretrained import open_source
+from megazoo.models.resharding import write_shards
+from megazoo.models.source import ModelSource
+from megazoo.terminal import byte_bar
+
+
+@dataclass
+class Options(ConversionOptions):
+    """What to convert, and to what."""
+
+    to: Literal["shards", "hf"] = "shards"
+    """shards: a megazoo checkpoint, a file per (tp, pp) rank. hf: a Hugging Face directory."""
+    tp: optional(int, "INT", "1") = None
+    """Tensor-parallel size of the shards. They load in any other layout too."""
+    pp: optional(int, "INT", "1") = None
+    """Pipeline-parallel size of the shards."""
+    adapter: File = None
+    """LoRA adapter to merge into the weights: a PEFT directory, or the checkpoint of a LoRA run."""
+    max_shard_size: optional(str, "SIZE", "5GB") = None
+    """Size of the largest file of a Hugging Face directory: bytes, or with a unit (MB, GiB)."""
+    iteration: optional(int, "INT", "the last") = None
+    """Iteration to read from a Megatron-LM directory."""
+    vocab_size: optional(int, "INT", "the arguments', the tokenizer's, or the padded size") = None
+    """Vocabulary size of a Megatron-LM checkpoint, which stores a padded one."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    path, output = required(options, "source", "output")
+    check_target(options)
+    source = open_from(path, options)
+    if options.adapter:
+        adapters, config = open_beside(options.adapter, source, verify=options.verify)
+        check_replaceable(output, options.overwrite, adapters.path)
+        source = MergedSource(source, adapters, config)
+    print((to_hf if options.to == "hf" else to_shards)(source, output, options))
+
+
+def check_target(options: Options) -> None:
+    """Raise UserError for flags that the other format has."""
+    for name in ("tp", "pp") if options.to == "hf" else ("max_shard_size",):
+        if getattr(options, name) is not None:
+            flag, other = name.replace("_", "-"), "shards" if options.to == "hf" else "hf"
+            raise UserError(f"--{flag} belongs to --to {other}: omit it with --to {options.to}")
+
+
+def open_from(path: Path, options: Options) -> ModelSource:
+    """Open what is converted."""
+    if is_megatron(path):
+        return MegatronCheckpoint(path, iteration=options.iteration, vocab_size=options.vocab_size)
+    for name in ("iteration", "vocab_size"):
+        if getattr(options, name) is not None:
+            flag = name.replace("_", "-")
+            raise UserError(
+                f"--{flag} is for Megatron-LM checkpoints, which {path} is not: omit it"
+            )
+    needs_weights = options.adapter or options.to == "hf"
+    return (open_source if needs_weights else open_model_or_adapters)(path, verify=options.verify)
+
+
+def to_shards(source: ModelSource, output: Path, options: Options) -> str:
+    """Write shards; return the line to print."""
+    tp, pp = options.tp or 1, options.pp or 1
+    common = {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
+        write_shards(source, output, tp, pp, **common, progress=bar.update)
+    weights = "adapters" if isinstance(source, SavedAdapters) else "weights"
+    state = f"{weights} and optimizer state" if source.has_states else weights
+    return (
+        f"wrote {output}: {source.model.__name__}, {state} of {source.path.name}, "
+        f"tp {tp} x pp {pp}; it loads in any layout"
+    )
+
+
+def to_hf(source: ModelSource, output: Path, options: Options) -> str:
+    """Write a Hugging Face directory; return the line to print."""
+    common = {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    limit = parse_size(options.max_shard_size or "5GB")
+    with byte_bar(source.weight_bytes(options.torch_dtype)) as bar:
+        write_hugging_face(source, output, **common, max_shard_size=limit, progress=bar.update)
+    loads = ""  # transformers knows our families, not those of users
+    if source.model.__module__.startswith("megazoo."):
+        theirs = "SequenceClassification" if source.config.num_labels else "CausalLM"
+        loads = f": transformers' AutoModelFor{theirs}.from_pretrained({str(output)!r}) loads it"
+    return f"wrote {output}{loads}"

@@ -1,0 +1,324 @@
+"""Score texts or choices, classify texts, or answer the tasks of lm-evaluation-harness, in any
+layout, with a checkpoint of any layout or a Hugging Face directory.
+
+$ megazoo evaluate runs/a --text book.txt
+$ torchrun --nproc-per-node 4 -m megazoo evaluate path/to/llama --tp 2 --pp 2 \\
+      --text pile.jsonl --stride 512
+$ megazoo evaluate path/to/llama --choices questions.jsonl --output scores.jsonl
+$ megazoo evaluate runs/classifier --labels reviews.jsonl --output predictions.jsonl
+$ torchrun --nproc-per-node 2 -m megazoo evaluate path/to/llama --tp 2 --tasks arc_easy,my_task.yaml
+
+--text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of
+{"context": "...", "choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after
+its context; with "answer", the index of the right one, also how often the likeliest choice is
+right. --labels takes lines of {"text": "..."}, maybe with "text_pair", and gives a classifier's
+prediction for each; with "label" also the loss, the accuracy and, for two labels, the F1 of 1.
+--tasks prints the harness's table (pip install 'megazoo[eval]').
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+
+from megazoo.cli.classifier import measures_of
+from megazoo.cli.flags import File, Name, flag_of, optional, parse_flags
+from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, labels_of
+from megazoo.environment import is_rank_zero
+from megazoo.errors import UserError
+from megazoo.evaluation.classifying import Tally, classify, predictions, tally
+from megazoo.evaluation.scoring import evaluate_texts, score_choices
+from megazoo.files import regular_file, without_mark, write_text
+from megazoo.layers.classification import loss_sum
+from megazoo.terminal import byte_bar, print_rank_0
+
+
+@dataclass
+class Options(InferenceOptions):
+    """What to score."""
+
+    text: File = None
+    """A text, or a JSONL file (by its name) of documents."""
+    json_key: str = "text"
+    """Where a line of the JSONL file has its text."""
+    choices: File = None
+    """JSONL file of contexts with choices."""
+    labels: File = None
+    """JSONL file of texts for a classifier, with or without labels."""
+    tasks: Name = None
+    """Tasks of lm-evaluation-harness, with commas between them: names, which the harness downloads;
+    YAML files; directories of them."""
+    num_fewshot: optional(int, "INT", "the task's") = None
+    """Solved examples before each question of the tasks."""
+    limit: optional(float, "NUMBER", "all") = None
+    """How many documents of each task are taken; below 1, which share of them."""
+    apply_chat_template: bool = False
+    """Ask the tasks' questions as turns of a conversation, by the tokenizer's chat template."""
+    seq_length: optional(int, "INT", "max-positions of the model; 2048 at most, but for tasks") = (
+        None
+    )
+    """Tokens that are read at once; those that a classifier reads of a row."""
+    stride: int = 0
+    """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without
+    overlap."""
+    batch_size: int = 8
+    """Windows, choices, rows or requests of tasks that are answered together."""
+    output: File = None
+    """JSON file for the result; of choices and of a classifier's rows, JSONL with a line for each.
+    """
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    kinds = (options.text, options.choices, options.labels, options.tasks)
+    if sum(kind is not None for kind in kinds) != 1:
+        raise UserError("give --text or --choices or --labels, one of them, or --tasks")
+    check_task_flags(options)
+    if options.batch_size < 1:
+        raise UserError(f"batch-size {options.batch_size} must be at least 1")
+    if options.output and not options.output.absolute().parent.is_dir():
+        raise UserError(f"--output: {options.output.parent} is not a directory")
+    if options.output and options.output.is_dir():
+        raise UserError(f"--output: {options.output} is a directory: name a file")
+    inputs = (options.text, options.choices, options.labels)
+    if options.output and options.output.resolve() in [file.resolve() for file in inputs if file]:
+        raise UserError(f"--output: {options.output} is what is read: name another file")
+    alone = options.one_rank
+    requests = read_choices(options.choices, alone) if options.choices else None
+    documents = read_texts(options.text, options.json_key, alone) if options.text else None
+    rows = list(_json_lines(options.labels, alone)) if options.labels else None
+    tasks = None
+    if options.tasks is not None:
+        from megazoo.evaluation.tasks import find_tasks  # it needs an extra, and seconds
+
+        tasks = find_tasks(options.tasks)
+    model, tokenizer = load_for_inference(options)
+    if tasks is not None:
+        lines = [answered_tasks(model, tokenizer, tasks, options)]
+    elif rows is not None:
+        lines = classified(model, tokenizer, rows, options)
+    elif documents is not None:
+        lines = [scored_texts(model, tokenizer, documents, options)]
+    else:
+        lines = scored_choices(model, tokenizer, requests, options.batch_size)
+    if options.output and is_rank_zero():
+        write_text("--output", options.output, "".join(json.dumps(line) + "\n" for line in lines))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
+    """Score documents, say how, and return it as a line of the output."""
+    length = length_of(model, options)
+    with byte_bar(sum(map(len, documents))) as bar:
+        result = evaluate_texts(
+            model,
+            tokenizer,
+            documents,
+            length=length,
+            stride=options.stride,
+            batch=options.batch_size,
+            progress=bar.update,
+        )
+    print_rank_0(
+        f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
+    )
+    print_rank_0(f"loss            {result.loss:.6f} nats a token")
+    print_rank_0(f"perplexity      {result.perplexity:.4f}")
+    print_rank_0(f"bits a byte     {result.bits_per_byte:.6f}")
+    return {
+        **vars(result),
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+    }
+
+
+def check_task_flags(options: Options) -> None:
+    """Refuse flags of --tasks that stand without it, and values out of range."""
+    for name in ("num_fewshot", "limit", "apply_chat_template"):
+        value = getattr(options, name)
+        if options.tasks is None and value is not None and value is not False:
+            raise UserError(f"{flag_of(name)} needs --tasks")
+    limit = options.limit
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
+        raise UserError(f"limit {limit:g} is neither a number of documents nor a share below 1")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UserError(f"num-fewshot {options.num_fewshot} must be 0 or more")
+
+
+def answered_tasks(model, tokenizer, tasks, options: Options) -> dict | None:
+    """Answer tasks, print the harness's table, and return its results as a line of the output; on
+    ranks that are not the first of their machine None. tasks: as `find_tasks` gives them."""
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    from megazoo.evaluation.tasks import run_tasks
+
+    results = run_tasks(
+        model,
+        tokenizer,
+        tasks,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        batch_size=options.batch_size,
+        max_length=None if options.seq_length is None else length_of(model, options),
+    )
+    if results is None:
+        return None
+    print_rank_0(make_table(results))
+    if "groups" in results:
+        print_rank_0(make_table(results, "groups"))
+    return json.loads(json.dumps(results, default=handle_non_serializable))
+
+
+def length_of(model, options: Options) -> int:
+    """Return how many tokens are read at once."""
+    longest = model.longest_sequence(model.config)
+    length = min(longest, 2048) if options.seq_length is None else options.seq_length
+    if not 1 <= length <= longest:
+        raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
+    return length
+
+
+def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[dict]:
+    """Score the choices of requests, say their log-likelihoods, and how many are right.
+
+    Returns the requests with log_likelihoods, tokens and greedy, each of every choice.
+    """
+    pairs = [(request["context"], choice) for request in requests for choice in request["choices"]]
+    scores = iter(score_choices(model, tokenizer, pairs, batch=batch))
+    right, lines = [], []
+    for request in requests:
+        likelihoods, tokens, greedy = zip(*(next(scores) for _ in request["choices"]), strict=True)
+        lines.append(
+            {**request, "log_likelihoods": likelihoods, "tokens": tokens, "greedy": greedy}
+        )
+        print_rank_0("  ".join(f"{value:.4f}" for value in likelihoods))
+        if "answer" in request:
+            right.append(likelihoods.index(max(likelihoods)) == request["answer"])
+    if right:
+        print_rank_0(f"right           {sum(right)} of {len(right)}: {sum(right) / len(right):.4f}")
+    return lines
+
+
+def classified(model, tokenizer, numbered: list[tuple[int, dict]], options: Options) -> list[dict]:
+    """Classify the rows of a file, say the loss and how many are right, and return the rows with a
+    prediction and the scores.
+
+    numbered: the rows, with their line numbers. UserError for a model that is no classifier, and
+    for a line without a text, or with a label that is not one of its labels.
+    """
+    config = model.config
+    if not config.num_labels:
+        raise UserError(f"{options.source} is no classifier: --num-labels trains one")
+    told = [value["label"] for _, value in numbered if "label" in value]
+    labels = labels_of(config.num_labels, config.problem_type, told[0] if told else None)
+    rows, known = rows_of(tokenizer, numbered, labels, length_of(model, options), options.labels)
+    parts, pad, size = [], config.pad_token_id, options.batch_size
+    for first in range(0, len(rows), size):
+        ids = pad_sequence(rows[first : first + size], batch_first=True, padding_value=pad)
+        parts.append(classify(model, ids).cpu())
+    logits = torch.cat(parts)
+    print_rank_0(f"rows            {len(rows):,}, {len(known):,} of them with a label")
+    if known:
+        tell_how_right(logits[list(known)], list(known.values()), labels)
+    found = predictions(logits, labels.problem)
+    found = found.flatten() if labels.problem == REGRESSION and labels.num_labels == 1 else found
+    return [
+        {**value, "prediction": prediction, "scores": scores}
+        for (_, value), prediction, scores in zip(
+            numbered, found.tolist(), logits.tolist(), strict=True
+        )
+    ]
+
+
+def rows_of(
+    tokenizer, numbered: list[tuple[int, dict]], labels: Labels, length: int, file: Path
+) -> tuple[list[torch.Tensor], dict[int, list[float]]]:
+    """Return the ids of each row, cut to so many, and by its place the label of each that has
+    one. UserError names the line of the file that can't be."""
+    rows, known = [], {}
+    for number, value in numbered:
+        try:
+            if "label" in value:
+                known[len(rows)] = labels.numbers(value["label"])
+            ids, pair = encode_texts(tokenizer, value)
+        except (ValueError, UserError) as error:
+            raise UserError(f"{file}, line {number}: {error}") from error
+        kept = kept_tokens(len(ids), len(pair), len(tokenizer.before), length)
+        rows.append(torch.tensor([*ids[: kept[0]], *pair[: kept[1]]]))
+    return rows, known
+
+
+def tell_how_right(logits: torch.Tensor, numbers: list[list[float]], labels: Labels) -> None:
+    """Say the loss of rows with labels, and what a classifier of these labels is told of.
+
+    numbers: of the label of each row.
+    """
+    typed = torch.from_numpy(np.stack([labels.typed(np.array(label)) for label in numbers]))
+    print_rank_0(
+        f"loss            {float(loss_sum(logits, typed, labels.problem)) / typed.numel():.6f}"
+    )
+    found = Tally(*map(int, tally(logits, typed, labels.problem).tolist()))
+    for name, value in measures_of(found, labels).items():
+        print_rank_0(f"{name:<16}{value:.6f}")
+
+
+def read_texts(file: Path, key: str, alone: bool = False) -> list[bytes]:
+    """Read the documents of a file, in UTF-8. alone: no other rank does; the file may be a pipe."""
+    if file.suffix != ".jsonl":
+        return [_read(file, alone)]
+    texts = []
+    for number, value in _json_lines(file, alone):
+        if not isinstance(value.get(key), str):
+            raise UserError(f"{file}, line {number} has no text {key!r}")
+        texts.append(value[key].encode(errors="surrogatepass"))
+    return texts
+
+
+def read_choices(file: Path, alone: bool = False) -> list[dict]:
+    """Read the requests of a JSONL file; UserError for a line that is none. alone: see
+    `read_texts`."""
+    requests = []
+    for number, value in _json_lines(file, alone):
+        choices = value.get("choices")
+        are_texts = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
+        if not isinstance(value.get("context"), str) or not choices or not are_texts:
+            raise UserError(
+                f'{file}, line {number} is not {{"context": "...", "choices": ["...", ...]}}'
+            )
+        if "answer" in value and value["answer"] not in range(len(choices)):
+            raise UserError(
+                f"{file}, line {number}: answer {value['answer']!r} is not the index of a choice"
+            )
+        requests.append(value)
+    return requests
+
+
+def _json_lines(file: Path, alone: bool) -> Iterator[tuple[int, dict]]:
+    """Yield the objects of a JSONL file, with their line numbers; UserError if it has none."""
+    lines = [(n, line) for n, line in enumerate(_read(file, alone).splitlines(), 1) if line.strip()]
+    for number, line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}, line {number} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{file}, line {number} is not a JSON object")
+        yield number, value
+    if not lines:
+        raise UserError(f"{file} has no lines")
+
+
+def _read(file: Path, alone: bool) -> bytes:
+    try:
+        return without_mark(regular_file(file, or_pipe=alone).read_bytes())
+    except OSError as error:
+        raise UserError(f"{file} can't be read: {error.strerror}") from error

@@ -1,0 +1,94 @@
+"""Draw the loss curves of one or several metrics files as a PNG.
+
+$ megazoo plot metrics runs/gpt2-tiny/metrics.jsonl --output loss.png
+
+Needs matplotlib: pip install -e .[plots]
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megazoo.cli.flags import parse_flags
+from megazoo.errors import UserError
+from megazoo.files import regular_file
+
+
+def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Read the training and validation losses, by step, of a file of metrics.
+
+    Where a step stands twice (a resumed or repeated run), the later counts. UserError if the file
+    can't be read, or has no steps.
+    """
+    training, validation = {}, {}
+    try:
+        lines = regular_file(path, or_pipe=True).read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text file") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if "test_loss" in record:  # one number at the end, no curve
+                continue
+            curve, key = (validation, "eval_loss") if "eval_loss" in record else (training, "loss")
+            curve[record["step"]] = record[key]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{path}, line {number} is not a line of metrics") from error
+    if not training:
+        raise UserError(f"{path} has no steps")
+    return training, validation
+
+
+@dataclass
+class Options:
+    """Loss curves."""
+
+    metrics: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """Files of --metrics."""
+    output: Path = Path("loss.png")
+    """PNG to write."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    if not options.metrics:
+        raise UserError("name at least one file of metrics (--help says how)")
+    curves = [(path, *read_curves(path)) for path in options.metrics]
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("this needs matplotlib: pip install -e .[plots]") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120, layout="constrained")
+    for path, training, validation in curves:
+        label = f"{path.parent.name}: " if len(curves) > 1 else ""
+        (line,) = axes.plot(
+            *zip(*sorted(training.items()), strict=True),
+            linewidth=1,
+            alpha=0.45,
+            label=f"{label}training",
+        )
+        if validation:
+            points = zip(*sorted(validation.items()), strict=True)
+            axes.plot(
+                *points,
+                "o-",
+                color=line.get_color(),
+                linewidth=2,
+                markersize=6,
+                label=f"{label}validation",
+            )
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(options.output, format="png")
+    except OSError as error:
+        raise UserError(f"can't write {options.output}: {error.strerror}", exit_code=1) from error
+    print(f"drew {options.output}")

@@ -1,0 +1,155 @@
+"""Draw a pipeline schedule: what each rank does when, and who waits for whom.
+
+$ megazoo plot schedule --schedule zb-h1 --pp 4 --microbatches 8 --output schedule.svg
+
+A row is a rank, a box an action of one micro-batch: forward (F), backward (B), or its two halves,
+of the inputs (I) and of the weights (W). Interleaved stages have darker boxes from one to the next.
+An arrow goes from what made an input to the action that had to wait for it. Transfers take no time
+here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.options import ImportOption, ScheduleName
+from megazoo.cli.parsing import run_file
+from megazoo.errors import UserError
+from megazoo.parallel.placement import Placement
+from megazoo.parallel.schedule import (
+    COST,
+    Action,
+    Span,
+    placement_of,
+    schedule_named,
+    source_of,
+    tables_of,
+    timeline,
+)
+
+MOST_BOXES = 10_000  # what is drawn in a minute
+LONGEST = 1e12  # cost of an action
+COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
+
+
+@dataclass
+class Options(ImportOption):
+    """Which schedule, and how long its actions take."""
+
+    schedule: ScheduleName = "1f1b"
+    """Order of the forwards and backwards: one of these, or one that --import adds."""
+    pp: int = 4
+    """Pipeline-parallel size: ranks."""
+    virtual_pp: int = 1
+    """Stages of a rank."""
+    microbatches: int = 8
+    """Of one replica, in a step."""
+    cost: Annotated[tuple[float, ...], tyro.conf.arg(metavar="F I W")] = (1.0, 1.0, 1.0)
+    """Time of a forward, of the inputs' backward and of the weights'; B takes the last two
+    together."""
+    output: Path = Path("schedule.png")
+    """File to write, .png or .svg."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    if options.import_:
+        run_file(options.import_)
+    check(options)
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("to draw, install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    forward, inputs, weights = options.cost
+    cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
+    schedule = schedule_named(options.schedule)
+    placement = placement_of(schedule, options.pp, options.virtual_pp)
+    tables = tables_of(schedule, options.pp, options.virtual_pp, options.microbatches)
+    spans = timeline(tables, cost)
+    end = max(span.end for span in spans.values())
+    busy = sum(span.end - span.start for span in spans.values()) / options.pp
+    figure, axes = pyplot.subplots(figsize=(min(40.0, 2 + end * 0.35), 1 + 0.6 * options.pp))
+    for rank, table in enumerate(tables):
+        draw_rank(axes, rank, table, spans, placement)
+    axes.set(
+        yticks=range(options.pp),
+        yticklabels=[f"rank {rank}" for rank in range(options.pp)],
+        xlabel="time",
+        xlim=(0, end),
+    )
+    name = f"{options.schedule}, virtual-pp {options.virtual_pp}"
+    axes.set_title(f"{name}: bubble {end / busy - 1:.1%} of the work")
+    axes.invert_yaxis()
+    figure.tight_layout()
+    try:
+        figure.savefig(options.output, dpi=150)
+    except OSError as error:
+        raise UserError(f"can't write {options.output}: {error.strerror}", exit_code=1) from error
+    print(f"drew {options.output}")
+
+
+def check(options: Options) -> None:
+    """Raise UserError for options that can't be."""
+    if min(options.pp, options.virtual_pp, options.microbatches) < 1:
+        raise UserError("pp, virtual-pp and microbatches must each be at least 1")
+    boxes = 2 * options.pp * options.virtual_pp * options.microbatches
+    if boxes > MOST_BOXES:
+        raise UserError(
+            f"pp {options.pp}, virtual-pp {options.virtual_pp} and microbatches "
+            f"{options.microbatches} make {boxes} boxes: at most {MOST_BOXES} can be drawn"
+        )
+    if options.virtual_pp > 1 and options.pp == 1:
+        raise UserError("virtual-pp cuts the stages of a pipeline: use pp 2 or more")
+    if len(options.cost) != 3 or not all(0 < cost <= LONGEST for cost in options.cost):
+        raise UserError("cost must be three times above 0: of F, I and W")
+    if options.output.suffix not in (".png", ".svg"):
+        raise UserError(f"{options.output} must end in .png or .svg")
+
+
+def draw_rank(
+    axes, rank: int, table: list[Action], spans: dict[Action, Span], placement: Placement
+) -> None:
+    """Draw what a rank does as a row of boxes, and an arrow to each action that had to wait."""
+    free = 0.0  # since when the rank has been idle
+    for action in table:
+        span = spans[action]
+        axes.barh(
+            rank,
+            span.end - span.start,
+            left=span.start,
+            color=color_of(action, placement),
+            edgecolor="white",
+            height=0.9,
+        )
+        axes.text(
+            (span.start + span.end) / 2,
+            rank,
+            f"{action.kind}{action.microbatch}",
+            ha="center",
+            va="center",
+            fontsize=7,
+        )
+        source = source_of(action, placement.count - 1)
+        if source and span.start > free:
+            axes.annotate(
+                "",
+                (span.start, rank),
+                (span.start, placement.rank_of(source.stage)),
+                arrowprops={"arrowstyle": "->", "color": "#555555", "lw": 0.8},
+            )
+        free = span.end
+
+
+def color_of(action: Action, placement: Placement) -> list[float]:
+    """Return the color of an action's kind, darker for each further stage of its rank."""
+    from matplotlib.colors import to_rgb
+
+    stages = placement.stages_of(placement.rank_of(action.stage))
+    shade = 1 - 0.5 * stages.index(action.stage) / placement.virtual
+    return [part * shade for part in to_rgb(COLORS[action.kind])]

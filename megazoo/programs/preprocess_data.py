@@ -1,0 +1,105 @@
+"""Turn text into the token files that training reads: Megatron-LM's .bin and .idx.
+
+$ megazoo preprocess --input corpus.jsonl --output-prefix out/corpus \\
+      --tokenizer path/to/llama --append-eod
+
+Inputs: JSONL files (.jsonl or .json, plain or with .gz or .zst), of which each line is a document;
+any other file, which is one document; or folders of both, whose token files are left out. What was
+interrupted goes on where it stood, by the same command.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazoo.cli.flags import File, parse_flags
+from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.data.encoding import Recipe
+from megazoo.data.indexed import IndexedTokens
+from megazoo.data.preprocess import input_files, preprocess
+from megazoo.errors import UserError
+from megazoo.terminal import byte_bar
+
+MOST_WORKERS = 1024
+TOLD = 5  # lines without text that are told one by one
+
+
+@dataclass
+class Options:
+    """What to encode, and how."""
+
+    input: tuple[Path, ...] = ()
+    """Files and folders."""
+    output_prefix: File = None
+    """What the files' names begin with: PREFIX_KEY_document.bin and .idx."""
+    tokenizer: str = "byte"
+    """byte, or the directory or file of a tokenizer."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Where a line of a JSONL file has its texts; each key makes files of its own."""
+    append_eod: bool = False
+    """End each document with the tokenizer's end-of-document token."""
+    workers: int = os.cpu_count() or 1
+    """Processes that encode."""
+    strict: bool = False
+    """Stop at the first line that has no text; else such lines are left out, counted and told."""
+    overwrite: bool = False
+    """Replace the files if they are there."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    check(options)
+    inputs = input_files(list(options.input))
+    tokenizer = find_tokenizer(options.tokenizer)
+    recipe = Recipe(inputs, tokenizer, options.json_keys, options.append_eod, options.strict)
+    told = 0
+    began = time.perf_counter()
+    with byte_bar(sum(os.path.getsize(file) for file in inputs)) as bar:
+
+        def tell(line: str) -> None:
+            nonlocal told
+            told += 1
+            if told <= TOLD:
+                bar.write(f"left out {line}")
+
+        try:
+            done = preprocess(
+                recipe, options.output_prefix, options.workers, progress=bar.update, report=tell
+            )
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or options.output_prefix} can't be written: {error.strerror}",
+                exit_code=1,
+            ) from error
+    seconds = time.perf_counter() - began
+    for output in outputs_of(options):
+        tokens = IndexedTokens(output)
+        count = len(tokens.tokens)
+        print(
+            f"wrote {output}.bin and .idx: {len(tokens):,} documents, {count:,} tokens "
+            f"({tokens.dtype}), {count / seconds:,.0f} tokens/s"
+        )
+    if done.bad:
+        print(f"left out {done.bad:,} lines without text; --strict stops at the first")
+
+
+def check(options: Options) -> None:
+    """Raise UserError for options that can't be, or for outputs that are there already."""
+    if not options.input or options.output_prefix is None:
+        raise UserError("give --input and --output-prefix (--help says how)")
+    if options.workers < 1:
+        raise UserError(f"workers {options.workers} must be at least 1")
+    if options.workers > MOST_WORKERS:
+        raise UserError(f"workers {options.workers} must be at most {MOST_WORKERS}")
+    if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
+        raise UserError("json-keys must be different names, one at least")
+    for output in outputs_of(options):
+        files = (Path(f"{output}.bin"), Path(f"{output}.idx"))
+        if not options.overwrite and any(file.exists() for file in files):
+            raise UserError(f"{output}.bin or .idx is there already: --overwrite replaces them")
+
+
+def outputs_of(options: Options) -> list[Path]:
+    """Return the paths of the token files, without their endings: one for each key."""
+    return [Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys]

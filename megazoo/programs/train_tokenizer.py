@@ -1,0 +1,99 @@
+"""Train a tokenizer of LLaMA's kind: sentencepiece BPE, with bytes for characters that are not in
+its vocabulary.
+
+$ megazoo train-tokenizer --input stdlib --vocab-size 4096 --output tokenizer
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import sentencepiece
+
+from megazoo.cli.flags import File, parse_flags
+from megazoo.data.corpus import standard_library
+from megazoo.errors import UserError
+from megazoo.files import regular_file
+
+SMALLEST = 3 + 256  # unk, bos, eos, and the bytes
+LARGEST = 1 << 24
+CONFIG = {
+    "tokenizer_class": "LlamaTokenizer",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "add_bos_token": True,
+    "add_eos_token": False,
+    "clean_up_tokenization_spaces": False,
+}
+
+
+@dataclass
+class Options:
+    """A tokenizer from text."""
+
+    input: str = "stdlib"
+    """Text file in UTF-8, or stdlib: the source of Python's standard library."""
+    output: File = None
+    """Directory to write tokenizer.model and tokenizer_config.json into."""
+    vocab_size: int = 4096
+    """Tokens, the 256 bytes and the three special ones among them."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    if options.output is None:
+        raise UserError("name the --output directory (--help says how)")
+    if options.vocab_size <= SMALLEST:
+        raise UserError(
+            f"vocab-size {options.vocab_size} must be more than {SMALLEST}: "
+            "the bytes and special tokens"
+        )
+    if options.vocab_size > LARGEST:
+        raise UserError(f"vocab-size {options.vocab_size} must be at most {LARGEST}")
+    model = train(lines_of(options.input), options.vocab_size)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "tokenizer.model").write_bytes(model)
+        (options.output / "tokenizer_config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"can't write {options.output}: {error.strerror}", exit_code=1) from error
+    print(f"wrote {options.output}: open_tokenizer({str(options.output)!r}) opens it")
+
+
+def lines_of(name: str) -> Iterator[str]:
+    """Return the lines of a text file, or of the standard library; UserError if there is none."""
+    if name == "stdlib":
+        return (line for text in standard_library() for line in text.decode().split("\n"))
+    try:
+        return iter(regular_file(name, or_pipe=True).read_text(encoding="utf-8-sig").split("\n"))
+    except OSError as error:
+        raise UserError(f"--input {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--input {name} is not UTF-8") from error
+
+
+def train(lines: Iterator[str], vocab_size: int) -> bytes:
+    """Train a sentencepiece model with LLaMA's settings, and return its file's bytes.
+
+    Raises UserError if the text is too little.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=1 << 24,  # bytes; longer lines would be left out
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).rpartition("] ")[2] or "it has too little text"
+        raise UserError(f"can't train a tokenizer on this input: {reason}", exit_code=1) from error
+    return model.getvalue()
