@@ -115,7 +115,8 @@ def command_line(arguments: list[str], name: str | None = None) -> str:
         return f"{_python()} {shlex.join(['-m', 'megazoo', *words, *arguments])}"
     script = Path(sys.argv[0])
     if name:
-        script = script.parent / command_named(name).script
+        root = script.parents[1] if script.parent.name == "tools" else script.parent
+        script = root / command_named(name).script
     return f"{_python()} {shlex.join([str(script), *arguments])}"
 
 
