@@ -28,6 +28,7 @@ from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
 from megazoo.models.source import ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.dtypes import dtype_named
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, initialize
 from megazoo.parallel.random import derive_seed
@@ -58,7 +59,7 @@ def from_pretrained(
     path: str | Path,
     ctx: ParallelContext | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = "auto",
     seed: int = 0,
     num_labels: int | None = None,
     pad_token_id: int | None = None,
@@ -68,17 +69,19 @@ def from_pretrained(
     straight into its parameters. The model is in evaluation mode: `model.train()` turns dropout on.
 
     path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by
-    default. dtype: as it is stored, by default. seed: of the dropout. num_labels: make a classifier
-    of sequences of it; the head of a language model gives way to one that is drawn from the seed.
-    pad_token_id: of such a classifier, if the files don't say it. verify: compare what is read with
-    the checkpoint's checksums, beside the reading. Every rank of the context calls it. Raises
+    default. dtype: of the weights: a torch.dtype, or its name such as "bfloat16" or "bf16"; by
+    default "auto", the stored one. seed: of the dropout. num_labels: make a classifier of sequences
+    of it; the head of a language model gives way to one that is drawn from the seed. pad_token_id:
+    of such a classifier, if the files don't say it. verify: compare what is read with the
+    checkpoint's checksums, beside the reading. Every rank of the context calls it. Raises
     UserError, with what is wrong, if it can't be read or cut; a name is never downloaded.
     """
     ctx = ctx or current_context()
     with propagate_errors(ctx):
+        given = dtype_named(dtype)
         source = open_directory(path, verify=verify)
         config = with_labels(source, num_labels, pad_token_id)
-        dtype = dtype or source.dtype_of(next(iter(source.specs)))
+        dtype = given or source.dtype_of(next(iter(source.specs)))
         model = source.model.empty(config, ctx, dtype=dtype, seed=seed)
         load_weights(source, model)
     return model.eval()

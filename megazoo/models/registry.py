@@ -14,6 +14,7 @@ from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert, json_object, read_bytes
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.dtypes import dtype_named
 
 # What to do with a model object, which can't be cut.
 GIVE_A_DIRECTORY = (
@@ -208,7 +209,11 @@ def config_from_hugging_face(values: dict):
 
 
 def from_config(
-    config, ctx: ParallelContext | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    config,
+    ctx: ParallelContext | None = None,
+    *,
+    dtype: torch.dtype | str | None = torch.float32,
+    seed: int = 0,
 ) -> torch.nn.Module:
     """Build this rank's part of a model with initial weights that depend on the seed alone, not on
     the layout.
@@ -217,9 +222,10 @@ def from_config(
         transformers, or the path of a config file: Hugging Face's config.json, or JSON or TOML with
         our names.
     ctx: the parallel context; the ambient one by default. Returns an nn.Module on ctx.device.
+    dtype: of the weights: a torch.dtype, or its name such as "bfloat16" or "bf16"; "auto" is the
+        dtype that a config object of transformers has, otherwise float32.
     Errors: UserError for an unknown name, or a model that the layout can't cut.
     """
-    config = find_config(config)
-    return FAMILIES[family_of(config)].build(
-        config, ctx or current_context(), dtype=dtype, seed=seed
-    )
+    ours = find_config(config)
+    dtype = dtype_named(dtype) or dtype_named(getattr(config, "dtype", None)) or torch.float32
+    return FAMILIES[family_of(ours)].build(ours, ctx or current_context(), dtype=dtype, seed=seed)

@@ -1,0 +1,33 @@
+"""The dtypes of weights, by the names that users give them."""
+
+import torch
+
+from megazoo.errors import UserError
+
+NAMED = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype of weights that a user names; None for "auto" and None.
+
+    dtype: a floating-point torch.dtype, or a name such as "bfloat16", "bf16", "torch.bfloat16".
+    UserError, with the names, for anything else.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+    if name not in NAMED:
+        raise UserError(
+            f"dtype {dtype!r} is not supported: use auto, {', '.join(NAMED)}, or a floating-point "
+            "torch.dtype"
+        )
+    return NAMED[name]
