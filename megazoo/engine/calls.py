@@ -134,6 +134,7 @@ class BatchCalls:
 
         Yields after each micro-batch's forward. Every rank of the pipeline must go through it to
         its end, and call backward where one does; then p.grad is what `train_batch` leaves there.
+        The model stays in the mode that it is in: after from_pretrained, call model.train() first.
         out.loss: the micro-batch's part of the mean that train_batch returns, the same on every
         rank: they add up to it. inputs: as in `train_batch`. One micro-batch is under way at a
         time; train_batch keeps all stages busy.
@@ -169,8 +170,8 @@ class BatchCalls:
         num_microbatches: int = 1,
         return_count: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss over the global batch's labelled tokens, without dropout. Arguments as in
-        train_batch.
+        """The mean loss over the global batch's labelled tokens, without dropout; afterwards each
+        module is in the mode that it was in. Arguments as in train_batch.
 
         return_count: also their number, 0-dimensional fp64: what the batch weighs in a mean over
         several.

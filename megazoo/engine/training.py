@@ -72,6 +72,8 @@ class TrainingEngine:
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
         """Run forward and backward of a replica's batch; see `Model.train_batch`."""
+        if not self.model.training:
+            self.model.train()
         self._check_placement(schedule)
         splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
         buckets = self.buckets_to_train()

@@ -66,7 +66,7 @@ def from_pretrained(
     verify: bool = True,
 ) -> torch.nn.Module:
     """Build this rank's part of a model that is on disk; each rank reads only what it owns,
-    straight into its parameters. The model is in evaluation mode: `model.train()` turns dropout on.
+    straight into its parameters. The model is in evaluation mode until `train_batch` or `train()`.
 
     path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by
     default. dtype: of the weights: a torch.dtype, or its name such as "bfloat16" or "bf16"; by

@@ -75,7 +75,8 @@ def find_differences(model, reference: Reference, tolerance: float) -> Findings:
     if reference.gradients:
         with without_dropout(model), warnings.catch_warnings():
             warnings.simplefilter("ignore", Advice)  # of training without dropout
-            model.train_batch(reference.input_ids, **batch)
+            for out in model.microbatches(reference.input_ids, **batch):  # train_batch has dropout
+                out.loss.backward()
         found.gradients = parameter_distances(gradients_of(model), reference.gradients, model)
     return found
 

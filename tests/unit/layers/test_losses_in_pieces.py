@@ -230,12 +230,12 @@ def test_ranks_whose_heads_differ_are_told(ranks, layout):
     assert any("the head's label_smoothing" in error for error in errors), errors
 
 
-def test_training_in_evaluation_mode_says_what_the_loss_lacks():
+def test_a_loop_in_evaluation_mode_says_what_the_loss_lacks():
     model = megazoo.from_config(MODELS["llama"], context()).eval()
     model.head.z_loss = 1e-3
     ids, targets = make_batch(0)
     with pytest.warns(Advice, match="without label smoothing and z-loss"):
-        model.train_batch(ids, targets=targets)
+        next(model.microbatches(ids, targets=targets))
 
 
 class Tenth:

@@ -52,18 +52,55 @@ def test_a_model_is_converted_before_its_optimizer_is_made(ranks, layout, kind):
         assert pickled.startswith(expected)
 
 
-def test_a_model_that_is_read_is_in_evaluation_mode(tmp_path):
-    """Training it then says once that its dropout is off."""
-    megazoo.from_config(tiny_config(layers=1, dropout=0.5)).save_parallelized(tmp_path)
-    model, ids = megazoo.from_pretrained(tmp_path), make_batch(0)[0]
-    assert not any(module.training for module in model.modules())
-    assert torch.equal(model(ids).logits, model(ids).logits)
-    with pytest.warns(Advice, match=r"without its dropout: model.train\(\) turns it on"):
-        model.train_batch(ids, labels=ids)
+@pytest.fixture
+def read(tmp_path):
+    """A model with dropout that was read from files."""
+    megazoo.from_config(tiny_config(layers=2, dropout=0.5)).save_parallelized(tmp_path)
+    return megazoo.from_pretrained(tmp_path)
+
+
+def modes(model):
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def test_a_model_that_is_read_is_in_evaluation_mode_until_it_is_trained(read):
+    ids = make_batch(0)[0]
+    assert not any(modes(read).values())
+    assert torch.equal(read(ids).logits, read(ids).logits)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.train_batch(ids, labels=ids)
-        model.train()
-        first = model.train_batch(ids, labels=ids)
-    assert model.train_batch(ids, labels=ids) != first
+        losses = {read.train_batch(ids, labels=ids).item() for _ in range(3)}
+    assert all(modes(read).values())
+    assert len(losses) == 3, "dropout draws in each"
     assert megazoo.from_config(tiny_config(layers=1)).training
+
+
+def test_modules_in_evaluation_mode_stay_so_in_a_model_that_trains(read):
+    ids = make_batch(0)[0]
+    frozen = read.train().layers["0"].eval()
+    before = modes(read)
+    read.train_batch(ids, labels=ids)
+    read.eval_batch(ids, labels=ids)
+    assert modes(read) == before
+    assert not any(module.training for module in frozen.modules())
+    read.eval().eval_batch(ids, labels=ids)
+    assert not any(modes(read).values())
+
+
+def test_a_loop_over_micro_batches_has_the_mode_of_the_model(read):
+    """It says once that the dropout is off."""
+    ids = make_batch(0)[0]
+
+    def loss():
+        for out in read.microbatches(ids, labels=ids):
+            out.loss.backward()
+        return out.loss.item()
+
+    with pytest.warns(Advice, match=r"without its dropout: model.train\(\) turns it on"):
+        first = loss()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loss() == first
+    assert not any(modes(read).values())
+    read.train()
+    assert loss() != loss()
