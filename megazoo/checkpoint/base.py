@@ -18,6 +18,7 @@ import torch
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.checkpoint.reader import Checkpoint
+from megazoo.checkpoint.shards import saved_entries
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError, advise
 from megazoo.parallel.collectives import all_reduce_over
@@ -48,7 +49,7 @@ def about_adapters(model) -> dict:
     that has none. Every rank of a replica calls it."""
     if not model.attached:
         return {}
-    held = {entry.name for entry in model.saved_entries()}
+    held = {entry.name for entry in saved_entries(model)}
     left_out = [entry for entry in model.entries() if entry.name not in held]
     path = model.weights_path or ""
     base = {

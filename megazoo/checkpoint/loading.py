@@ -10,6 +10,7 @@ from megazoo.checkpoint.base import check_base
 from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.schema import OptimizerState, checked_state
+from megazoo.checkpoint.shards import saved_entries
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
@@ -33,12 +34,12 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
             _check_states(checkpoint, optimizer)
             checked_state(checkpoint.trainer, OptimizerState, checkpoint.path / TRAINER)
         tensors = [
-            (_name_of_weights(checkpoint, entry), entry.spec) for entry in model.saved_entries()
+            (_name_of_weights(checkpoint, entry), entry.spec) for entry in saved_entries(model)
         ]
         states = list(_states_to_read(checkpoint, optimizer)) if optimizer else []
         tensors += [(name, entry.spec) for name, entry, _ in states]
         with verifying(checkpoint, checkpoint.files_of(tensors, ctx), ctx):
-            for entry, (name, spec) in zip(model.saved_entries(), tensors, strict=False):
+            for entry, (name, spec) in zip(saved_entries(model), tensors, strict=False):
                 checkpoint.read_into(name, entry.parameter, spec, ctx)
             for name, entry, tensor in states:
                 checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, ctx)
@@ -75,7 +76,7 @@ def _check_adapters(checkpoint: Checkpoint, model) -> None:
                 f"{checkpoint.path} has adapters of {key} {stored.get(key)}, the model's have "
                 f"{ours.get(key)}: add such as the checkpoint's"
             )
-    held = {entry.name for entry in model.saved_entries()}
+    held = {entry.name for entry in saved_entries(model)}
     for entry in model.entries():
         if entry.name not in held and entry.name in checkpoint.tensors:
             raise UserError(

@@ -35,6 +35,16 @@ Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | LazyTensor]]]
 StatesOf = Callable[[NamedParameter, int], dict[str, torch.Tensor | LazyTensor]]
 
 
+def saved_entries(model) -> list[NamedParameter]:
+    """List the parameters of this rank that a checkpoint holds: all; of a model with attached
+    parameters, such as adapters, these and what else is not frozen."""
+    return [
+        entry
+        for entry in model.entries()
+        if not model.attached or entry.spec.added or entry.parameter.requires_grad
+    ]
+
+
 def files_of_rank(
     model,
     weight_of: Callable[[NamedParameter], torch.Tensor | LazyTensor],
@@ -47,7 +57,7 @@ def files_of_rank(
     by the first stage that has it. The replicas share the writing of the optimizer's states.
     """
     ctx, files = model.ctx, {}
-    owned = [entry for entry in model.saved_entries() if entry.pp_ranks[0] == ctx.pp_rank]
+    owned = [entry for entry in saved_entries(model) if entry.pp_ranks[0] == ctx.pp_rank]
     for axis, replicas in _axes_of_replicas(owned, ctx).items():
         alike = [entry for entry in owned if entry.spec.replicas(ctx) is replicas]
         entries = [entry for entry in alike if entry.spec.shard or ctx.tp_rank == 0]

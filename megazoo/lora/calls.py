@@ -232,7 +232,7 @@ def _check_nothing_is_lost(model: nn.Module) -> None:
     module of one's own trains is the caller's to save."""
     if not isinstance(model, Model):
         return
-    held = {entry.name for entry in _Saved(model).saved_entries()}
+    held = {entry.name for entry in _Saved(model).entries()}
     if lost := {entry.name for entry in model.trained_entries()} - held:
         raise UserError(
             f"{some_of(lost)}: trained beside the adapters, and not saved with them; save a "
@@ -243,10 +243,12 @@ def _check_nothing_is_lost(model: nn.Module) -> None:
 class _Saved:
     """Those parameters of a model that are saved with its adapters, as a model of them alone."""
 
+    attached = None
+
     def __init__(self, model: nn.Module):
         self.model, self.ctx = model, _context_of(model)
 
-    def saved_entries(self) -> list[NamedParameter]:
+    def entries(self) -> list[NamedParameter]:
         return [
             entry
             for entry in _entries(self.model)

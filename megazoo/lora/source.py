@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from megazoo.checkpoint.places import has_checkpoint, present
+from megazoo.checkpoint.shards import saved_entries
 from megazoo.errors import UserError
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted
 from megazoo.lora.peft import ADAPTER_CONFIG, PEFTDirectory, labels_in
@@ -41,7 +42,7 @@ class SavedAdapters(SavedSource, AdapterSource):
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
-        entries = self.on_meta(ParallelContext()).saved_entries()
+        entries = saved_entries(self.on_meta(ParallelContext()))
         return {entry.name: entry.spec for entry in entries}
 
     def on_meta(self, ctx: ParallelContext) -> nn.Module:

@@ -34,7 +34,7 @@ from megazoo.models.outputs import (
     task_of,
 )
 from megazoo.models.plain import plain_parameters
-from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
+from megazoo.models.saving import Saving
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.compile import prepare_to_compile
 from megazoo.parallel.context import ParallelContext
@@ -55,7 +55,7 @@ def _of_the_head(what: str) -> UserError:
     )
 
 
-class Model(BatchCalls, Freezing, nn.Module):
+class Model(BatchCalls, Freezing, Saving, nn.Module):
     """This rank's stages of a language model. A family adds its Config, its Block, and
     `forward_stage`.
 
@@ -71,9 +71,6 @@ class Model(BatchCalls, Freezing, nn.Module):
     presets: dict
     HUGGING_FACE = HFFiles()  # of Hugging Face directories, beside the names
     HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}  # our modules to theirs
-    attached: Attachment | None = None  # what it has beside its own weights, such as adapters
-    weights_path: str | None = None  # of the directory that its weights were read from
-    read_from: Sequence[TensorSource] = ()  # the sources of the weights, until the first step
 
     def __init_subclass__(cls, **options):
         """Complete the family's Config, if it does not inherit from ModelConfig. UserError for what
@@ -100,6 +97,9 @@ class Model(BatchCalls, Freezing, nn.Module):
         # tokenizer files and the like that came with the weights, on rank 0
         self.sidecar_files: dict[str, bytes] = {}
         self.generation: dict = {}  # what its generation_config.json says
+        self.attached: Attachment | None = None  # parameters beside its own, such as adapters
+        self.weights_path: str | None = None  # of the directory that its weights were read from
+        self.read_from: Sequence[TensorSource] = ()  # the sources of the weights, until a step
 
     def __setattr__(self, name: str, value) -> None:
         """Set an attribute; UserError for what the head does."""
@@ -283,6 +283,10 @@ class Model(BatchCalls, Freezing, nn.Module):
                 module.recompute = mode == "selective"
         return self
 
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute every layer in backward: recompute("full"), by the name in transformers."""
+        self.recompute("full")
+
     def compile(self, **options) -> "Model":
         """Put every layer under torch.compile, with its options; returns self. UserError without a
         compiler.
@@ -327,25 +331,10 @@ class Model(BatchCalls, Freezing, nn.Module):
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.parameters() if p.is_floating_point())
 
-    # What users call.
-
-    def save_parallelized(self, directory=None, **options) -> None:
-        """Write the model: see `megazoo.models.pretrained.save_parallelized`."""
-        save_parallelized(self, directory, **options)
-
-    @on_all_ranks
-    def from_parallelized(
-        self, directory=None, *, load_directory=None, verify: bool = True
-    ) -> "Model":
-        """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns
-        self.
-
-        load_directory: OSLO's name for directory. verify: as in `from_pretrained`. UserError if
-        they are of another model.
-        """
-        directory = one_of("from_parallelized", directory, "load_directory", load_directory)
-        load_weights(open_directory(directory, verify=verify), self)
-        return self
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's parameters: that of the context."""
+        return self.ctx.device
 
     @on_all_ranks
     def generate(

@@ -1,11 +1,13 @@
 """What the rest of megazoo asks of any model's config, and the sizes that fit a layout."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.layers.classification import PROBLEMS
+from megazoo.models.registry import family_of
 from megazoo.parallel.shard import nearly_even
 
 
@@ -30,6 +32,11 @@ class ModelConfig:
     problem_type: str | None = None
     pad_token_id: int | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by their names, and the family's name as "model": what `from_config`
+        and config files take. UserError if the Config is of no registered family."""
+        return {"model": family_of(self)} | asdict(self)
+
 
 # The largest sizes that are built, so that the number of any tensor's bytes is one that torch can
 # count, and a model of a forged config is refused instead of begun.
@@ -44,12 +51,16 @@ LARGEST = {
     "ffn_size": 2**24,
     "num_labels": 2**20,
 }
-OPTIONAL = ("kv_heads", "head_size", "tie_embeddings", "num_labels", "problem_type", "pad_token_id")
+OPTIONAL = (
+    *("kv_heads", "head_size", "tie_embeddings"),
+    *("num_labels", "problem_type", "pad_token_id"),
+    "to_dict",
+)
 
 
 def add_missing_fields(config_class: type) -> None:
     """Give a Config that does not inherit from ModelConfig the defaults of the optional fields that
-    it lacks, as class attributes."""
+    it lacks, as class attributes, and to_dict."""
     for name in OPTIONAL:
         if not hasattr(config_class, name):
             setattr(config_class, name, getattr(ModelConfig, name))

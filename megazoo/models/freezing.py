@@ -4,6 +4,7 @@ import fnmatch
 import re
 
 from megazoo.errors import UserError
+from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 
@@ -16,14 +17,18 @@ class Freezing:
         have gradients."""
         return [entry for entry in self.entries() if entry.parameter.requires_grad]
 
-    def saved_entries(self) -> list[NamedParameter]:
-        """List this rank's parameters that a checkpoint holds: all; of a model that has something
-        attached, such as adapters, this, and what else is not frozen."""
-        return [
-            entry
-            for entry in self.entries()
-            if not self.attached or entry.spec.added or entry.parameter.requires_grad
-        ]
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """Return the number of parameters of the whole model, of all its stages and shards; a tied
+        one counts once. Adapters count, too.
+
+        only_trainable: without those that any rank has frozen; all ranks must call it.
+        """
+        frozen = set()
+        if only_trainable:
+            frozen = {e.name for e in self.entries() if not e.parameter.requires_grad}
+            if self.ctx.mesh is not None:
+                frozen = frozen.union(*all_gather_objects(frozen, self.ctx))
+        return sum(e.parameter.numel() for e in self._whole().entries() if e.name not in frozen)
 
     def train_only(self, pattern: str) -> "Freezing":
         """Freeze every parameter whose global name does not match the pattern; returns self.
@@ -49,10 +54,14 @@ class Freezing:
 
     def _names_matching(self, pattern: str) -> set[str]:
         """Find the parameters of the whole model, in whatever stage, whose names match."""
+        return names_matching(pattern, [entry.name for entry in self._whole().entries()])
+
+    def _whole(self) -> "Freezing":
+        """Make the whole model on the meta device, with what is attached to this one."""
         whole = self.on_meta(self.config, ParallelContext())
         if self.attached:
             self.attached.attach(whole)
-        return names_matching(pattern, [entry.name for entry in whole.entries()])
+        return whole
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free all gradients, or zero them in place."""

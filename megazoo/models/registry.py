@@ -72,7 +72,10 @@ def _check_config(name: str, model: type, others: dict[str, type]) -> None:
 
 def family_of(config) -> str:
     """Return the name of the family that a config object belongs to."""
-    return next(name for name, model in FAMILIES.items() if type(config) is model.Config)
+    for name, model in FAMILIES.items():
+        if type(config) is model.Config:
+            return name
+    raise UserError(f"{type(config).__name__} is the Config of no registered family")
 
 
 def presets() -> dict:
@@ -89,6 +92,10 @@ def find_config(what):
     the nearest name."""
     if isinstance(what, torch.nn.Module):
         raise UserError(GIVE_A_DIRECTORY)
+    if any(type(what) is model.Config for model in FAMILIES.values()):
+        return what
+    if isinstance(what, dict):
+        return _config_from_values(dict(what), "the config")
     if isinstance(what, str | Path):
         name, known = str(what), presets()
         if name.endswith((".json", ".toml")):
@@ -102,12 +109,10 @@ def find_config(what):
     if hasattr(what, "model_type") and hasattr(what, "to_dict") and not isinstance(what, type):
         # a config object of transformers
         return config_from_hugging_face(what.to_dict())
-    if not any(type(what) is model.Config for model in FAMILIES.values()):
-        raise UserError(
-            f"{type(what).__name__} is no config: give a preset's name, a config object, or a "
-            "config file"
-        )
-    return what
+    raise UserError(
+        f"{type(what).__name__} is no config: give a preset's name, a config object, its "
+        "to_dict(), or a config file"
+    )
 
 
 def family_named(name: str) -> type:
@@ -172,14 +177,19 @@ def config_from_file(path: Path):
         raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
+    return _config_from_values(values, str(path))
+
+
+def _config_from_values(values: dict, origin: str):
+    """Return a family's config from what a config file or `to_dict` holds. origin: for errors."""
     if not {"model", "model_type"} & values.keys():
-        raise UserError(f"{path} says neither model_type (Hugging Face's name) nor model (ours)")
+        raise UserError(f"{origin} says neither model_type (Hugging Face's name) nor model (ours)")
     try:
         if "model_type" in values:
             return config_from_hugging_face(values)
         return config_from_dict(values.pop("model"), values)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{origin}: {error}") from None
 
 
 def config_from_hugging_face(values: dict):
@@ -218,9 +228,9 @@ def from_config(
     """Build this rank's part of a model with initial weights that depend on the seed alone, not on
     the layout.
 
-    config: a preset's name, a family's name (its tiny preset), a family's config object, one of
-        transformers, or the path of a config file: Hugging Face's config.json, or JSON or TOML with
-        our names.
+    config: a preset's name, a family's name (its tiny preset), a family's config object or its
+        to_dict(), a config object of transformers, or the path of a config file: Hugging Face's
+        config.json, or JSON or TOML with our names.
     ctx: the parallel context; the ambient one by default. Returns an nn.Module on ctx.device.
     dtype: of the weights: a torch.dtype, or its name such as "bfloat16" or "bf16"; "auto" is the
         dtype that a config object of transformers has, otherwise float32.

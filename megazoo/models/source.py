@@ -9,6 +9,7 @@ import torch
 from megazoo.checkpoint.format import spec_from_manifest
 from megazoo.checkpoint.places import MANIFEST
 from megazoo.checkpoint.reader import Checkpoint
+from megazoo.checkpoint.shards import saved_entries
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
@@ -122,7 +123,7 @@ class SavedSource(ModelSource, Checkpoint):
         writers = ParallelContext.virtual(
             layout["tp"], dp=layout["dp"] if folded else 1, folded=folded
         )
-        for entry in self.on_meta(writers).saved_entries():
+        for entry in saved_entries(self.on_meta(writers)):
             stored = spec_from_manifest(self.tensors[entry.name])
             if stored.shards != entry.spec.shards_in(writers):
                 raise UserError(

@@ -11,6 +11,7 @@ import torch
 import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
+from megazoo.checkpoint.shards import saved_entries
 from megazoo.lora.settings import LoRASettings, is_adapter
 from megazoo.lora.source import SavedAdapters
 from megazoo.programs import convert, inspect_checkpoint
@@ -115,7 +116,7 @@ def test_adapters_alone_begin_a_new_run(files):
     assert (run.first_step, run.resuming) == (0, False)
     model, optimizer = pretrain.build(run, pretrain.start_ranks(run))
     held = SavedAdapters(files / "lora")
-    for entry in model.saved_entries():
+    for entry in saved_entries(model):
         values = torch.empty(entry.spec.shape)
         held.read_into(entry.name, values, entry.spec, model.ctx)
         assert torch.equal(entry.parameter, values)

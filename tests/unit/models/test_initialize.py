@@ -162,7 +162,7 @@ def test_a_model_object_is_told_to_save_itself(tmp_path):
     for load in (*loads, ours.from_parallelized):
         with pytest.raises(UserError, match=told):
             load(hf)
-    for wrong in (3, {"model_type": "gpt2"}, None):
+    for wrong in (3, ["gpt2"], None):
         with pytest.raises(UserError, match=f"{type(wrong).__name__} is no config"):
             megazoo.from_config(wrong)
     with pytest.raises(UserError, match="weights are read from a directory, not from GPT2Config"):
