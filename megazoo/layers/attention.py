@@ -83,6 +83,7 @@ class CausalSelfAttention(Layer):
     """
 
     context_parallel = kernel_masks = static_cache = True
+    shown = ("soft_cap", "clip_qkv", "window")
 
     def __init__(
         self,
@@ -142,6 +143,15 @@ class CausalSelfAttention(Layer):
         if self.recompute:
             return self.output(qkv, recompute=attend)
         return self.output(attend(qkv))
+
+    def extra_repr(self) -> str:
+        size, here = self.qkv.head_size, self.qkv.local_parts
+        heads, kv_heads, _ = (
+            f"{mine // size} of {whole // size}"
+            for mine, whole in zip(here, self.qkv.specs["weight"].shard.parts, strict=True)
+        )
+        text = f"heads={heads}, kv_heads={kv_heads}, head_size={size}"
+        return ", ".join(filter(None, [text, super().extra_repr()]))
 
     def _check_norms(self) -> None:
         """Refuse norms whose gradients would miss what the heads of other tp ranks contribute."""

@@ -59,6 +59,8 @@ class Dropout(Layer):
     alike.
     """
 
+    shown = ("probability",)
+
     def __init__(
         self, probability: float, *, parallel: bool = False, ctx: ParallelContext | None = None
     ):

@@ -47,6 +47,9 @@ class _VocabParallel(Layer):
         self.start, self.rows = cut.global_start, cut.length
         self.sizes = shard.sizes_of_ranks(tp_size)
 
+    def extra_repr(self) -> str:
+        return super().extra_repr() or f"tied to {self.owner.extra_repr()}"
+
     @property
     def owner(self) -> "_VocabParallel":
         """The module whose parameter the matrix is: this one, or what it is tied to."""

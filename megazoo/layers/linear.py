@@ -34,6 +34,11 @@ class _ParallelLinear(Layer):
         self.lora: nn.Module | None = None
         self.int8: Int8Product | None = None
 
+    def extra_repr(self) -> str:
+        spec, bias = self.specs["weight"], "bias" in self.specs
+        text = f"in_features={spec.shape[1]}, out_features={spec.shape[0]}, bias={bias}"
+        return ", ".join(filter(None, [text, spec.shard_text(self.ctx.place)]))
+
     @property
     def product(self) -> Callable[..., torch.Tensor]:
         """What multiplies: product(x, weight, bias, entering=, recompute=, queue=), as `linear`

@@ -25,6 +25,8 @@ class LayerNorm(Layer):
     Shapes: [..., hidden_size] -> [..., hidden_size].
     """
 
+    shown = ("eps",)
+
     def __init__(
         self,
         hidden_size: int,
@@ -73,6 +75,8 @@ class RMSNorm(Layer):
     Shapes: [..., hidden_size] -> [..., hidden_size].
     """
 
+    shown = ("eps",)
+
     def __init__(
         self,
         hidden_size: int,
@@ -103,6 +107,8 @@ class HeadwiseLayerNorm(Layer):
     Shapes: [..., this rank's heads, head_size] -> the same.
     Errors: UserError if the features can't be cut so over the ranks.
     """
+
+    shown = ("eps",)
 
     def __init__(
         self,

@@ -53,9 +53,11 @@ class ShardedModule(nn.Module):
     train_batch.
     multiplied: names of the parameters that are matrices by which every token is multiplied:
     `flops_per_token` counts them, and Muon trains them.
+    shown: names of attributes that print(module) shows beside the parameters.
     """
 
     multiplied: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[tuple[str, ...]] = ()
     sums_later = False
     weight_queue: WeightQueue | AtOnce | None = None
 
@@ -97,6 +99,15 @@ class ShardedModule(nn.Module):
             self._partial.add(name)
         if not parameter.is_meta:
             initialize(parameter, spec, self.ctx, derive_seed(torch.randint(1 << 62, ()).item()))
+
+    def extra_repr(self) -> str:
+        """Describe the parameters by their global shapes and this rank's shards."""
+        parts = [
+            f"{name}={list(spec.shape)} {spec.shard_text(self.ctx.place)}".rstrip()
+            for name, spec in self.specs.items()
+        ]
+        values = ((name, getattr(self, name)) for name in self.shown)
+        return ", ".join(parts + [f"{name}={value}" for name, value in values if value is not None])
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest) -> None:
         """Refuse weights that are rounded to 8 bits, here or there: their scales are no part of a

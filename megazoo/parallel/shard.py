@@ -246,6 +246,17 @@ class ParameterSpec:
             shape[shard.dim] = sum(shard.local_sizes(*place.get(shard.axis, (1, 0))))
         return tuple(shape)
 
+    def shard_text(self, place: Place) -> str:
+        """Describe one rank's shards: "shard 1 of 2 (dim 0)", the first rank's; "" of what it has
+        whole."""
+        texts = []
+        for shard in self.shards:
+            size, rank = place.get(shard.axis, (1, 0))
+            if tuple(shard.local_sizes(size, rank)) != shard.parts:
+                axis = "" if shard.axis == "tp" else f"{shard.axis} "
+                texts.append(f"{axis}shard {rank + 1} of {size} (dim {shard.dim})")
+        return ", ".join(texts)
+
     def has_partial_gradient(self, ctx: ParallelContext) -> bool:
         """Whether backward on one rank gives only a part of the gradient: of units that several tp
         ranks hold for different heads; of what all ranks hold, if it is `partial`, and under
