@@ -1,10 +1,19 @@
 """megazoo: GPT-2, LLaMA, MPT, Mistral, Qwen and Pythia from tensor-parallel layers, built stage by
 stage, the same in every layout."""
 
+from typing import TYPE_CHECKING
+
 from megazoo.errors import UserError
 from megazoo.lazy import lazy_attributes
 
-__getattr__ = lazy_attributes(
+if TYPE_CHECKING:
+    from megazoo import checkpoint, data, evaluation, layers, lora, models, optim, testing
+    from megazoo.cli.callbacks import on_evaluation, on_save, on_step
+    from megazoo.compat.oslo import initialize
+    from megazoo.models import from_config, from_parallelized, from_pretrained, register
+    from megazoo.parallel import ParallelContext
+
+__getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "ParallelContext": "megazoo.parallel",
@@ -39,6 +48,7 @@ __all__ = [
     "initialize",
     "layers",
     "lora",
+    "models",
     "on_evaluation",
     "on_save",
     "on_step",

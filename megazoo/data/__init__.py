@@ -1,6 +1,21 @@
 """Data: from text to the batches of a replica."""
 
+from typing import TYPE_CHECKING
+
 from megazoo.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from megazoo.data.dataset import (
+        check_data,
+        check_template,
+        json_files,
+        open_datasets,
+        prepare_datasets,
+    )
+    from megazoo.data.fingerprint import changes, fingerprints
+    from megazoo.data.loading import Batches, documents_of
+    from megazoo.data.order import Blend
+    from megazoo.data.samples import MockDataset, PackedDataset
 
 _PLACES = {
     "Batches": "loading",
@@ -16,8 +31,21 @@ _PLACES = {
     "open_datasets": "dataset",
     "prepare_datasets": "dataset",
 }
-__all__ = list(_PLACES)
-
-__getattr__ = lazy_attributes(
+__getattr__, __dir__ = lazy_attributes(
     __name__, {name: f"megazoo.data.{place}" for name, place in _PLACES.items()}
 )
+
+__all__ = [
+    "Batches",
+    "Blend",
+    "MockDataset",
+    "PackedDataset",
+    "changes",
+    "check_data",
+    "check_template",
+    "documents_of",
+    "fingerprints",
+    "json_files",
+    "open_datasets",
+    "prepare_datasets",
+]

@@ -1,11 +1,16 @@
 """Evaluation: losses of texts, how likely a model finds continuations, and classified rows."""
 
+from typing import TYPE_CHECKING
+
 from megazoo.evaluation.classifying import Tally, classify, evaluate_rows, predictions, tally
 from megazoo.evaluation.scoring import Scores, TextLoss, evaluate_texts, score, score_choices
 from megazoo.lazy import lazy_attributes
 
+if TYPE_CHECKING:
+    from megazoo.evaluation.harness import HarnessModel as HarnessModel
+
 # It needs an extra, without which `import *` works all the same: so it is not in __all__.
-__getattr__ = lazy_attributes(__name__, {"HarnessModel": "megazoo.evaluation.harness"})
+__getattr__, __dir__ = lazy_attributes(__name__, {"HarnessModel": "megazoo.evaluation.harness"})
 
 __all__ = [
     "Scores",

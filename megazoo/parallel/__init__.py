@@ -3,10 +3,18 @@
 Layers and models stand on this; it knows neither. Read first: context.py, shard.py, module.py.
 """
 
+from typing import TYPE_CHECKING
+
 from megazoo.lazy import lazy_attributes
 
+if TYPE_CHECKING:
+    from megazoo.parallel.context import ParallelContext, current_context
+    from megazoo.parallel.module import ShardedModule
+    from megazoo.parallel.shard import ParameterSpec, Shard
+    from megazoo.parallel.stages import Stage
+
 # What needs torch is imported when it is first used: the flags' help names the schedules without.
-__getattr__ = lazy_attributes(
+__getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "ParallelContext": "megazoo.parallel.context",

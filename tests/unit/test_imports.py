@@ -4,6 +4,8 @@ Read from the text of the files, so that an import within a function counts, too
 """
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -153,7 +155,49 @@ def test_a_planted_import_or_circle_is_noticed(imports, tmp_path):
     assert {"megazoo.layers.fused", "megazoo.layers.mlp"} <= set(circle(found))
 
 
-def test_packages_that_pages_name_are_there_after_import():
-    script = "import megazoo; megazoo.checkpoint.save, megazoo.data.documents_of; "
-    script += "megazoo.evaluation.HarnessModel, megazoo.testing.check_parallel"
+NAME = re.compile(r"(?<![\w/.-])megazoo((?:\.[A-Za-z_]\w*)+)")
+
+
+def test_names_of_the_pages_are_there_after_import_megazoo():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [re.sub(r"from \S+ import", "", page.read_text()) for page in pages]
+    names = {match[0] for text in texts for match in NAME.finditer(text)}
+    names -= {"megazoo.json"}  # a file's
+    assert len(names) > 20
+    script = f"import megazoo\nfor name in {sorted(names)}: eval(name)"
+    script += "\nmegazoo.data.documents_of, megazoo.testing.check_parallel, megazoo.testing.compare"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+
+
+LAZY = ["", ".checkpoint", ".data", ".evaluation", ".parallel"]
+
+
+def test_public_names_are_listed_without_torch():
+    script = "import sys; import megazoo, megazoo.checkpoint, megazoo.data, megazoo.parallel; "
+    script += (
+        "print({name: dir(sys.modules[name]) for name in sys.argv[1:]}, 'torch' in sys.modules)"
+    )
+    packages = [f"megazoo{name}" for name in LAZY if name != ".evaluation"]
+    command = [sys.executable, "-c", script, *packages]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    listed, _, loaded = done.stdout.strip().rpartition(" ")
+    assert loaded == "False"
+    for package, names in ast.literal_eval(listed).items():
+        public = sorted(name for name in names if name[0] != "_")
+        assert public == sorted(sys.modules[package].__all__), package
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_type_checkers_see_the_names_that_are_imported_lazily(package):
+    module = importlib.import_module(f"megazoo{package}")
+    seen = {
+        alias.asname or alias.name: node.module
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    lazy = {name for name in dir(module) if name[0] != "_"}
+    assert lazy <= seen.keys()
+    for name in lazy:
+        there = importlib.import_module(seen[name])
+        assert getattr(module, name) is getattr(there, name), name
