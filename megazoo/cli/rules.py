@@ -13,7 +13,7 @@ from megazoo.cli.options import ModelOptions, OptimizerOptions, Options
 from megazoo.errors import UserError
 from megazoo.files import brief, reason_of
 from megazoo.models.pretrained import with_labels
-from megazoo.models.registry import find_config
+from megazoo.models.registry import find_config, tiny_preset
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import placement_named_by
@@ -88,8 +88,8 @@ def model_config(options: ModelOptions, source=None):
     sizes = {key: value for key, value in given.items() if value is not None}
     labels = given.pop("num_labels")
     saved = source and with_labels(source, labels)
-    base = saved if saved and not preset else find_config(preset or name or "gpt2")
-    if name and type(find_config(name)) is not type(base):
+    base = saved if saved and not preset else find_config(tiny_preset(preset or name or "gpt2"))
+    if name and type(find_config(tiny_preset(name))) is not type(base):
         origin = f"preset {preset}" if preset else f"the checkpoint {source.path}"
         raise UserError(f"{origin} is not of the family {name}")
     if "heads" in sizes and getattr(base, "kv_heads", None) == base.heads:

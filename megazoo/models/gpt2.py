@@ -122,7 +122,8 @@ class GPT2(Model):
             vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4,
             embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0,
         ),
-        "gpt2-124m": GPT2Config(),
+        "gpt2": GPT2Config(),
+        "gpt2-124m": GPT2Config(),  # the same
         "gpt2-355m": GPT2Config(hidden_size=1024, layers=24, heads=16),
         "gpt2-774m": GPT2Config(hidden_size=1280, layers=36, heads=20),
         "gpt2-1.5b": GPT2Config(hidden_size=1600, layers=48, heads=25),

@@ -79,12 +79,14 @@ def family_of(config) -> str:
 
 
 def presets() -> dict:
-    """Return the config of every preset by its name, and under each family's name that of its tiny
-    preset."""
-    known = {}
-    for model in FAMILIES.values():
-        known |= model.presets
-    return known | {family: model.presets[f"{family}-tiny"] for family, model in FAMILIES.items()}
+    """Return the config of every preset by its name."""
+    return {name: each for model in FAMILIES.values() for name, each in model.presets.items()}
+
+
+def tiny_preset(name: str) -> str:
+    """Return what a name means on the command line: the tiny preset of a family, or the name
+    itself."""
+    return f"{name}-tiny" if name in FAMILIES else name
 
 
 def find_config(what):
@@ -100,10 +102,15 @@ def find_config(what):
         name, known = str(what), presets()
         if name.endswith((".json", ".toml")):
             return config_from_file(Path(name))
-        if name not in known:
+        if name in FAMILIES and name not in known:
             raise UserError(
-                f"unknown model or preset {name!r}{nearest(name, known)}; "
-                f"there are {', '.join(known)}"
+                f"{name} is a family: name a preset, {', '.join(FAMILIES[name].presets)}"
+            )
+        if name not in known:
+            names = dict.fromkeys([*known, *FAMILIES])
+            raise UserError(
+                f"unknown model or preset {name!r}{nearest(name, names)}; "
+                f"there are {', '.join(names)}"
             )
         return known[name]
     if hasattr(what, "model_type") and hasattr(what, "to_dict") and not isinstance(what, type):
@@ -228,8 +235,8 @@ def from_config(
     """Build this rank's part of a model with initial weights that depend on the seed alone, not on
     the layout.
 
-    config: a preset's name, a family's name (its tiny preset), a family's config object or its
-        to_dict(), a config object of transformers, or the path of a config file: Hugging Face's
+    config: a preset's name, such as "gpt2", "llama-7b" or "llama-tiny"; a family's config object or
+        its to_dict(); a config object of transformers; or the path of a config file: Hugging Face's
         config.json, or JSON or TOML with our names.
     ctx: the parallel context; the ambient one by default. Returns an nn.Module on ctx.device.
     dtype: of the weights: a torch.dtype, or its name such as "bfloat16" or "bf16"; "auto" is the

@@ -273,7 +273,7 @@ Model.train_batch = forgetful
 @pytest.mark.slow
 def test_check_parallel_trains_adapters_too(tmp_path):
     """So users prove their own layout; and a mistake has its place."""
-    small = shrink(find_config("llama"))
+    small = shrink(find_config("llama-tiny"))
     verdicts = check_parallel(small, ["tp2+sp", "pp2"], lora_rank=2)
     assert [verdict.cause for verdict in verdicts] == [None] * 2
     (tmp_path / "bug.py").write_text(NOT_SUMMED)

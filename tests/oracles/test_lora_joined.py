@@ -162,7 +162,7 @@ def test_a_model_of_another_base_stays_as_it_was(bases, tmp_path):
 
 
 def test_settings_that_make_no_adapter_are_refused():
-    model = megazoo.from_config("llama")
+    model = megazoo.from_config("llama-tiny")
     for settings, told in (
         ({"alpha": 0}, "alpha 0 would take away"),
         ({"targets": 5}, "targets must be names"),

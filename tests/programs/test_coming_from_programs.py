@@ -21,7 +21,7 @@ SCRIPT = """
 import torch, megazoo
 ctx = megazoo.ParallelContext.from_torch(tensor_parallel_size=2)
 ids = torch.arange(16).view(2, 8)
-print("loss", megazoo.from_config("gpt2", ctx).train_batch(ids, labels=ids).item(), flush=True)
+print("loss", megazoo.from_config("gpt2-tiny", ctx).train_batch(ids, labels=ids).item(), flush=True)
 """
 
 
@@ -54,7 +54,7 @@ def test_a_script_starts(launcher, tmp_path):
         "loss (.*)", start(tmp_path, "-m", launcher, "--nproc_per_node", "2", "script.py")
     )
     ids = torch.arange(16).view(2, 8)
-    expected = megazoo.from_config("gpt2").train_batch(ids, labels=ids).item()
+    expected = megazoo.from_config("gpt2-tiny").train_batch(ids, labels=ids).item()
     assert [float(loss) for loss in told] == pytest.approx([expected] * 2, rel=1e-5)
 
 

@@ -42,7 +42,7 @@ class Bug:
     @property
     def config(self):
         """The small model that it is planted in."""
-        return replace(shrink(find_config(self.model)), **self.settings)
+        return replace(shrink(find_config(f"{self.model}-tiny")), **self.settings)
 
 
 def bug(number: str, title: str, told: str, **about):

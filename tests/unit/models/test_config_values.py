@@ -17,7 +17,7 @@ BAD = ["two", [1], {"a": 1}, None, True, math.inf, math.nan, -1, 10**18, 10**30,
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mpt"])
 def test_a_wrong_value_of_any_field_of_a_config_is_one_line(family, tmp_path):
-    base, file = presets()[family], tmp_path / "config.json"
+    base, file = presets()[f"{family}-tiny"], tmp_path / "config.json"
     for name, good in vars(base).items():
         for bad in BAD:
             file.write_text(json.dumps({"model": family, **vars(base), name: bad}))
@@ -49,7 +49,7 @@ def test_config_files_with_wrong_values_are_refused(tmp_path):
     file = tmp_path / "config.json"
     for values, message in WRONG:
         kind = values.get("model_type")
-        usual = presets()[kind].to_hugging_face() if isinstance(kind, str) else {}
+        usual = presets()[f"{kind}-tiny"].to_hugging_face() if isinstance(kind, str) else {}
         head = {"architectures": ["GPT2ForSequenceClassification"]}
         file.write_text(json.dumps({**usual, **head, **values}))
         with pytest.raises(UserError, match=message) as refused:

@@ -9,18 +9,20 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from megazoo import from_config, pretrain, register
 from megazoo.cli.inference import InferenceOptions, load_for_inference
-from megazoo.cli.parsing import run_file
+from megazoo.cli.parsing import CommandLine, run_file
 from megazoo.cli.program import run_program
+from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
 from megazoo.layers import MLP
 from megazoo.models import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2, GPT2Config
-from megazoo.models.registry import FAMILIES, find_config
+from megazoo.models.registry import FAMILIES, find_config, tiny_preset
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
 from megazoo.planning import PlannedRun, Planner, note_on_mfu
@@ -174,7 +176,7 @@ def own_model():
 
 def test_a_config_of_ones_own_needs_to_inherit_from_nothing():
     own_model()
-    model, ids = from_config("own"), torch.zeros(2, 16, dtype=torch.int64)
+    model, ids = from_config("own-tiny"), torch.zeros(2, 16, dtype=torch.int64)
     assert model.train_batch(ids, labels=ids).item() == pytest.approx(math.log(61), rel=0.05)
     assert model.generate(ids[:, :3], max_new_tokens=2, use_cache=False).shape == (2, 5)
     assert OwnConfig().num_labels == 0
@@ -195,7 +197,7 @@ def test_a_layer_of_ones_own_counts_as_it_says(monkeypatch):
     own_model()
     for says in (("weight",), ()):
         monkeypatch.setattr(Mix, "multiplied", says)
-        model = from_config("own", ParallelContext(device=torch.device("meta")))
+        model = from_config("own-tiny", ParallelContext(device=torch.device("meta")))
         runs = 3 * forward_flops(model, 1, 16) / 16
         assert runs - flops_per_token(OwnConfig(), 16) == (0 if says else 6 * 2 * 32 * 32)
         assert (note_on_mfu(OwnConfig(), 16) is None) == bool(says)
@@ -256,7 +258,7 @@ def test_an_attention_of_ones_own_counts_as_it_says(says, tmp_path, capsys):
     file = tmp_path / "plain.py"
     file.write_text(PLAIN_ATTENTION.replace("SAYS", says))
     run_file(file)
-    config = find_config("plain")
+    config = find_config("plain-tiny")
     how = {"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 512}
     runs = Planner(config).plan(ParallelContext(), PlannedRun(**how)).model_flops_per_token
     scores = 12 * 2 * 32 * 512
@@ -288,7 +290,7 @@ def test_selective_recomputation_tells_the_modules_that_know_it(tmp_path):
     run_file(file)
     parts = [f"layers.{layer}.{part}" for layer in (0, 1) for part in ("attention", "mlp")]
     for mode in ("selective", "full", "selective", "none"):
-        model = from_config("plain").recompute(mode)
+        model = from_config("plain-tiny").recompute(mode)
         told = {
             name: module.recompute
             for name, module in model.named_modules()
@@ -305,3 +307,20 @@ def test_an_imported_file_runs_once_in_the_tools_that_run_a_model(tmp_path):
         InferenceOptions(source=tmp_path / "model", import_=file, tokenizer="byte", device="cpu")
     )
     assert count.read_text() == "x"
+
+
+def test_a_family_is_no_toy_in_python():
+    """gpt2 is the model that transformers calls so; on the command line it is the tiny preset."""
+    ours, theirs = find_config("gpt2"), find_config(transformers.GPT2Config().to_dict())
+    assert ours == theirs
+    for family, model in FAMILIES.items():
+        assert find_config(tiny_preset(family)) == model.presets[f"{family}-tiny"]
+        if family != "gpt2":
+            told = f"^{family} is a family: name a preset, {family}-tiny"
+            with pytest.raises(UserError, match=told):
+                from_config(family)
+    assert tiny_preset("llama-7b") == "llama-7b"
+    options = CommandLine.read(["--model", "gpt2"]).options()
+    assert model_config(options.model) == find_config("gpt2-tiny")
+    with pytest.raises(UserError, match=r"'lama'; did you mean llama\?"):
+        find_config("lama")
