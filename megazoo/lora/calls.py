@@ -14,7 +14,7 @@ from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.saving import run_together, write_together
 from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.layers.linear import refuse_rounded
 from megazoo.lora.matrices import AdapterSource, adaptable_matrices, adapted
 from megazoo.lora.peft import write_adapters
@@ -35,6 +35,8 @@ def add(
     dropout: float = 0.0,
     targets: str | Iterable[str] = ("q", "v"),
     rslora: bool = False,
+    *,
+    seed: int | None = None,
 ) -> nn.Module:
     """Give linear layers of a model low-rank adapters, and freeze all else; returns the model.
 
@@ -47,23 +49,26 @@ def add(
     "q_proj", "attention.output", "o_proj", "down"); "all-linear" is every linear layer but the
     head. Where q, k and v are one matrix in Hugging Face's model (GPT-2, MPT), each of them means
     that one.
+    seed: of the adapters' initial values, the same on all ranks; by default the model's seed.
     UserError for a name that is no linear layer of the model, and if it has adapters already.
     """
     if not isinstance(targets, Iterable):
         raise UserError(f"targets must be names such as ('q', 'v'), not {targets!r}")
     names = targets.split(",") if isinstance(targets, str) else map(str, targets)
     names = tuple(name.strip() for name in names)
-    return add_by(model, LoRASettings(rank, alpha, dropout, names, rslora))
+    if seed is not None:
+        check_number("seed", seed, 0, whole=True)
+    return add_by(model, LoRASettings(rank, alpha, dropout, names, rslora), seed)
 
 
-def add_by(model: nn.Module, settings: LoRASettings) -> nn.Module:
+def add_by(model: nn.Module, settings: LoRASettings, seed: int | None = None) -> nn.Module:
     """Give a model the adapters that the settings say: see `add`."""
     with propagate_errors(_context_of(model)):
         if has_adapters(model):
             raise UserError("the model has adapters already: merge them first (megazoo.lora.merge)")
         refuse_rounded(model, "adapted")
         settings.check_for(without_memory(model))
-    settings.attach(model)
+    settings.attach(model, seed)
     for _, layer in linear_layers(model):
         if layer.lora is not None:  # what is evaluated goes on without dropout
             layer.lora.train(layer.training)

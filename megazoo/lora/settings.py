@@ -63,10 +63,15 @@ class LoRASettings:
         called = (*self.targets, *self.rank_pattern, *self.alpha_pattern)
         check_targets(all_targets(whole), called)
 
-    def attach(self, model: nn.Module) -> None:
-        """Give the layers of a model that the targets call their adapters, with initial values that
-        depend on the model's seed and the parameters' names alone, and freeze all else but a
-        classifier's head."""
+    def attach(self, model: nn.Module, seed: int | None = None) -> None:
+        """Give the layers of a model that the targets call their adapters, and freeze all else but
+        a classifier's head.
+
+        The initial values depend only on the seed and the parameters' names. seed: by default the
+        model's; 0 for a custom module.
+        """
+        if seed is None:
+            seed = model.seed if isinstance(model, Model) else 0
         is_classifier = labels_of(model) > 0
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_classifier and name == CLASSIFIER_HEAD)
@@ -74,7 +79,7 @@ class LoRASettings:
         for name, layer in linear_layers(model):
             targets = targets_of(model, name, layer)
             if called := [t for t in targets if any(map(t.is_called, self.targets))]:
-                _attach_to(layer, targets, called, self, model.seed if ours else 0)
+                _attach_to(layer, targets, called, self, seed)
         if ours:
             model.attached = self
 

@@ -122,3 +122,24 @@ def test_a_config_becomes_a_dictionary_and_comes_back(tmp_path, monkeypatch):
 def test_a_model_has_few_names_of_its_own():
     own = [name for name in {*dir(Model)} - {*dir(nn.Module)} if name[0] != "_"]
     assert len(own) <= 40
+
+
+def first_factors(layout, **how):
+    """The initial values of this rank's factors A, by name."""
+    model = megazoo.lora.add(megazoo.from_config("llama-tiny", context(**layout), seed=3), **how)
+    return {name: p.detach() for name, p in model.named_parameters() if name.endswith(".lora.q.A")}
+
+
+def test_adapters_have_a_seed_of_their_own(ranks):
+    given = first_factors({}, seed=5)
+    assert len(given) == 4
+    model = first_factors({})
+    for name, values in given.items():
+        assert not torch.equal(values, model[name])
+        assert torch.equal(first_factors({}, seed=3)[name], model[name]), "by default the model's"
+    for found in in_layout(ranks, first_factors, "tp2pp2", seed=5):
+        assert len(found) == 2
+        for name, values in found.items():
+            assert torch.equal(values, given[name])
+    with pytest.raises(UserError, match="seed must be a whole number"):
+        first_factors({}, seed="5")
