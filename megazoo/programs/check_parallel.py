@@ -28,7 +28,7 @@ from megazoo.cli.parsing import required
 from megazoo.errors import UserError, check_number
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
-from megazoo.models.registry import find_config
+from megazoo.models.registry import find_config, tiny_preset
 from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, gallery, shrink
 from megazoo.testing.layouts import switches
 
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
     if options.load:
         config = open_source(options.load).config
     else:
-        config = find_config(options.model or options.preset)
+        config = find_config(tiny_preset(options.model or options.preset))
     if options.shrink:
         config = shrink(config)
     if options.layouts == "all":
