@@ -25,10 +25,10 @@ from megazoo.cli.launch.starting import after_rank_zero, data_parallel_size, sta
 from megazoo.cli.optimizer import make_optimizer
 from megazoo.cli.program import run_command
 from megazoo.cli.recorder import Recorder
-from megazoo.cli.rules import check_run, model_config, parse_stage_layers, refuse_default_rate
+from megazoo.cli.rules import check_run, parse_stage_layers
 from megazoo.cli.run import Run, notes_on_changes
 from megazoo.cli.settings import resolve
-from megazoo.cli.summary import introduce, summary
+from megazoo.cli.summary import introduce, show, summary
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import Batches, check_data, check_template, json_files
 from megazoo.environment import is_rank_zero, world_size
@@ -70,30 +70,32 @@ def prepare(arguments: list[str]) -> Run:
     settings = resolve(arguments, __doc__)
     options, weights = settings.options, settings.weights
     source, parallel = weights.described, options.parallel
-    config = model_config(options.model, source)
     named = options.data.tokenizer or (source and source.tokenizer) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
     sources = check_data(options.data.data, options.data.split)
-    config, labels = settle_labels(config, source, tokenizer, sources)
+    config, labels = settle_labels(settings.config, source, tokenizer, sources)
     check_template(options.data.chat_template)
-    dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp)
+    dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp, parallel.dp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, weights)
-    if "lr" not in settings.given:
-        refuse_default_rate(weights)
-    run = Run(**vars(settings), config=config, tokenizer=tokenizer, sources=sources, labels=labels)
+    settings.config = config
+    run = Run(**vars(settings), tokenizer=tokenizer, sources=sources, labels=labels)
     if not options.training.epochs:  # their steps are known when the data is open
         run.check_remaining()
+    if options.dry_run or options.print_config:
+        show(run, dp)
+        run.finished = True
     return run
 
 
 def start_ranks(run: Run) -> ParallelContext:
     """Start the ranks that are missing, wait for the tokens of the data, and meet the others."""
     parallel = run.options.parallel
-    local_ranks = parallel.replica if world_size() == 1 else None
+    dp = parallel.dp or 1
+    local_ranks = parallel.replica * dp if world_size() == 1 else None
     device = choose_device(parallel.device, local_ranks)
     if run.options.training.compile:
         check_compiler(device.type)
-    start_missing_ranks(parallel.tp, parallel.pp, parallel.cp)
+    start_missing_ranks(parallel.tp, parallel.pp, parallel.cp, dp)
     for note in notes_on_changes(run):  # before a file that a checkpoint names is read
         print_rank_0(note)
     if run.weights.base_note:

@@ -4,6 +4,8 @@ import sys
 
 from megazoo.environment import is_rank_zero
 
+LINE_SECONDS = 30.0  # between lines of progress in a log
+
 
 def print_rank_0(*words, end: str = "\n") -> None:
     """Print on rank 0 alone, without delay."""
@@ -23,20 +25,36 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def byte_bar(total: int):
-    """Return a progress bar for rank 0's terminal, with rate and time left: `with byte_bar(n) as
-    bar: bar.update(bytes)`."""
-    return _bar(total=total, unit="B", unit_scale=True)
+def byte_bar(total: int, what: str):
+    """Return the progress of rank 0 in bytes: `with byte_bar(n, "load") as bar: bar.update(bytes)`.
+
+    On a terminal a bar shows what is done, the rate and the time left, from the second second on;
+    otherwise a line every 30 seconds does. what: the work, a verb.
+    """
+    return _progress(total, what, unit="B", unit_scale=True)
 
 
-def count_bar(total: int, unit: str):
-    """Return a progress bar for rank 0's terminal, as `byte_bar` does, of things that are counted.
-    unit: what one is called."""
-    return _bar(total=total, unit=f" {unit}")
+def count_bar(total: int, what: str, unit: str):
+    """Return the progress of rank 0 as `byte_bar` does, in things that are counted. unit: what one
+    is called."""
+    return _progress(total, what, unit=f" {unit}")
 
 
-def _bar(**options):
+def _progress(total: int, what: str, **options):
     from tqdm import tqdm
 
-    shown = sys.stderr.isatty() and is_rank_zero()
-    return tqdm(**options, disable=not shown, leave=False)
+    class Bar(tqdm):
+        monitor_interval = 0  # without a thread that would outlive it
+
+    class Lines(Bar):
+        """Progress as lines of a log."""
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if msg is None and self.n:  # not at the start, nor where a bar would be cleared
+                print_error(str(self))
+
+    options |= {"total": total, "desc": what, "leave": False, "disable": not is_rank_zero()}
+    if sys.stderr.isatty():
+        return Bar(**options, delay=1)
+    line = "{desc}: {percentage:.0f}% of {total_fmt}, {rate_fmt}, {remaining} left"
+    return Lines(**options, mininterval=LINE_SECONDS, miniters=1, delay=1e-9, bar_format=line)

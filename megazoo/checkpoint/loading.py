@@ -17,6 +17,7 @@ from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter
+from megazoo.terminal import byte_bar
 
 
 def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
@@ -38,11 +39,17 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
         ]
         states = list(_states_to_read(checkpoint, optimizer)) if optimizer else []
         tensors += [(name, entry.spec) for name, entry, _ in states]
-        with verifying(checkpoint, checkpoint.files_of(tensors, ctx), ctx):
-            for entry, (name, spec) in zip(saved_entries(model), tensors, strict=False):
+        files = checkpoint.files_of(tensors, ctx)
+        weights = list(zip(saved_entries(model), tensors, strict=False))
+        size = sum(entry.parameter.nbytes for entry, _ in weights)
+        size += sum(tensor.nbytes for *_, tensor in states)
+        with verifying(checkpoint, files, ctx), byte_bar(size, "load") as bar:
+            for entry, (name, spec) in weights:
                 checkpoint.read_into(name, entry.parameter, spec, ctx)
+                bar.update(entry.parameter.nbytes)
             for name, entry, tensor in states:
                 checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, ctx)
+                bar.update(tensor.nbytes)
             trainer = checkpoint.trainer
             read_before = model.read_from if checkpoint.about_adapters else ()
             model.read_from = () if optimizer else (*read_before, checkpoint)

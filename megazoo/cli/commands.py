@@ -61,6 +61,12 @@ COMMANDS = (
     _tool("plot metrics", "plot_metrics", "Plot the loss curves of metrics files."),
     _tool("plot schedule", "plot_schedule", "Draw a pipeline schedule."),
     Command(
+        "models",
+        "megazoo.programs.models",
+        "",
+        "List families, presets, sizes and Hugging Face names.",
+    ),
+    Command(
         "completion",
         "megazoo.programs.completion",
         "",
@@ -117,12 +123,15 @@ def command_line(arguments: list[str], name: str | None = None) -> str:
     if name:
         root = script.parents[1] if script.parent.name == "tools" else script.parent
         script = root / command_named(name).script
-    return f"{_python()} {shlex.join([str(script), *arguments])}"
+    return f"{_python()} {shlex.join([_path(script), *arguments])}"
 
 
 def _python() -> str:
     """Return how this Python is called: python, a path below this directory, or a full one."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    path = os.path.relpath(sys.executable)
-    return sys.executable if ".." in path else path
+    return "python" if shutil.which("python") == sys.executable else _path(sys.executable)
+
+
+def _path(file: str | Path) -> str:
+    """Return the path of a file of the program: relative below this directory, otherwise full."""
+    path = os.path.relpath(file)
+    return os.path.abspath(file) if path.startswith("..") else path

@@ -5,6 +5,7 @@ import ast
 import contextlib
 import inspect
 import io
+import re
 import textwrap
 from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise
@@ -25,13 +26,21 @@ def optional(kind: type, metavar: str, default: str):
     return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
 
 
+def positional(metavar: str, kind: type = Path, hint: str = "(required)"):
+    """Return the kind of an argument without a flag. hint: what the help says after its text."""
+    described = tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
+    return tyro.conf.Positional[Annotated[kind | None, described]]
+
+
+def required_flag(kind: type, metavar: str):
+    """Return the kind of a flag that must be given; the program checks it."""
+    return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint="(required)")]
+
+
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 Name = optional(str, "NAME", "")
 Text = optional(str, "TEXT", "none")
 File = optional(Path, "PATH", "none")
-Argument = tyro.conf.Positional[
-    Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
-]
 
 
 def parse_flags(kind: type, arguments: list[str], description: str, settings: dict | None = None):
@@ -56,7 +65,8 @@ def parse_flags(kind: type, arguments: list[str], description: str, settings: di
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(_message_in(printed.getvalue()) or "bad arguments") from None
+        message = _message_in(printed.getvalue()) or "bad arguments"
+        raise UserError(_in_our_words(message, kinds_of(kind))) from None
     _check_integers(options)
     return options
 
@@ -270,6 +280,22 @@ def _check_names(arguments: list[str], flags: set[str]) -> None:
         if flag not in flags and flag.replace("--no-", "--", 1) not in flags:
             hint = instead_of(flag, flags) or nearest(flag, flags)
             raise UserError(f"unknown flag {flag}{hint} (--help lists all)")
+
+
+def _in_our_words(message: str, kinds: dict) -> str:
+    """Return tyro's message about a value as `typed_settings` puts it."""
+    if found := re.match(r"Error parsing (--\S+): .*\b(int|float)\b.*'(.*)'", message, re.I):
+        flag, kind, value = found.groups()
+        meant = "an int" if kind.lower() == "int" else "a number"
+        return f"{flag} is {value!r}: it must be {meant}"
+    if found := re.match(r"invalid choice '(.*)' for argument '(--\S+)'", message):
+        value, flag = found.groups()
+        choices = choices_of(kinds[flag.removeprefix("--").replace("-", "_")]) or ("True", "False")
+        return f"{flag} is {value!r}: there are {', '.join(map(str, choices))}"
+    if found := re.match(r"Missing value for argument '(--\S+)'. Expected (\d+)", message):
+        flag, count = found.groups()
+        return f"{flag} needs {'a value' if count == '1' else count + ' values'}"
+    return message
 
 
 def _message_in(box: str) -> str:

@@ -4,12 +4,12 @@ their help and the TOML keys.
 The fields' docstrings are the flags' help. Nothing here loads torch, which --help does without.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from megazoo.cli.flags import Argument, File, Name, optional
+from megazoo.cli.flags import File, Name, optional, positional
 from megazoo.data.conversations import CHATML
 from megazoo.parallel.schedule import SCHEDULES
 
@@ -39,8 +39,8 @@ class ModelOptions:
     """What is trained. Sizes that are left out are the preset's."""
 
     model: Name = None
-    """Family: gpt2 (the default), llama, mpt, or one that --import registers. Without a preset, its
-    tiny model."""
+    """Family: gpt2 (the default), llama, mpt, mistral, qwen2, qwen3, pythia, or one that --import
+    registers. Without --preset or --load it means its tiny preset."""
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
     """Python file of your own; it is run. It may register a model (megazoo.register), and functions
     that are called after a step, an evaluation or a save (megazoo.on_step, on_evaluation, on_save).
@@ -80,10 +80,13 @@ class ModelOptions:
 
 @dataclass
 class ParallelOptions:
-    """How ranks share the work. The data-parallel size is what remains: world / (tp x pp x cp)."""
+    """How ranks share the work."""
 
     tp: int = 1
     """Tensor-parallel size: ranks that share each layer."""
+    dp: optional(int, "INT", "world / (tp x pp x cp)") = None
+    """Data-parallel size: replicas. In one process it is the number of replicas to start on this
+    machine; under a launcher it must be what follows from the number of ranks."""
     pp: int = 1
     """Pipeline-parallel size: stages that the layers are cut into."""
     virtual_pp: int = 1
@@ -97,9 +100,9 @@ class ParallelOptions:
     stage_layers: str = "balanced"
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
-    sequence_parallel: optional(bool, "", "on CUDA") = None
-    """Cut the activations between tensor-parallel layers along the sequence: 1 / tp of their memory
-    and of the work there."""
+    sequence_parallel: optional(bool, "", "on for CUDA with tp above 1, otherwise off") = None
+    """Split the activations between tensor-parallel layers along the sequence: 1 / tp of their
+    memory and of the work there. --no-sequence-parallel turns it off."""
     schedule: ScheduleName = "1f1b"
     """Order of the pipeline's forwards and backwards: one of these, or what --import adds. zb-h1
     leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more
@@ -125,17 +128,17 @@ class ParallelOptions:
 class TrainingOptions:
     """How long and on how much at once."""
 
-    steps: int = 400
-    """Optimizer steps in all, those before a resume included."""
-    epochs: optional(int, "INT", "none") = None
-    """Times that the training data is seen in all, instead of steps; the last step may go beyond.
-    """
-    global_batch_size: int = 32
-    """Sequences a step, over all replicas and micro-batches."""
-    micro_batch_size: int = 16
-    """Sequences that a pipeline stage handles at once."""
-    seq_length: int = 128
-    """Tokens of a sequence."""
+    steps: optional(int, "INT", "400 for tiny presets, otherwise one epoch") = None
+    """Number of optimizer steps, including those before a resume."""
+    epochs: optional(int, "INT", "1 without --steps, except for tiny presets") = None
+    """Number of passes over the training data, instead of --steps. The last step may go beyond the
+    end of the data."""
+    global_batch_size: optional(int, "INT", "32, or that of the preset's pretraining") = None
+    """Sequences per optimizer step, over all replicas and micro-batches."""
+    micro_batch_size: optional(int, "INT", "16 for tiny presets, otherwise 1") = None
+    """Sequences that a pipeline stage processes at once."""
+    seq_length: optional(int, "INT", "the model's maximum up to 4096; 128 for tiny presets") = None
+    """Tokens per sequence."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, BY_DEVICE] = None
     """Type of weights and activations. The shorter ones have fp32 master weights, gradients and
     moments beside them, and float16 a dynamic loss scale. A resumed run keeps its own."""
@@ -179,7 +182,7 @@ class LoRAOptions:
     """What is adapted, by our names or Hugging Face's: q, k, v, output, gate, up, down; or
     all-linear. Where q, k and v are one matrix there (GPT-2, MPT), each means that one."""
     lora_rslora: optional(bool, "", "off") = None
-    """Multiply by lora-alpha / sqrt(lora-rank) instead."""
+    """Multiply by lora-alpha / sqrt(lora-rank) instead. --no-lora-rslora turns it off."""
     lora_load: File = None
     """Begin with the adapters of a directory, PEFT's or a checkpoint's of a run with adapters; from
     a checkpoint the run goes on, on the base of --load, or that which the checkpoint names."""
@@ -211,12 +214,17 @@ class OptimizerOptions:
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: the matrices of linear layers by Muon, with --muon-lr; all else by AdamW, with --lr."""
-    lr: float = 5e-3
-    """Largest learning rate. A model to fine-tune needs it given."""
-    muon_lr: float = 2e-2
-    """Largest learning rate of Muon; it rises and falls as --lr does."""
+    lr: optional(
+        float,
+        "FLOAT",
+        "fine-tuning: 2e-4 with LoRA, 1e-5 for all weights; otherwise that of the preset's "
+        "pretraining, or of GPT-3's model of this size; tiny presets: 5e-3",
+    ) = None
+    """Peak learning rate. The first lines of a run print the default that it uses."""
+    muon_lr: optional(float, "FLOAT", "2e-2; fine-tuning needs a value") = None
+    """Peak learning rate of Muon, with the schedule of --lr."""
     muon_momentum: float = 0.95
-    """Of Muon, with Nesterov's correction."""
+    """Momentum of Muon (Nesterov)."""
     ns_steps: int = 5
     """Iterations of Newton-Schulz with which Muon orthogonalises."""
     ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -225,8 +233,10 @@ class OptimizerOptions:
     """Learning rate at the end of its fall."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
-    warmup_steps: optional(int, "INT", "a quarter of steps, 2000 at most") = None
-    """Steps over which the learning rate rises from 0."""
+    warmup_steps: optional(
+        int, "INT", "3 % of the steps, a quarter for tiny presets; at most 2000"
+    ) = None
+    """Number of steps in which the learning rate rises linearly from 0."""
     lr_decay_steps: optional(int, "INT", "steps; after --load, as before") = None
     """Step at which the learning rate has fallen to min-lr."""
     weight_decay: float = 0.1
@@ -347,10 +357,10 @@ class ImportOption:
 class ConversionOptions(ImportOption, VerifyOption):
     """What the tools that write a model take."""
 
-    source: Argument = None
+    source: positional("SOURCE") = None
     """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
     Face directory."""
-    output: Argument = None
+    output: positional("OUTPUT") = None
     """Directory to write."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
     """Type of the weights that are written."""
@@ -383,3 +393,13 @@ class Options:
     logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
     config: File = None
     """TOML file of settings: keys are the flags' names with underscores. The command line wins."""
+    dry_run: bool = False
+    """Print the settings of the run and its plan (memory, traffic, bubble), without training."""
+    print_config: bool = False
+    """Print the settings of the run as a TOML file for --config, without training."""
+
+    @property
+    def values(self) -> dict:
+        """The settings of all groups, by the names of their flags with underscores."""
+        groups = filter(is_dataclass, vars(self).values())
+        return {f.name.rstrip("_"): getattr(each, f.name) for each in groups for f in fields(each)}

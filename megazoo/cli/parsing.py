@@ -19,13 +19,14 @@ from megazoo.cli.flags import (
 )
 from megazoo.cli.mistakes import user_files
 from megazoo.cli.options import ImportOption, Options
-from megazoo.cli.rules import check_value, check_values, settle_steps
+from megazoo.cli.rules import check_value, check_values
 from megazoo.environment import world_size
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, regular_file
 
 # Settings that take each other's place: the one that has a default, and the other.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
+ONE_START = ("config", "dry_run", "print_config")  # flags that no file has
 LARGEST_FILE = 1 << 20  # bytes of settings
 
 
@@ -45,14 +46,15 @@ class CommandLine:
     flags: set[str]
 
     @classmethod
-    def read(cls, words: list[str], description: str = "") -> "CommandLine":
-        """Read a command line and its file, which may be a pipe, once. See `parse_flags`."""
+    def read(cls, words: list[str], description: str = "", kind: type = Options) -> "CommandLine":
+        """Read a command line and its file, which may be a pipe, once. See `parse_flags`. kind:
+        `Options`, or a class that adds to it."""
         name = _value_of("--config", words)
         file, is_pipe = _toml_settings(name) if name else ({}, False)
         file = typed_settings(Options, file, name, words=True)
         flags = {flag_of(word)[2:].replace("-", "_") for word in words if word.startswith("--")}
-        line = cls(words, Options(), file, flags)
-        line.parsed = parse_flags(Options, words, description, line._below_flags({}))
+        line = cls(words, kind(), file, flags)
+        line.parsed = parse_flags(kind, words, description, line._below_flags({}))
         if is_pipe and line.parsed.parallel.replica > 1:
             raise UserError(
                 f"--config {name} is a pipe, which several ranks can't read: give a file"
@@ -65,17 +67,13 @@ class CommandLine:
         return self.flags | self.file.keys()
 
     def options(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
-        """Return all settings, with what follows from others filled in, and their relations
-        checked. The arguments are those of `merged`."""
+        """Return the settings, each checked. The arguments are those of `merged`."""
         options = self.merged(resumed, origin)
-        if options.optimizer.min_lr is None:
-            options.optimizer.min_lr = options.optimizer.lr / 10
         check_values(options)
-        settle_steps(options)
         return options
 
     def merged(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
-        """Return the settings as they are given, with defaults.
+        """Return the settings as they are given; what depends on the model is None.
 
         resumed: `settings_to_resume` of the run that is resumed, below those that are given.
         origin: the file that has them, for errors.
@@ -139,9 +137,9 @@ def required(options: ImportOption, *names: str) -> list:
 def run_file(file: Path) -> None:
     """Run a user's Python file, which registers a model, a schedule or callbacks. UserError, naming
     the file and its line, for what it raises."""
-    if not regular_file(file).is_file():
+    if not os.path.isfile(regular_file(file)):  # False for a name that is too long, too
         raise UserError(
-            f"--import {file}: {'it is a directory' if file.is_dir() else 'no such file'}"
+            f"--import {file}: {'it is a directory' if os.path.isdir(file) else 'no such file'}"
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None:
@@ -197,7 +195,8 @@ def _toml_settings(file: str) -> tuple[dict, bool]:
     """Return a TOML file's settings, by the names of the flags with underscores, and whether it is
     a pipe."""
     known = settings_of(Options)
-    known.pop("config")
+    for name in ONE_START:
+        known.pop(name)
     try:
         data, is_pipe = _settings_in(file)
         settings = tomllib.loads(data.decode())

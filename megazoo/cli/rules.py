@@ -9,7 +9,7 @@ from pathlib import Path
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
 from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
-from megazoo.cli.options import ModelOptions, OptimizerOptions, Options
+from megazoo.cli.options import ModelOptions, Options
 from megazoo.errors import UserError
 from megazoo.files import brief, reason_of
 from megazoo.models.pretrained import with_labels
@@ -19,8 +19,8 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import placement_named_by
 
 AT_LEAST_1 = (
-    "tp pp virtual_pp cp steps epochs global_batch_size micro_batch_size seq_length log_interval "
-    "hidden_size layers heads kv_heads ffn_size vocab_size max_positions num_labels "
+    "tp pp virtual_pp cp dp steps epochs global_batch_size micro_batch_size seq_length "
+    "log_interval hidden_size layers heads kv_heads ffn_size vocab_size max_positions num_labels "
     "recompute_interval initial_loss_scale loss_scale_window hysteresis ns_steps"
 ).split()
 # Far above what any run needs, and small enough that nothing that is counted with them overflows.
@@ -32,6 +32,7 @@ AT_MOST = {
     "pp": 1024,
     "virtual_pp": 1024,
     "cp": 2**16,
+    "dp": 2**20,
     "global_batch_size": 2**30,
     "micro_batch_size": 2**20,
     "seq_length": 2**27,
@@ -50,12 +51,17 @@ LABELS = ("num_labels", "problem_type", "pad_token_id")  # of a classifier's con
 
 
 def settle_steps(
-    options: Options, samples: int | None = None, first_step: int = 0, consumed: int = 0
+    options: Options,
+    warmup: float,
+    samples: int | None = None,
+    first_step: int = 0,
+    consumed: int = 0,
 ) -> None:
     """Fill in what follows from the number of steps, and check it.
 
-    samples: of an epoch; without them a run of so many epochs is left for later. consumed: samples
-    until first_step, where the run is resumed, of batches that may have had another size.
+    warmup: fraction of the steps by default. samples: of an epoch; without them a run of so many
+    epochs is left for later. consumed: samples until first_step, where the run is resumed, of
+    batches that may have had another size.
     """
     training, optimizer = options.training, options.optimizer
     if training.epochs:
@@ -67,7 +73,7 @@ def settle_steps(
     if optimizer.lr_decay_steps is None:
         optimizer.lr_decay_steps = training.steps
     if optimizer.warmup_steps is None:
-        optimizer.warmup_steps = min(optimizer.lr_decay_steps // 4, 2000)
+        optimizer.warmup_steps = min(int(optimizer.lr_decay_steps * warmup), 2000)
     if optimizer.warmup_steps > optimizer.lr_decay_steps:
         raise UserError(
             f"warmup-steps {optimizer.warmup_steps} exceeds the {optimizer.lr_decay_steps} steps "
@@ -172,19 +178,6 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
                 )
 
 
-def refuse_default_rate(weights: Weights) -> None:
-    """Raise UserError where a run that gives no lr starts from a model that no run has trained: the
-    default rate, for small models that start from random weights, would spoil it."""
-    base = weights.base
-    if weights.adapters or base is None or base.trainer.get("settings"):
-        return
-    raise UserError(
-        f"{base.path} is a model to fine-tune: give --lr; its default, {OptimizerOptions.lr}, is "
-        "for small models that start from random weights (usual are 1e-5 to 1e-4, and for adapters "
-        "1e-4 to 1e-3)"
-    )
-
-
 def _check_outputs(options: Options) -> None:
     """Check that what the run writes can be written, and that the packages for it are there."""
     log = options.logging
@@ -251,12 +244,11 @@ def check_steps(options: Options, first_step: int) -> None:
 
 def check_values(options: Options) -> None:
     """Raise UserError for a value that is out of its range."""
-    for group in (getattr(options, f.name) for f in fields(options) if f.name != "config"):
-        for f in fields(group):
-            check_value(f.name, getattr(group, f.name))
-    optimizer = options.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        raise UserError(f"min-lr {optimizer.min_lr} exceeds lr {optimizer.lr}: give both")
+    for name, value in options.values.items():
+        check_value(name, value)
+    lr, min_lr = options.optimizer.lr, options.optimizer.min_lr
+    if None not in (lr, min_lr) and min_lr > lr:
+        raise UserError(f"min-lr {min_lr} exceeds lr {lr}: give both")
 
 
 def check_value(setting: str, value, origin: str = "") -> None:

@@ -25,13 +25,12 @@ COMPARED = "parallel training lora optimizer evaluation".split()
 class Run(Settings):
     """A run of the training program.
 
-    config: the model's. sources: of the data. labels: of a classifier's data. finished: whether
+    sources: of the data. labels: of a classifier's data. finished: whether
     torchrun has started the program again after the last step. dtype_chosen: whether no setting
     named the dtype. fingerprints: of the data, files: checksums of all that is read, for --record;
     both on rank 0.
     """
 
-    config: object
     tokenizer: Tokenizer
     sources: Sources
     labels: Labels | None = None
@@ -70,7 +69,8 @@ class Run(Settings):
 
     def settle_epochs(self, samples: int) -> None:
         """Count the steps of --epochs, now that the samples of one are known."""
-        settle_steps(self.options, samples, self.first_step, self.state["consumed_samples"])
+        consumed = self.state["consumed_samples"]
+        settle_steps(self.options, self.defaults.warmup, samples, self.first_step, consumed)
         self.check_remaining()
 
     def check_remaining(self) -> None:

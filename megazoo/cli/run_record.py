@@ -29,7 +29,6 @@ from megazoo.cli.metrics import append_line
 from megazoo.cli.options import (
     DataOptions,
     OptimizerOptions,
-    Options,
     ParallelOptions,
     TrainingOptions,
 )
@@ -53,7 +52,7 @@ Text = Annotated[str, Meta(max_length=100_000)]
 BESIDE = (
     "save save_interval async_save keep_last on_save_error verify log_interval eval_interval "
     "eval_steps metrics tensorboard wandb peak_tflops profile profile_steps record "
-    "timeout device data_workers config import"
+    "timeout device data_workers config import dp dry_run print_config"
 ).split()
 # What a run that goes on may have otherwise: where it ends, and what its checkpoint carries.
 CARRIED = "steps epochs tokenizer".split()
@@ -217,8 +216,7 @@ def _numbered(files: list[InputFile]) -> dict[tuple[str, str, int], InputFile]:
 def settings_of_run(run, ctx) -> dict:
     """Return the settings that decide what a run computes, all filled in."""
     options = run.options
-    groups = [getattr(options, f.name) for f in fields(Options) if f.name != "config"]
-    values = {f.name.rstrip("_"): getattr(group, f.name) for group in groups for f in fields(group)}
+    values = options.values
     values["sequence_parallel"] = ctx.sequence_parallel
     values |= {"tokenizer": str(run.tokenizer.source), "load": None, "epochs": None}
     base, adapters = run.weights.base, run.weights.adapters

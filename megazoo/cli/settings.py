@@ -7,6 +7,7 @@ from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.places import TRAINER, has_checkpoint
 from megazoo.checkpoint.schema import TrainingState, checked_state
 from megazoo.cli.adapters import Weights, flag_to_go_on, open_weights
+from megazoo.cli.defaults import Defaults, defaults_for, fill_in
 from megazoo.cli.flags import typed_settings, with_settings
 from megazoo.cli.options import (
     DataOptions,
@@ -16,6 +17,7 @@ from megazoo.cli.options import (
     TrainingOptions,
 )
 from megazoo.cli.parsing import CommandLine, run_file
+from megazoo.cli.rules import check_values, model_config, settle_steps
 from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import brief
@@ -30,26 +32,30 @@ class Settings:
     """What a start of the training program goes by.
 
     arguments: the command line, with what a restart adds to it. options: its settings, over those
-    of the TOML file and, below both, of the run that is resumed. given: the names of those that the
-    first two give. weights: what the run begins with. resuming: whether it goes on from a
-    checkpoint. state: see `resumed_state`.
+    of the TOML file, those of the run that is resumed, and the defaults. weights: what the run
+    begins with. resuming: whether it goes on from a checkpoint. state: see `resumed_state`. config:
+    the model's. defaults: of what none of the others sets. filled: the flags that have them.
     """
 
     arguments: list[str]
     options: Options
-    given: set[str]
     weights: Weights
     resuming: bool
     state: dict
+    config: object
+    defaults: Defaults
+    filled: list[str]
 
 
-def resolve(arguments: list[str], description: str) -> Settings:
-    """Read the command line and its TOML file, run the file of --import, and open what --load and
-    --lora-load name, or, where torchrun has started the program again, its last checkpoint.
+def resolve(arguments: list[str], description: str, kind: type = Options) -> Settings:
+    """Read the command line and its TOML file, run the file of --import, open what --load and
+    --lora-load name, or, where torchrun has started the program again, its last checkpoint, and
+    fill in the defaults.
 
-    UserError as from `CommandLine`, `run_file`, `open_weights` and `resumed_state`.
+    kind: `Options`, or a class that adds to it. UserError as from `CommandLine`, `run_file`,
+    `open_weights`, `resumed_state` and `model_config`.
     """
-    line = CommandLine.read(arguments, description)
+    line = CommandLine.read(arguments, description, kind)
     options = line.merged()  # what they have to do with each other depends on the checkpoint's
     if not options.checkpoint.load:
         line.options()
@@ -64,7 +70,14 @@ def resolve(arguments: list[str], description: str) -> Settings:
     state = resumed_state(resumed)
     origin = str(resumed.path / TRAINER) if resumed else "the checkpoint"
     options = line.options(state["settings"], origin)
-    return Settings(line.words, options, line.given, weights, resumed is not None, state)
+    config = model_config(options.model, weights.described)
+    defaults = defaults_for(options, config, weights)
+    filled = fill_in(options, defaults, weights)
+    check_values(options)
+    settle_steps(options, defaults.warmup)
+    return Settings(
+        line.words, options, weights, resumed is not None, state, config, defaults, filled
+    )
 
 
 def _go_on(line: CommandLine, flag: str) -> None:

@@ -1,9 +1,14 @@
 """What the training program prints at its beginning, of what is trained, and at its end: what came
 of the run, and what to do next."""
 
+import json
+
 from megazoo.cli.adapters import flag_to_go_on
 from megazoo.cli.commands import command_line, torchrun_line
+from megazoo.cli.defaults import DEMO_STEPS
+from megazoo.cli.options import Options
 from megazoo.cli.parsing import each_once
+from megazoo.cli.plan_report import plan_lines, plan_of
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.run import Run
 from megazoo.data.labels import count_of
@@ -11,9 +16,38 @@ from megazoo.environment import is_rank_zero
 from megazoo.models.counts import parameter_count
 from megazoo.models.registry import family_of
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.device import choose_device
 from megazoo.parallel.sizes import product_of
-from megazoo.planning.plan import note_on_mfu
+from megazoo.planning import Planner, note_on_mfu
 from megazoo.terminal import print_rank_0
+
+
+def show(run: Run, dp: int) -> None:
+    """Print what --print-config and --dry-run ask for: the settings as TOML, and the plan."""
+    options = run.options
+    device = choose_device(options.parallel.device, options.parallel.replica * dp).type
+    run.settle_dtype(device)
+    print_rank_0(toml_of(options), end="")
+    if options.dry_run:
+        plan = plan_of(Planner(run.config, attached=run.weights.settings), options, dp, device)
+        print_rank_0("\n".join(["", defaults_line(run), *plan_lines(plan)]))
+
+
+def toml_of(options: Options) -> str:
+    """Return settings as a TOML file, which --config reads; None is left out."""
+    values = options.values
+    if values["mock_data"]:
+        values["data"] = None
+    return "".join(
+        f"{name} = {json.dumps(value, default=str)}\n"
+        for name, value in values.items()
+        if value is not None
+    )
+
+
+def defaults_line(run: Run) -> str:
+    """Return the flags that have defaults which depend on the model."""
+    return f"defaults: {', '.join(run.filled)}" if run.filled else "defaults: none"
 
 
 def introduce(run: Run, ctx: ParallelContext) -> None:
@@ -26,6 +60,8 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
         + (", sequence parallel" if ctx.sequence_parallel else "")
         + run.note_on_precision(ctx.device.type)
     )
+    if run.defaults.steps != DEMO_STEPS and run.filled:
+        print_rank_0(defaults_line(run))
     if run.options.model.import_ and is_rank_zero():
         note = note_on_mfu(run.config, run.options.training.seq_length)
         if note:

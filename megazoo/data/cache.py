@@ -42,7 +42,7 @@ def cached_tokens(
             directory.mkdir(exist_ok=True)
             with _locked(Path(f"{prefix}.lock")):
                 if not _whole(files):  # another process may have made them meanwhile
-                    with byte_bar(path.stat().st_size) as bar:
+                    with byte_bar(path.stat().st_size, "tokenize") as bar:
                         preprocess(recipe, prefix, workers=0, progress=bar.update)
     except OSError as error:
         raise UserError(

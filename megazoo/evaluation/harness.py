@@ -172,7 +172,7 @@ class HarnessModel(TemplateLM):
         are about as long."""
         order = sorted(range(len(items)), key=lambda place: -length(items[place]))
         results = [None] * len(items)
-        with count_bar(len(items), "request") as bar:
+        with count_bar(len(items), "answer", "requests") as bar:
             for first in range(0, len(order), self.batch_size):
                 places = order[first : first + self.batch_size]
                 answers = answer([items[place] for place in places])

@@ -190,7 +190,12 @@ def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int
 
 
 def score_choices(
-    model, tokenizer, requests: list[tuple[str, str]], *, batch: int = 8
+    model,
+    tokenizer,
+    requests: list[tuple[str, str]],
+    *,
+    batch: int = 8,
+    progress: Callable[[int], object] | None = None,
 ) -> list[tuple[float, int, bool]]:
     """Return for each (context, continuation) the continuation's log-likelihood, its tokens, and
     whether it is the greedy one.
@@ -198,7 +203,8 @@ def score_choices(
     Evaluation harnesses are built on this. Both are encoded together, so that the boundary is as in
     running text; spaces at the end of the context, and tokens across the boundary, count to the
     continuation. An empty context is the token that begins texts. A context that is too long for
-    the model loses its beginning. batch: choices that are scored together.
+    the model loses its beginning. batch: choices that are scored together. progress: called with
+    the number of choices of each batch.
     """
     longest = model.longest_sequence(model.config)
     rows = [_choice_row(tokenizer, *request, longest) for request in requests]
@@ -206,6 +212,8 @@ def score_choices(
     for first in range(0, len(rows), batch):
         scores = score(model, *padded(rows[first : first + batch]))
         results += zip(*(column.tolist() for column in scores), strict=True)
+        if progress:
+            progress(len(scores[0]))
     return results
 
 

@@ -32,6 +32,7 @@ from megazoo.parallel.dtypes import dtype_named
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, initialize
 from megazoo.parallel.random import derive_seed
+from megazoo.terminal import byte_bar
 
 
 def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
@@ -162,9 +163,11 @@ def load_weights(source: ModelSource, model) -> None:
         refuse_rounded(model, "loaded")
         entries = _entries_to_read(source, model)
         files = source.files_of([(entry.name, entry.spec) for entry in entries], model.ctx)
-        with verifying(source, files, model.ctx):
+        size = sum(entry.parameter.nbytes for entry in entries)
+        with verifying(source, files, model.ctx), byte_bar(size, "load") as bar:
             for entry in entries:
                 source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
+                bar.update(entry.parameter.nbytes)
             model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
             model.generation = source.generation
             model.weights_path = str(source.path.absolute())

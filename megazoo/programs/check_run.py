@@ -28,11 +28,11 @@ import tyro
 from megazoo.checkpoint.places import find_checkpoint, has_checkpoint
 from megazoo.cli.adapters import Weights, open_weights
 from megazoo.cli.flags import (
-    Argument,
     File,
     Name,
     optional,
     parse_flags,
+    positional,
     typed_settings,
     with_settings,
 )
@@ -73,7 +73,7 @@ REQUIRED = (
 class Options(ImportOption):
     """What is checked."""
 
-    record: Argument = None
+    record: positional("RECORD") = None
     """Directory of --record."""
     layouts: Annotated[
         optional(str, "NAMES", "the record's own"),
@@ -84,7 +84,10 @@ class Options(ImportOption):
     ] = None
     steps: int = 10
     """Of the record's first, as many as are run again."""
-    data: tuple[str, ...] | None = None
+    data: Annotated[
+        tuple[str, ...] | None,
+        tyro.conf.arg(metavar="SOURCE [SOURCE ...]", help_behavior_hint="(default: where it was)"),
+    ] = None
     """Where the data is now, as --data of the training program names it."""
     tokenizer: Name = None
     """Where the tokenizer is now."""

@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from megazoo.checkpoint.places import CONFIG
-from megazoo.cli.flags import Argument, File, Name, Text, optional, parse_flags
+from megazoo.cli.flags import File, Name, Text, optional, parse_flags, positional
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.cli.tokenizer import find_tokenizer
@@ -42,7 +42,7 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}
 class Options(ImportOption):
     """What is compared."""
 
-    source: Argument = None
+    source: positional("SOURCE") = None
     """Hugging Face directory, or a checkpoint of any layout."""
     theirs: File = None
     """Hugging Face directory that transformers reads; the same by default."""
@@ -53,6 +53,12 @@ class Options(ImportOption):
             f"on: {switches()}."
         ),
     ] = "tp1"
+    tp: optional(int, "INT", "1") = None
+    """Tensor-parallel size, for one layout without --layouts."""
+    pp: optional(int, "INT", "1") = None
+    """Pipeline-parallel size, for one layout without --layouts."""
+    cp: optional(int, "INT", "1") = None
+    """Context-parallel size, for one layout without --layouts."""
     prompt: Text = None
     """A row to run, instead of random ids."""
     text: File = None
@@ -83,7 +89,7 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"{path} is a classifier: only language models are compared")
     tolerance = TOLERANCES[options.dtype] if options.tolerance is None else options.tolerance
     check_number("tolerance", tolerance, 0)
-    layouts = [Layout.named(name) for name in options.layouts.split(",")]
+    layouts = [Layout.named(name) for name in layouts_of(options).split(",")]
     for layout in layouts:
         layout.check(source.config)
     ids = input_ids(source, options)
@@ -112,6 +118,15 @@ def main(arguments: list[str]) -> None:
         failed += not agreement.passed
     if failed:
         raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
+
+
+def layouts_of(options: Options) -> str:
+    """Return the names of the layouts: of --layouts, or the one of --tp, --pp and --cp."""
+    sizes = {"tp": options.tp, "cp": options.cp, "pp": options.pp}
+    one = "".join(f"{name}{size}" for name, size in sizes.items() if size is not None)
+    if one and options.layouts != Options.layouts:
+        raise UserError("--layouts and --tp, --pp or --cp exclude each other: pass one of them")
+    return one or options.layouts
 
 
 def input_ids(source: ModelSource, options: Options) -> torch.Tensor:

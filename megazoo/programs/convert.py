@@ -90,7 +90,7 @@ def to_shards(source: ModelSource, output: Path, options: Options) -> str:
     """Write shards; return the line to print."""
     tp, pp = options.tp or 1, options.pp or 1
     common = {"dtype": options.torch_dtype, "overwrite": options.overwrite}
-    with byte_bar(source.total_bytes(options.torch_dtype)) as bar:
+    with byte_bar(source.total_bytes(options.torch_dtype), "convert") as bar:
         write_shards(source, output, tp, pp, **common, progress=bar.update)
     weights = "adapters" if isinstance(source, SavedAdapters) else "weights"
     state = f"{weights} and optimizer state" if source.has_states else weights
@@ -104,7 +104,7 @@ def to_hf(source: ModelSource, output: Path, options: Options) -> str:
     """Write a Hugging Face directory; return the line to print."""
     common = {"dtype": options.torch_dtype, "overwrite": options.overwrite}
     limit = parse_size(options.max_shard_size or "5GB")
-    with byte_bar(source.weight_bytes(options.torch_dtype)) as bar:
+    with byte_bar(source.weight_bytes(options.torch_dtype), "convert") as bar:
         write_hugging_face(source, output, **common, max_shard_size=limit, progress=bar.update)
     loads = ""  # transformers knows our families, not those of users
     if source.model.__module__.startswith("megazoo."):

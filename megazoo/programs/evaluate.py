@@ -36,7 +36,7 @@ from megazoo.evaluation.classifying import Tally, classify, predictions, tally
 from megazoo.evaluation.scoring import evaluate_texts, score_choices
 from megazoo.files import regular_file, without_mark, write_text
 from megazoo.layers.classification import loss_sum
-from megazoo.terminal import byte_bar, print_rank_0
+from megazoo.terminal import byte_bar, count_bar, print_rank_0
 
 
 @dataclass
@@ -116,7 +116,7 @@ def main(arguments: list[str]) -> None:
 def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
     """Score documents, say how, and return it as a line of the output."""
     length = length_of(model, options)
-    with byte_bar(sum(map(len, documents))) as bar:
+    with byte_bar(sum(map(len, documents)), "score") as bar:
         result = evaluate_texts(
             model,
             tokenizer,
@@ -193,7 +193,8 @@ def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[d
     Returns the requests with log_likelihoods, tokens and greedy, each of every choice.
     """
     pairs = [(request["context"], choice) for request in requests for choice in request["choices"]]
-    scores = iter(score_choices(model, tokenizer, pairs, batch=batch))
+    with count_bar(len(pairs), "score", "choices") as bar:
+        scores = iter(score_choices(model, tokenizer, pairs, batch=batch, progress=bar.update))
     right, lines = [], []
     for request in requests:
         likelihoods, tokens, greedy = zip(*(next(scores) for _ in request["choices"]), strict=True)
@@ -222,9 +223,12 @@ def classified(model, tokenizer, numbered: list[tuple[int, dict]], options: Opti
     labels = labels_of(config.num_labels, config.problem_type, told[0] if told else None)
     rows, known = rows_of(tokenizer, numbered, labels, length_of(model, options), options.labels)
     parts, pad, size = [], config.pad_token_id, options.batch_size
-    for first in range(0, len(rows), size):
-        ids = pad_sequence(rows[first : first + size], batch_first=True, padding_value=pad)
-        parts.append(classify(model, ids).cpu())
+    with count_bar(len(rows), "classify", "rows") as bar:
+        for first in range(0, len(rows), size):
+            some = rows[first : first + size]
+            ids = pad_sequence(some, batch_first=True, padding_value=pad)
+            parts.append(classify(model, ids).cpu())
+            bar.update(len(some))
     logits = torch.cat(parts)
     print_rank_0(f"rows            {len(rows):,}, {len(known):,} of them with a label")
     if known:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from megazoo.checkpoint import Checkpoint
 from megazoo.cli.adapters import describe
-from megazoo.cli.flags import Argument, parse_flags
+from megazoo.cli.flags import parse_flags, positional
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.lora.source import SavedAdapters, open_model_or_adapters
@@ -22,7 +22,7 @@ from megazoo.terminal import byte_bar
 class Options(ImportOption):
     """What a checkpoint holds."""
 
-    source: Argument = None
+    source: positional("SOURCE") = None
     """Checkpoint of any layout, or a Hugging Face directory."""
     verify: bool = False
     """Read every file and check its size and, of ours, its checksum."""
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     for name, size in sizes.items():
         print(f"  {size:>15,}  {name}")
     if options.verify:
-        with byte_bar(sum(sizes.values())) as bar:
+        with byte_bar(sum(sizes.values()), "verify") as bar:
             source.verify(bar.update)
         no_sums = "every file can be read; there are no checksums to compare"
         print("every byte is as it was written" if isinstance(source, Checkpoint) else no_sums)

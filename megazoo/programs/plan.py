@@ -15,27 +15,28 @@ recomputation; the rest is as given. Of layouts that differ in virtual-pp only t
 """
 
 import json
-import math
-from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import tyro
 
-from megazoo.cli.flags import File, flag_of, optional, parse_flags
-from megazoo.cli.options import LoRAOptions, ModelOptions, ParallelOptions
-from megazoo.cli.parsing import run_file
-from megazoo.cli.rules import check_value, model_config, parse_stage_layers
+from megazoo.cli.flags import File, optional
+from megazoo.cli.options import (
+    DataOptions,
+    EvaluationOptions,
+    LoggingOptions,
+    ParallelOptions,
+)
+from megazoo.cli.options import Options as TrainingProgram
+from megazoo.cli.plan_report import plan_lines, plan_of, planned_run
+from megazoo.cli.settings import resolve
+from megazoo.cli.text import size, table, without
 from megazoo.errors import UserError
 from megazoo.files import write_text
 from megazoo.models.hugging_face.export import parse_size
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.schedule import placement_named_by
-from megazoo.parallel.sizes import product_of
 from megazoo.planning import (
     GPUS,
     FoundLayout,
-    Plan,
-    PlannedRun,
     Planner,
     fastest_layouts,
     find_layouts,
@@ -43,26 +44,6 @@ from megazoo.planning import (
 )
 
 LISTED = 20  # layouts that a search tells
-USUAL_LENGTH = 4096
-PLAN_COLUMNS = [
-    "pp",
-    "tp",
-    "layers",
-    "parameters",
-    "trainable",
-    "weights",
-    "gradients",
-    "optimizer",
-    "on host",
-    "activations",
-    "total",
-    "in flight",
-    "FLOPs",
-    "sent tp",
-    "sent pp",
-    "sent cp",
-    "sent dp",
-]
 SEARCH_COLUMNS = [
     "tp",
     "pp",
@@ -87,90 +68,58 @@ SEARCH_COLUMNS = [
 class PlanParallelOptions(ParallelOptions):
     """How ranks share the work."""
 
-    dp: int = 1
+    dp: optional(int, "INT", "1") = None
     """Data-parallel size: replicas."""
-    device: tyro.conf.Suppress[str] = "cpu"
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Device of the ranks, which the defaults of --dtype and --sequence-parallel depend on: the
+    defaults of training on that device."""
+    timeout: tyro.conf.Suppress[float] = 600.0
 
 
 @dataclass
-class PlanModelOptions(ModelOptions):
-    """What is planned. Sizes that are left out are the preset's."""
+class Options(TrainingProgram):
+    """What is planned: the settings of the training program, and those below."""
 
-    num_labels: optional(int, "INT", "no classifier") = None
-    """Refused: plan the language model, which takes a little more memory, for its logits."""
-
-
-@dataclass
-class BatchOptions:
-    """What a step is of."""
-
-    micro_batch_size: int = 1
-    """Sequences that a pipeline stage handles at once."""
-    global_batch_size: optional(int, "INT", "as many micro-batches as ranks") = None
-    """Sequences a step, over all replicas and micro-batches."""
-    seq_length: optional(int, "INT", f"the model's longest, {USUAL_LENGTH} at most") = None
-    """Tokens of a sequence."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of weights and activations."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Run parts again in backward instead of keeping their activations: attention and the MLPs'
-    activations, or all."""
-    recompute_interval: int = 1
-    """Layers that are recomputed as one unit under full."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon keeps one moment of matrices, and takes FLOPs and traffic to orthogonalise them."""
-    train_only: optional(str, "PATTERN", "everything") = None
-    """Regular expression: parameters in whose name it is not found stay frozen: they get no
-    gradient and no optimizer state."""
-
-
-@dataclass
-class PlanLoRAOptions(LoRAOptions):
-    """Low-rank adapters: with them the weights stay as they are, and a small change of some
-    matrices is trained."""
-
-    lora_load: tyro.conf.Suppress[File] = None
-
-
-@dataclass
-class Options:
-    """What is planned."""
-
-    model: tyro.conf.OmitArgPrefixes[PlanModelOptions] = field(default_factory=PlanModelOptions)
     parallel: tyro.conf.OmitArgPrefixes[PlanParallelOptions] = field(
         default_factory=PlanParallelOptions
     )
-    batch: tyro.conf.OmitArgPrefixes[BatchOptions] = field(default_factory=BatchOptions)
-    lora: tyro.conf.OmitArgPrefixes[PlanLoRAOptions] = field(default_factory=PlanLoRAOptions)
-    json: Annotated[File, tyro.conf.arg(metavar="PATH")] = None
+    data: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[DataOptions]] = field(
+        default_factory=DataOptions
+    )
+    evaluation: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[EvaluationOptions]] = field(
+        default_factory=EvaluationOptions
+    )
+    logging: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[LoggingOptions]] = field(
+        default_factory=LoggingOptions
+    )
+    dry_run: tyro.conf.Suppress[bool] = False
+    print_config: tyro.conf.Suppress[bool] = False
+    json: File = None
     """File for the same as JSON; - is stdout, without the table."""
     search: bool = False
-    """List layouts that fit instead of planning one."""
+    """List layouts that fit, instead of planning one."""
     gpus: int = 8
-    """Ranks, of a search."""
+    """Number of ranks of a search."""
     gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
-    """Kind of GPU whose time a search estimates, eight to a node."""
+    """GPU whose step time a search estimates, eight per node."""
     memory: str = "80GB"
-    """Of a device, of a search."""
+    """Memory of a device in a search."""
 
 
 def main(arguments: list[str]) -> None:
-    options = parse_flags(Options, arguments, __doc__)
-    check_sizes(options)
-    if options.model.import_:
-        run_file(options.model.import_)
-    config = model_config(options.model)
-    if config.num_labels:
+    settings = resolve(arguments, __doc__, Options)
+    options = settings.options
+    if options.gpus < 1:
+        raise UserError(f"gpus {options.gpus} must be at least 1")
+    parse_size(options.memory)
+    if settings.config.num_labels:
         raise UserError(
             "classifiers are not planned: plan the language model, which takes a little more "
             "memory, for its logits"
         )
-    run = run_of(options, config)
-    for group in (options.parallel, run):
-        for f in fields(group):
-            check_value(f.name, getattr(group, f.name))
-    planner = Planner(config, quick=options.search, attached=options.lora.settings)
-    values, lines = (searched if options.search else planned)(planner, options, run)
+    adapters = settings.weights.settings
+    planner = Planner(settings.config, quick=options.search, attached=adapters)
+    values, lines = (searched if options.search else planned)(planner, options)
     text = json.dumps(values, indent=1)
     if str(options.json) == "-":
         print(text)
@@ -180,55 +129,10 @@ def main(arguments: list[str]) -> None:
         write_text("--json", options.json, text + "\n")
 
 
-def check_sizes(options: Options) -> None:
-    """Raise UserError for a size below 1, those that the other mode has no use for included."""
-    parallel, batch = options.parallel, options.batch
-    for name, value in {
-        "gpus": options.gpus,
-        "tp": parallel.tp,
-        "pp": parallel.pp,
-        "dp": parallel.dp,
-        "virtual-pp": parallel.virtual_pp,
-        "cp": parallel.cp,
-        "micro-batch-size": batch.micro_batch_size,
-        "global-batch-size": batch.global_batch_size,
-    }.items():
-        if value is not None and value < 1:
-            raise UserError(f"{name} {value} must be at least 1")
-    parse_size(options.memory)
-    if options.lora.given and not options.lora.lora_rank:
-        flag = flag_of(next(iter(options.lora.given))).removeprefix("--")
-        raise UserError(f"{flag} without adapters: give --lora-rank R")
-
-
-def run_of(options: Options, config) -> PlannedRun:
-    """Return the run that is planned, with what was left out."""
-    batch, parallel = options.batch, options.parallel
-    global_batch_size, seq_length = batch.global_batch_size, batch.seq_length
-    if global_batch_size is None:
-        sizes = parallel.tp, parallel.pp, parallel.cp, parallel.dp
-        ranks = options.gpus if options.search else math.prod(sizes)
-        global_batch_size = max(1, ranks) * batch.micro_batch_size
-    if seq_length is None:
-        seq_length = min(config.max_positions, USUAL_LENGTH)
-    return PlannedRun(
-        micro_batch_size=batch.micro_batch_size,
-        global_batch_size=global_batch_size,
-        seq_length=seq_length,
-        dtype=batch.dtype,
-        schedule=parallel.schedule,
-        zero=parallel.zero,
-        offload_optimizer=parallel.offload_optimizer,
-        recompute=batch.recompute,
-        recompute_interval=batch.recompute_interval,
-        optimizer=batch.optimizer,
-        train_only=batch.train_only,
-    )
-
-
-def searched(planner: Planner, options: Options, run: PlannedRun) -> tuple[list[dict], list[str]]:
+def searched(planner: Planner, options: Options) -> tuple[list[dict], list[str]]:
     """Return the best layouts that fit, as values for JSON and as lines to print."""
     memory, cp_method = parse_size(options.memory), options.parallel.cp_method
+    run = planned_run(options, options.parallel.device)
     found = find_layouts(planner, options.gpus, memory, run, GPUS[options.gpu], cp_method)
     layouts = fastest_layouts(found)[:LISTED]
     if not layouts:
@@ -236,74 +140,14 @@ def searched(planner: Planner, options: Options, run: PlannedRun) -> tuple[list[
     return [asdict(layout) for layout in layouts], search_lines(layouts, options.gpu)
 
 
-def planned(planner: Planner, options: Options, run: PlannedRun) -> tuple[dict, list[str]]:
+def planned(planner: Planner, options: Options) -> tuple[dict, list[str]]:
     """Return the plan of one layout, as values for JSON and as lines to print."""
-    parallel = options.parallel
-    layout = ParallelContext.virtual(
-        parallel.tp,
-        parallel.pp,
-        parallel.dp,
-        cp=parallel.cp,
-        cp_method=parallel.cp_method,
-        sequence_parallel=bool(parallel.sequence_parallel),
-        virtual=parallel.virtual_pp,
-        placement=placement_named_by(parallel.schedule),
-        stage_layers=parse_stage_layers(parallel.stage_layers),
-    )
-    planner.check(layout, run)
-    plan = planner.plan(layout, run)
+    plan = plan_of(planner, options, options.parallel.dp or 1, options.parallel.device)
     lines = plan_lines(plan)
     if options.model.import_:
-        note = note_on_mfu(planner.config, run.seq_length)
+        note = note_on_mfu(planner.config, plan.batch["seq_length"])
         lines += [note] if note else []
     return plan.as_dict(), lines
-
-
-def plan_lines(plan: Plan) -> list[str]:
-    """Write a plan as a table, a line for ranks that are alike."""
-    layout, batch = plan.layout, plan.batch
-    sizes = product_of(layout["tp"], layout["pp"], layout["dp"], layout["cp"])
-    rows = [PLAN_COLUMNS]
-    for rank in plan.ranks:
-        row = [
-            rank.pp,
-            ranges(rank.tp),
-            rank.layers,
-            f"{rank.parameters:,}",
-            f"{rank.trainable_parameters:,}",
-            size(rank.weights),
-            size(rank.gradients),
-            size(rank.optimizer),
-            size(rank.optimizer_host),
-            size(rank.activations),
-            size(rank.total),
-            rank.in_flight,
-            f"{rank.flops:.4g}",
-            size(rank.sent_tp),
-            size(rank.sent_pp),
-            size(rank.sent_cp),
-            size(rank.sent_dp),
-        ]
-        rows.append([str(cell) for cell in row])
-    if layout["cp"] == 1:
-        rows = without(rows, "sent cp")
-    trained = ""
-    if plan.trainable_parameters < plan.parameters:
-        trained = f", {plan.trainable_parameters:,} of them trained"
-    else:
-        rows = without(rows, "trainable")
-    return [
-        f"{plan.model}, {plan.parameters:,} parameters{trained}, on {sizes}",
-        f"  {plan.microbatches} micro-batches of {batch['micro_batch_size']} x "
-        f"{batch['seq_length']} tokens a replica, {batch['dtype']}, recompute {batch['recompute']}",
-        f"  bubble {plan.bubble:.2%} of the work, "
-        f"{plan.bubble_of_stages:.2%} with what each stage really has to do",
-        f"  {plan.model_flops_per_token:.4g} model FLOPs a token, nothing twice",
-        *table(rows),
-        "bytes; FLOPs and bytes sent are a step's; "
-        "each line stands for its tp ranks in every replica"
-        + (", and all along cp" if layout["cp"] > 1 else ""),
-    ]
 
 
 def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
@@ -340,38 +184,3 @@ def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
         "ZeRO-1's gathers, and what lasts longer than the work beside it: sums over replicas, "
         "sends over pp",
     ]
-
-
-def without(rows: list[list[str]], *names: str) -> list[list[str]]:
-    """Return the rows of a table without some of its columns; the first row has their names."""
-    kept = [index for index, name in enumerate(rows[0]) if name not in names]
-    return [[row[index] for index in kept] for row in rows]
-
-
-def table(rows: list[list[str]]) -> list[str]:
-    """Align cells to the right, in columns as wide as they need to be."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-
-
-def ranges(numbers: list[int]) -> str:
-    """Write numbers in order as ranges: 0-3,6 for 0, 1, 2, 3, 6."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def size(count: float) -> str:
-    """Write bytes to four digits: 12.34GB."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if count < 999.95 or unit == "TB":
-            return f"{count:.4g}{unit}"
-        count /= 1000
-    raise AssertionError

@@ -12,8 +12,11 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from megazoo.cli.flags import File, parse_flags
+import tyro
+
+from megazoo.cli.flags import parse_flags, required_flag
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data.encoding import Recipe
 from megazoo.data.indexed import IndexedTokens
@@ -29,9 +32,12 @@ TOLD = 5  # lines without text that are told one by one
 class Options:
     """What to encode, and how."""
 
-    input: tuple[Path, ...] = ()
+    input: Annotated[
+        tuple[Path, ...],
+        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint="(required)"),
+    ] = ()
     """Files and folders."""
-    output_prefix: File = None
+    output_prefix: required_flag(Path, "PREFIX") = None
     """What the files' names begin with: PREFIX_KEY_document.bin and .idx."""
     tokenizer: str = "byte"
     """byte, or the directory or file of a tokenizer."""
@@ -55,7 +61,7 @@ def main(arguments: list[str]) -> None:
     recipe = Recipe(inputs, tokenizer, options.json_keys, options.append_eod, options.strict)
     told = 0
     began = time.perf_counter()
-    with byte_bar(sum(os.path.getsize(file) for file in inputs)) as bar:
+    with byte_bar(sum(os.path.getsize(file) for file in inputs), "tokenize") as bar:
 
         def tell(line: str) -> None:
             nonlocal told

@@ -87,7 +87,7 @@ def test_the_tool_writes_shards_and_hugging_faces_files(name, writer, tmp_path, 
     convert.main([root, str(tmp_path / "shards"), "--tp", "2", "--pp", "2", *size])
     assert len(list((tmp_path / "shards").glob("model_tp_*_pp_*.safetensors"))) == 4
     assert (tmp_path / "shards" / "tokenizer.json").read_text() == "{}"
-    convert.main([root, str(tmp_path / "hf"), "--to hf", *size])
+    convert.main([root, str(tmp_path / "hf"), "--to", "hf", *size])
     hf, logits = twin_and_logits(name)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     for tensor, value in hf.state_dict().items():

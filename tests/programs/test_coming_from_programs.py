@@ -1,6 +1,5 @@
 """docs/coming_from.md: scripts and runs that its tables speak of, started whole."""
 
-import importlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import torch
 import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
+from megazoo.programs import preprocess_data
 from tests.support.programs import python
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +75,7 @@ def test_a_run_with_the_settings_of_the_tables(ranks, tmp_path, monkeypatch):
         Path(f"{name}.jsonl").write_text((json.dumps(text) + "\n") * 300)
         preprocess = f"--input {name}.jsonl --output-prefix out/{name} --json-keys text "
         preprocess += "--append-eod --workers 2"
-        importlib.import_module("tools.preprocess_data").main(
-            [*preprocess.split(), "--tokenizer", "byte"]
-        )
+        preprocess_data.main([*preprocess.split(), "--tokenizer", "byte"])
     data = ["--data", "0.7", "out/a_text_document", "0.3", "out/b_text_document"]
     data = [str(tmp_path / word) if word.startswith("out") else word for word in data]
     sizes = (

@@ -152,8 +152,8 @@ def test_without_the_extra_one_line_says_what_to_install(directory, tmp_path):
     assert from_python.stdout == "imported\n"
     message = "lm_eval can't be imported: not here (pip install 'megazoo[eval]')"
     assert from_python.stderr.endswith(f"UserError: {message}\n")
-    tool = program + "sys.path.insert(1, 'tools'); sys.argv[0] = 'evaluate.py'; import evaluate; "
-    tool += "evaluate.run_program(evaluate.main)"
+    tool = program + "sys.argv[0] = 'evaluate.py'; from megazoo.cli.program import run_script; "
+    tool += "run_script('evaluate')"
     task = directory / "tasks" / "choices.yaml"
     done = run([python(), "-c", tool, directory / "hf", "--tasks", task])
     assert (done.returncode, done.stderr) == (2, f"evaluate.py: error: {message}\n")

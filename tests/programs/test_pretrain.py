@@ -60,7 +60,7 @@ def with_settings_of_its_own(job):
 def test_ranks_with_other_settings_are_named(ranks):
     for text in ranks(with_settings_of_its_own, 2, [*SMALL, "--tp", "2", "--steps", "2"]):
         assert text.startswith(
-            "ranks disagree in pretrain_gpt.py: --weight-decay is 0.1 on rank 0 (tp 0), 0.2 on "
+            "ranks disagree in megazoo pretrain: --weight-decay is 0.1 on rank 0 (tp 0), 0.2 on "
             "rank 1 (tp 1)"
         )
 

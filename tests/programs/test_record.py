@@ -535,7 +535,7 @@ def test_weights_in_ranks_directories_and_a_pipe(tmp_path):
         run_record.checksums({**inputs, "import": [str(tmp_path / "pipe.py")]})
 
 
-def test_the_program_counts_as_source_and_no_foreign_repository_does(tmp_path, monkeypatch):
+def test_the_package_counts_as_source_and_no_foreign_repository_does(tmp_path, monkeypatch):
     """As where megazoo is installed below a project of the user's."""
     inside = tmp_path / "site-packages" / "megazoo" / "cli"
     inside.mkdir(parents=True)
@@ -546,5 +546,5 @@ def test_the_program_counts_as_source_and_no_foreign_repository_does(tmp_path, m
     monkeypatch.setattr(run_record, "__file__", str(inside / "run_record.py"))
     before = run_record.versions()
     assert "commit" not in before
-    (tmp_path / "site-packages" / "pretrain_gpt.py").write_text("print()")
+    (tmp_path / "site-packages" / "megazoo" / "pretrain.py").write_text("print()")
     assert run_record.versions()["source"] != before["source"]

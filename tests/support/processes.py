@@ -110,7 +110,7 @@ class Program:
 def is_rank(pid) -> bool:
     """Whether a launcher's child is a rank: torchrun may have others."""
     with suppress(OSError):  # it has ended meanwhile
-        return JOB[0].encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"pretrain" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

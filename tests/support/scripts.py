@@ -3,20 +3,19 @@
 import importlib
 import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 from megazoo.cli.commands import command_named
 from megazoo.programs import convert
 
 ROOT = Path(__file__).parents[2]
-merge_shards = SimpleNamespace(
-    main=lambda words: convert.main(["--to", "hf", *words]),
-    __file__="merge_shards.py",
-    Options=convert.Options,
-)
+merge_shards = ModuleType("merge_shards")
+merge_shards.__file__ = "merge_shards.py"
+merge_shards.Options = convert.Options
+merge_shards.main = lambda words: convert.main(["--to", "hf", *words])
 
 
-def program_of(script: str) -> ModuleType | SimpleNamespace:
+def program_of(script: str) -> ModuleType:
     """The program that a script runs: pretrain_gpt.py, or one of tools/, by its path or name."""
     if Path(script).stem == "merge_shards":
         return merge_shards

@@ -83,9 +83,9 @@ class StopSignal:
         """Return what stops the run, the same on every rank: the name of a signal that some rank
         was sent, or the death of a launcher. None if nothing does.
 
-        Rank 0 says, once, when longer than PATIENCE passes between two calls: a SIGTERM meanwhile
-        would end the run without a checkpoint. What passes before the first call is not counted:
-        the first step may compile.
+        Rank 0 warns, once, when longer than PATIENCE passes between two calls under torchrun or
+        Slurm, which send SIGTERM: it would end the run without a checkpoint. What passes before the
+        first call is not counted: the first step may compile.
         """
         now, before = time.monotonic(), self._asked
         self._asked = now
@@ -132,10 +132,11 @@ class StopSignal:
 
     @staticmethod
     def _say_steps_are_long(seconds: float) -> None:
-        if is_rank_zero():
+        advice = _instead_of_sigterm()
+        if is_rank_zero() and advice:
             print_error(
                 f"warning: a step took {seconds:.0f} s, saving included, but {PATIENCE:.0f}"
-                f" s after a SIGTERM a rank ends at once, unsaved: {_instead_of_sigterm()}"
+                f" s after a SIGTERM a rank ends at once, unsaved: {advice}"
             )
 
     @staticmethod
@@ -148,14 +149,16 @@ class StopSignal:
 
 
 def _instead_of_sigterm() -> str:
-    """Return what to do where a step is longer than launchers wait after SIGTERM."""
-    if megazoos_launcher() or not is_child_of_launcher():
-        slurm = "; Slurm does so by --signal=USR1@300" if "SLURM_JOB_ID" in os.environ else ""
-        return f"to stop the run, send SIGUSR1, which waits for the step{slurm}"
-    return (
-        "to stop the run, send SIGUSR1 to a rank, which waits for the step; torchrun passes on "
-        "SIGTERM, and kills all ranks 30 s later"
-    )
+    """Return what to do where a step is longer than Slurm or torchrun wait after SIGTERM; empty
+    under other launchers, which send none."""
+    if is_child_of_launcher() and not megazoos_launcher():
+        return (
+            "to stop the run, send SIGUSR1 to a rank, which waits for the step; torchrun passes on "
+            "SIGTERM, and kills all ranks 30 s later"
+        )
+    if "SLURM_JOB_ID" in os.environ:
+        return "to stop the run, send SIGUSR1, which waits for the step: --signal=USR1@300"
+    return ""
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from megazoo.environment import (
 from megazoo.errors import UserError
 
 
-def data_parallel_size(tp: int, pp: int, cp: int = 1) -> int:
-    """Return the dp that follows from the world, 1 if the ranks are still to be started. UserError
-    with the right command if the world does not fit."""
+def data_parallel_size(tp: int, pp: int, cp: int = 1, dp: int | None = None) -> int:
+    """Return the dp that follows from the world; if the ranks are still to be started, the one that
+    is asked for, or 1. UserError with the right command if the world does not fit."""
     # These load torch, which --help does not need.
     import torch.distributed as dist
 
@@ -29,14 +29,15 @@ def data_parallel_size(tp: int, pp: int, cp: int = 1) -> int:
 
     world = world_size()
     if world == 1:
-        return 1
+        return dp or 1
     if not dist.is_initialized():
         check_meeting_point()
     try:
-        return data_parallel_size_for(world, tp, pp, cp=cp)
+        return data_parallel_size_for(world, tp, pp, dp, cp=cp)
     except UserError as error:
-        replica = f"{product_of(tp, pp, cp=cp)} = {tp * pp * cp}"
-        command = torchrun_line(ranks_that_fit(world, tp, pp, cp=cp))
+        needed = tp * pp * cp * (dp or 1)
+        replica = f"{product_of(tp, pp, dp, cp=cp)} = {needed}"
+        command = torchrun_line(needed if dp else ranks_that_fit(world, tp, pp, cp=cp))
         raise UserError(
             f"a world of {world} ranks does not fit {replica}: use {command}"
         ) from error
@@ -66,11 +67,11 @@ def after_rank_zero(work: Callable[[], None]):
     return store
 
 
-def start_missing_ranks(tp: int, pp: int, cp: int = 1) -> None:
-    """In a world of one, become the launcher of tp x pp x cp local ranks of this program, if more
-    than one is needed: start them, wait for their end, and exit. Ranks that are forked return from
-    here; others run the program from its beginning."""
-    ranks = tp * pp * cp
+def start_missing_ranks(tp: int, pp: int, cp: int = 1, dp: int = 1) -> None:
+    """In a world of one, become the launcher of tp x pp x cp x dp local ranks of this program, if
+    more than one is needed: start them, wait for their end, and exit. Ranks that are forked return
+    from here; others run the program from its beginning."""
+    ranks = tp * pp * cp * dp
     if world_size() > 1 or ranks == 1:
         return
     print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
@@ -78,7 +79,7 @@ def start_missing_ranks(tp: int, pp: int, cp: int = 1) -> None:
     from megazoo.cli.launch.local_ranks import LocalRanks, can_fork
 
     command = None if can_fork() else [sys.executable, "-u", *entry(), *sys.argv[1:]]
-    code = LocalRanks(tp, pp, command, cp).run()
+    code = LocalRanks(tp, pp, command, cp, dp).run()
     if code is not None:
         sys.exit(code)
     end_with_launcher()

@@ -1,24 +1,23 @@
-"""Kinds of the fuzzer: command lines of the training program and of the tools, and TOML files."""
+"""Kinds of the fuzzer: command lines of all programs, and TOML files."""
 
 import importlib
 import math
 import os
 import random
-import sys
 import tomllib
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from megazoo import pretrain
+from megazoo.cli.commands import COMMANDS
 from megazoo.cli.flags import flag_of, parse_flags, settings_of
-from megazoo.cli.options import Options, ShardingOptions
+from megazoo.cli.options import Options
 from megazoo.cli.parsing import CommandLine, required
 from megazoo.models.registry import find_config
 from tests.support.fuzz.cases import damaged, files_under, hostile, refusal
 
-ROOT = Path(__file__).parents[3]
-TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
+PROGRAMS = sorted({command.module for command in COMMANDS} - {"megazoo.pretrain"})
 # What follows from other settings, where it is not given.
 DERIVED = {"lr_decay_steps", "warmup_steps", "min_lr", "steps", "epochs", "data", "mock_data"}
 
@@ -55,24 +54,21 @@ class Flags:
     """Command lines, checked as far as the training program and the tools do before they work."""
 
     def __init__(self, directory: Path):
-        sys.path.insert(0, str(ROOT / "tools"))
-        self.tools = {name: importlib.import_module(name) for name in TOOLS}
+        modules = map(importlib.import_module, PROGRAMS)
+        self.kinds = [module.Options for module in modules if hasattr(module, "Options")]
 
     def __call__(self, chance: random.Random, directory: Path) -> None:
         with_garbage(directory)
         before = files_under(directory)
         if chance.random() < 0.6:
             run, _ = refusal(ending, pretrain.prepare, self.line(Options, chance))
-            options = run and run.options
         else:
-            tool = self.tools[chance.choice(TOOLS)]
-            kind = getattr(tool, "Options", ShardingOptions)
-            line = self.line(kind, chance)
-            options, _ = refusal(ending, self.parse, kind, line)
+            run, kind = None, chance.choice(self.kinds)
+            refusal(ending, self.parse, kind, self.line(kind, chance))
         assert files_under(directory) == before, "files were written"
-        if isinstance(options, Options):
-            assert all(map(math.isfinite, numbers_of(options))), options
-            timedelta(seconds=options.parallel.timeout)
+        if run:
+            assert all(map(math.isfinite, numbers_of(run.options))), run.options
+            timedelta(seconds=run.options.parallel.timeout)
 
     def parse(self, kind: type, line: list[str]):
         options = parse_flags(kind, line, "")
@@ -192,12 +188,8 @@ class Toml:
 
     def check(self, options, values: dict) -> None:
         """Compare options with what the file says, and with the defaults for what it doesn't."""
-        usual, found = settings_of(Options), {}
-        for group in fields(Options):
-            part = getattr(options, group.name)
-            if group.name != "config":
-                found |= {f.name.rstrip("_"): getattr(part, f.name) for f in fields(part)}
-        for name, value in found.items():
+        usual = settings_of(Options)
+        for name, value in options.values.items():
             if name in values:
                 assert means(value, values[name]), f"{name}: {values[name]!r} became {value!r}"
             elif name not in DERIVED:

@@ -7,7 +7,7 @@ from megazoo.cli.elsewhere import KNOWN, MEGATRON, TORCHTITAN, TRAINER
 from megazoo.cli.flags import flag_of, parse_flags, settings_of
 from megazoo.cli.options import ConversionOptions, Options
 from megazoo.cli.parsing import CommandLine
-from megazoo.programs import plan
+from megazoo.programs import generate, plan
 
 FLAGS = {flag_of(name) for name in settings_of(Options)}
 
@@ -28,7 +28,7 @@ def test_a_program_suggests_only_what_it_has():
     with pytest.raises(UserError, match="unknown flag --num-layers; write --layers instead"):
         parse_flags(plan.Options, ["--num-layers", "2"], "")
     with pytest.raises(UserError) as error:
-        parse_flags(plan.Options, ["--logging-steps", "2"], "")
+        parse_flags(generate.Options, ["--logging-steps", "2"], "")
     assert "write" not in str(error.value)
 
 

@@ -13,13 +13,15 @@ import megazoo
 from megazoo import pretrain
 from megazoo.cli import settings
 from megazoo.cli.flags import parse_flags, settings_of
-from megazoo.cli.options import Options, ShardingOptions
-from megazoo.cli.parsing import CommandLine, each_once
+from megazoo.cli.options import Options
+from megazoo.cli.parsing import ONE_START, CommandLine, each_once
+from megazoo.cli.rules import check_run, model_config
 from megazoo.cli.run import notes_on_changes
-from megazoo.cli.settings import KEPT, settings_to_resume
+from megazoo.cli.settings import KEPT, resolve, settings_to_resume
 from megazoo.errors import UserError
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
+from megazoo.programs.convert import Options as ConversionOptions
 from megazoo.tokenizer import ByteTokenizer
 from tests.support.inference import run_main
 from tests.support.pretraining import ROOT, start
@@ -40,7 +42,7 @@ def test_of_each_group_of_settings_it_is_said_whether_a_run_keeps_it():
     """docs/hybrid.md has the table; a new group belongs there, and here."""
     of_one_start = {"parallel", "checkpoint", "logging"}
     in_the_manifest = {"model", "lora"}
-    groups = {f.name for f in dataclasses.fields(Options) if f.name != "config"}
+    groups = {f.name for f in dataclasses.fields(Options)} - set(ONE_START)
     kept = groups - of_one_start - in_the_manifest
     defaults = Options()
     assert {type(getattr(defaults, name)) for name in kept} == set(KEPT)
@@ -55,7 +57,7 @@ def test_toml_file_and_command_line(tmp_path):
     )
     options = CommandLine.read(["--config", str(config), "--steps", "9"]).options()
     assert (options.training.steps, options.model.layers, options.optimizer.lr) == (9, 3, 1e-4)
-    model = pretrain.model_config(options.model)
+    model = model_config(options.model)
     assert (model.layers, model.hidden_size, model.tie_embeddings) == (3, 128, False)
 
 
@@ -68,9 +70,9 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
     assert (options.training.epochs, options.training.steps, options.data.data) == (None, 5, ("c",))
     saved = {"epochs": 3, "steps": 70, "lr_decay_steps": 70}
     for arguments, epochs, steps in [
-        ([], 3, 400),
+        ([], 3, None),
         (["--steps=90"], None, 90),
-        (["--epochs", "4"], 4, 400),
+        (["--epochs", "4"], 4, None),
     ]:
         options = CommandLine.read(arguments).options(saved)
         assert (options.training.epochs, options.training.steps) == (epochs, steps)
@@ -94,16 +96,15 @@ def test_dropout_and_sizes_over_a_preset():
     options = CommandLine.read(
         ["--preset", "gpt2-124m", "--hidden-size", "1536", "--dropout", "0.2"]
     ).options()
-    model = pretrain.model_config(options.model)
+    model = model_config(options.model)
     assert (model.ffn_size, model.layers, model.vocab_size) == (6144, 12, 50257)
     assert model.embedding_dropout == model.attention_dropout == model.residual_dropout == 0.2
 
 
 def test_the_shipped_configs_are_valid():
     for path in (ROOT / "configs").glob("*.toml"):
-        options = CommandLine.read(["--config", str(path)]).options()
-        config = pretrain.model_config(options.model)
-        pretrain.check_run(options, GPT2, config, ByteTokenizer(), dp=1)
+        settings = resolve(["--config", str(path)], "")
+        check_run(settings.options, GPT2, settings.config, ByteTokenizer(), dp=1)
 
 
 def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
@@ -113,13 +114,13 @@ def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
         '"layers": 1, "heads": 2, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}'
     )
     for length in (256, 257):
-        options = CommandLine.read(["--preset", str(file), "--seq-length", str(length)]).options()
-        config = pretrain.model_config(options.model)
+        settings = resolve(["--preset", str(file), "--seq-length", str(length)], "")
+        given = (settings.options, Llama, settings.config, ByteTokenizer())
         if length == 256:
-            pretrain.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+            check_run(*given, dp=1)
             continue
         with pytest.raises(UserError) as refused:
-            pretrain.check_run(options, Llama, config, ByteTokenizer(), dp=1)
+            check_run(*given, dp=1)
     what = (
         "seq-length 257 exceeds the model's max-positions 64, which its rotary scaling takes to 256"
     )
@@ -148,13 +149,18 @@ BAD_INPUT = {
     "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
     "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
     "--model bert": "unknown model or preset 'bert'; there are",
-    "--tp two": "Error parsing --tp: invalid literal for int() with base 10: 'two'",
+    "--tp two": "--tp is 'two': it must be an int",
+    "--lr x": "--lr is 'x': it must be a number",
+    "--dtype float8": "--dtype is 'float8': there are float32, bfloat16, float16",
+    "--zero 2": "--zero is '2': there are 0, 1",
+    "--sequence-parallel=maybe": "--sequence-parallel is 'maybe': there are True, False",
+    "--profile-steps 1": "--profile-steps needs 2 values",
     "--lr nan": "lr nan must be 0 or more",
     "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: give both",
     "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the schedule: use less",
     "--dropout 1": "dropout 1.0 must be below 1",
     "--schedule 2f2b": "unknown schedule '2f2b': there are gpipe, 1f1b, zb-h1",
-    "--steps": "Missing value for argument '--steps'.",
+    "--steps": "--steps needs a value",
     "stray": "Unrecognized options: stray",
     "--data wikitext": "unknown data 'wikitext': there is stdlib",
     "--split 1": "split '1' is not two or three shares such as 95,5 or 98,1,1",
@@ -190,7 +196,7 @@ BAD_INPUT = {
     "--data=": "--data is empty: name a directory",
     "--save a\udc80b": "--save is 'a\\udc80b': it must be text in UTF-8, without NUL",
     "--save a\0b": "--save is 'a\\x00b': it must be text in UTF-8, without NUL",
-    "--steps 1e23": "Error parsing --steps: invalid literal for int() with base 10: '1e23'",
+    "--steps 1e23": "--steps is '1e23': it must be an int",
     f"--steps {10**30}": f"--steps is {10**30}: it must be below 2**63",
     f"--steps {10**13}": "steps 10000000000000 must be at most 1,000,000,000,000",
     "--lr 1e308": "lr 1e+308 must be at most 1e+100",
@@ -208,9 +214,7 @@ BAD_INPUT = {
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(
-        pretrain.megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built")
-    )
+    monkeypatch.setattr(megazoo, "from_config", lambda *_, **__: pytest.fail("a model was built"))
     wrong = {}
     for arguments, line in BAD_INPUT.items():
         code, out, err = run_main(pretrain, monkeypatch, capsys, *arguments.split())
@@ -227,7 +231,7 @@ def test_an_empty_word_after_a_flag_is_refused_and_so_is_an_empty_argument():
         CommandLine.read(["--data", "0.5", "a", "0.5", ""]).options()
     for words in (["", "b"], ["a", ""], ["a", "--overwrite", ""], ["--tp", "2", "a", ""]):
         with pytest.raises(UserError, match=r"^an argument is empty: name a directory or file"):
-            parse_flags(ShardingOptions, words, "")
+            parse_flags(ConversionOptions, words, "")
 
 
 TOML = {
@@ -368,7 +372,7 @@ def test_what_is_given_is_checked_with_what_the_resumed_run_has(monkeypatch, tmp
     kept = settings_to_resume(CommandLine.read(["--steps", "2000"]).options())
     state = {"step": 1, "consumed_samples": 8, "consumed_tokens": 64, "settings": kept}
     resumed = SimpleNamespace(path=tmp_path, trainer=state)
-    opened = SimpleNamespace(resumed=lambda options: resumed)
+    opened = SimpleNamespace(resumed=lambda options: resumed, described=None)
     monkeypatch.setattr(settings, "open_weights", lambda options: opened)
     given = ["--load", str(tmp_path), "--warmup-steps", "500"]
     assert settings.resolve(given, "").options.training.steps == 2000

@@ -335,11 +335,12 @@ def test_the_tool_tells_it_in_its_table_and_as_json(tmp_path, capsys):
     assert [row[column] for row in rows] == [
         f"{rank['trainable_parameters']:,}" for rank in told["ranks"]
     ]
+    arguments += "--micro-batch-size 1 --seq-length 256".split()
     tool.main([*arguments, *"--search --gpus 2 --memory 6MB --json -".split()])
     found = json.loads(capsys.readouterr().out)
     assert found
     with pytest.raises(megazoo.UserError, match="no layout of 2 GPUs fits into 6MB"):
-        tool.main("--preset llama-tiny --search --gpus 2 --memory 6MB".split())
+        tool.main([*arguments[:2], *arguments[-4:], *"--search --gpus 2 --memory 6MB".split()])
 
 
 REFUSED = {

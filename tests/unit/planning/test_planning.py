@@ -117,7 +117,8 @@ def train_twice(config, layout, rows, dtype, recompute, count) -> int:
             optimizer.step()
 
     ctx = context(**layout)
-    steps(megazoo.models.find_config(family_of(config)), 8)  # what is imported and allocated once
+    tiny = megazoo.models.find_config(f"{family_of(config)}-tiny")
+    steps(tiny, 8)  # what is imported and allocated once
     with PeakMemory() as peak:
         steps(config, config.max_positions)
     return peak.above
@@ -324,7 +325,8 @@ def test_the_table_and_the_json_say_the_same(tmp_path):
 
 
 def test_search_lists_what_fits_fastest_first(capsys):
-    tool.main("--preset gpt2-124m --search --gpus 4 --memory 1.5GB --json -".split())
+    batch = "--global-batch-size 4 --seq-length 1024"
+    tool.main(f"--preset gpt2-124m --search --gpus 4 --memory 1.5GB --json - {batch}".split())
     told = json.loads(capsys.readouterr().out)
     assert told
     assert [each["time"] for each in told] == sorted(each["time"] for each in told)
@@ -346,8 +348,8 @@ def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
         "--dp 0": "dp 0 must be at least 1",
         "--tp 100000": "tp 100000 must be at most 65,536",
         "--recompute-interval 0": "recompute-interval 0 must be at least 1",
-        "--global-batch-size 3 --dp 2": "global-batch-size 3 is not a multiple of micro-batch-size "
-        "1 x dp 2 = 2: use 2 or 4",
+        "--global-batch-size 3 --micro-batch-size 1 --dp 2": "global-batch-size 3 is not a "
+        "multiple of micro-batch-size 1 x dp 2 = 2: use 2 or 4",
         "--optimizer muon --offload-optimizer": "offload-optimizer keeps AdamW's state on the CPU: "
         "leave it out with muon",
         "--pp 9": "layers 4 don't fill pp 9 stages: use pp of at most 4",

@@ -1,0 +1,114 @@
+"""The plan of a run from its settings, and as text."""
+
+from megazoo.cli.options import Options, default_dtype
+from megazoo.cli.rules import parse_stage_layers
+from megazoo.cli.text import ranges, size, table, without
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.schedule import placement_named_by
+from megazoo.parallel.sizes import product_of
+from megazoo.planning import Plan, PlannedRun, Planner
+
+PLAN_COLUMNS = [
+    "pp",
+    "tp",
+    "layers",
+    "parameters",
+    "trainable",
+    "weights",
+    "gradients",
+    "optimizer",
+    "on host",
+    "activations",
+    "total",
+    "in flight",
+    "FLOPs",
+    "sent tp",
+    "sent pp",
+    "sent cp",
+    "sent dp",
+]
+
+
+def planned_run(options: Options, device: str) -> PlannedRun:
+    """Return what a plan needs to know of a run. options: with their defaults filled in. device:
+    "cuda" or "cpu"."""
+    training, parallel = options.training, options.parallel
+    return PlannedRun(
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+        seq_length=training.seq_length,
+        dtype=training.dtype or default_dtype(device),
+        schedule=parallel.schedule,
+        zero=parallel.zero,
+        offload_optimizer=parallel.offload_optimizer,
+        recompute=training.recompute,
+        recompute_interval=training.recompute_interval,
+        optimizer=options.optimizer.optimizer,
+        train_only=training.train_only,
+    )
+
+
+def plan_of(planner: Planner, options: Options, dp: int, device: str) -> Plan:
+    """Return the plan of a run. UserError if its layout can't be. Arguments as in `planned_run`."""
+    parallel, run = options.parallel, planned_run(options, device)
+    sequence_parallel = parallel.sequence_parallel
+    layout = ParallelContext.virtual(
+        parallel.tp,
+        parallel.pp,
+        dp,
+        cp=parallel.cp,
+        cp_method=parallel.cp_method,
+        sequence_parallel=device == "cuda" if sequence_parallel is None else sequence_parallel,
+        virtual=parallel.virtual_pp,
+        placement=placement_named_by(parallel.schedule),
+        stage_layers=parse_stage_layers(parallel.stage_layers),
+    )
+    planner.check(layout, run)
+    return planner.plan(layout, run)
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Write a plan as a table, a line for ranks that are alike."""
+    layout, batch = plan.layout, plan.batch
+    sizes = product_of(layout["tp"], layout["pp"], layout["dp"], layout["cp"])
+    rows = [PLAN_COLUMNS]
+    for rank in plan.ranks:
+        row = [
+            rank.pp,
+            ranges(rank.tp),
+            rank.layers,
+            f"{rank.parameters:,}",
+            f"{rank.trainable_parameters:,}",
+            size(rank.weights),
+            size(rank.gradients),
+            size(rank.optimizer),
+            size(rank.optimizer_host),
+            size(rank.activations),
+            size(rank.total),
+            rank.in_flight,
+            f"{rank.flops:.4g}",
+            size(rank.sent_tp),
+            size(rank.sent_pp),
+            size(rank.sent_cp),
+            size(rank.sent_dp),
+        ]
+        rows.append([str(cell) for cell in row])
+    if layout["cp"] == 1:
+        rows = without(rows, "sent cp")
+    trained = ""
+    if plan.trainable_parameters < plan.parameters:
+        trained = f", {plan.trainable_parameters:,} of them trained"
+    else:
+        rows = without(rows, "trainable")
+    return [
+        f"{plan.model}, {plan.parameters:,} parameters{trained}, on {sizes}",
+        f"  {plan.microbatches} micro-batches of {batch['micro_batch_size']} x "
+        f"{batch['seq_length']} tokens a replica, {batch['dtype']}, recompute {batch['recompute']}",
+        f"  bubble {plan.bubble:.2%} of the work, "
+        f"{plan.bubble_of_stages:.2%} with what each stage really has to do",
+        f"  {plan.model_flops_per_token:.4g} model FLOPs a token, nothing twice",
+        *table(rows),
+        "bytes; FLOPs and bytes sent are a step's; "
+        "each line stands for its tp ranks in every replica"
+        + (", and all along cp" if layout["cp"] > 1 else ""),
+    ]

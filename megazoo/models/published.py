@@ -1,0 +1,106 @@
+"""Where the presets come from: their names on the Hugging Face hub, and the learning rate and batch
+that they were pretrained with, where these were published."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Published:
+    """A preset's origin.
+
+    hub: its name on the Hugging Face hub, if it is there. lr: the peak learning rate of AdamW in
+    its pretraining, batch_tokens: tokens per optimizer step there; None where not published.
+    """
+
+    hub: str | None
+    lr: float | None = None
+    batch_tokens: int | None = None
+
+
+# GPT-2: Radford et al. 2019, section 2.3 (512 sequences of 1024 tokens; no rate).
+_GPT2_TOKENS = 512 * 1024
+# LLaMA: Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, section 2.2. Llama 3:
+# Grattafiori et al. 2024, table 3 (no batch for 8B and 70B). Pythia: Biderman et al. 2023.
+_PYTHIA_TOKENS = 1024 * 2048
+PUBLISHED = {
+    "gpt2": Published("openai-community/gpt2", None, _GPT2_TOKENS),
+    "gpt2-124m": Published("openai-community/gpt2", None, _GPT2_TOKENS),
+    "gpt2-355m": Published("openai-community/gpt2-medium", None, _GPT2_TOKENS),
+    "gpt2-774m": Published("openai-community/gpt2-large", None, _GPT2_TOKENS),
+    "gpt2-1.5b": Published("openai-community/gpt2-xl", None, _GPT2_TOKENS),
+    "gpt2-xl": Published("openai-community/gpt2-xl", None, _GPT2_TOKENS),
+    "gpt3-175b": Published(None, 0.6e-4, int(3.2 * MILLION)),
+    "llama-7b": Published("huggyllama/llama-7b", 3e-4, 4 * MILLION),
+    "llama-13b": Published("huggyllama/llama-13b", 3e-4, 4 * MILLION),
+    "llama-30b": Published("huggyllama/llama-30b", 1.5e-4, 4 * MILLION),
+    "llama-65b": Published("huggyllama/llama-65b", 1.5e-4, 4 * MILLION),
+    "llama2-70b": Published("meta-llama/Llama-2-70b-hf", 1.5e-4, 4 * MILLION),
+    "llama3-8b": Published("meta-llama/Meta-Llama-3-8B", 3e-4),
+    "llama3-70b": Published("meta-llama/Meta-Llama-3-70B", 1.5e-4),
+    "llama3.2-1b": Published("meta-llama/Llama-3.2-1B"),
+    "mpt-1b": Published("mosaicml/mpt-1b-redpajama-200b"),
+    "mpt-7b": Published("mosaicml/mpt-7b"),  # trained by Lion
+    "mpt-30b": Published("mosaicml/mpt-30b"),
+    "mistral-7b-v0.1": Published("mistralai/Mistral-7B-v0.1"),
+    "mistral-7b-v0.3": Published("mistralai/Mistral-7B-v0.3"),
+    "mistral-nemo-12b": Published("mistralai/Mistral-Nemo-Base-2407"),
+    "mistral-small-24b": Published("mistralai/Mistral-Small-24B-Base-2501"),
+    "qwen2-0.5b": Published("Qwen/Qwen2-0.5B"),
+    "qwen2-1.5b": Published("Qwen/Qwen2-1.5B"),
+    "qwen2-7b": Published("Qwen/Qwen2-7B"),
+    "qwen2-72b": Published("Qwen/Qwen2-72B"),
+    "qwen2.5-3b": Published("Qwen/Qwen2.5-3B"),
+    "qwen2.5-32b": Published("Qwen/Qwen2.5-32B"),
+    "qwen3-0.6b": Published("Qwen/Qwen3-0.6B"),
+    "qwen3-1.7b": Published("Qwen/Qwen3-1.7B"),
+    "qwen3-4b": Published("Qwen/Qwen3-4B"),
+    "qwen3-8b": Published("Qwen/Qwen3-8B"),
+    "qwen3-14b": Published("Qwen/Qwen3-14B"),
+    "qwen3-32b": Published("Qwen/Qwen3-32B"),
+    "pythia-70m": Published("EleutherAI/pythia-70m", 1e-3, _PYTHIA_TOKENS),
+    "pythia-160m": Published("EleutherAI/pythia-160m", 6e-4, _PYTHIA_TOKENS),
+    "pythia-410m": Published("EleutherAI/pythia-410m", 3e-4, _PYTHIA_TOKENS),
+    "pythia-1b": Published("EleutherAI/pythia-1b", 3e-4, _PYTHIA_TOKENS),
+    "pythia-1.4b": Published("EleutherAI/pythia-1.4b", 2e-4, _PYTHIA_TOKENS),
+    "pythia-2.8b": Published("EleutherAI/pythia-2.8b", 1.6e-4, _PYTHIA_TOKENS),
+    "pythia-6.9b": Published("EleutherAI/pythia-6.9b", 1.2e-4, _PYTHIA_TOKENS),
+    "pythia-12b": Published("EleutherAI/pythia-12b", 1.2e-4, _PYTHIA_TOKENS),
+}
+# Parameters in millions, learning rate, tokens per step in millions: Brown et al. 2020, table 2.1.
+GPT3 = (
+    (125, 6e-4, 0.5),
+    (350, 3e-4, 0.5),
+    (760, 2.5e-4, 0.5),
+    (1_300, 2e-4, 1),
+    (2_700, 1.6e-4, 1),
+    (6_700, 1.2e-4, 2),
+    (13_000, 1e-4, 2),
+    (175_000, 0.6e-4, 3.2),
+)
+
+
+class Pretraining(NamedTuple):
+    """How to pretrain a model. source: where the learning rate comes from, in a few words."""
+
+    lr: float
+    global_batch_size: int
+    source: str
+
+
+def pretraining_defaults(parameters: int, preset: str | None, seq_length: int) -> Pretraining:
+    """Return the learning rate and the batch for a model that starts from random weights: those
+    that were published for the preset, otherwise those of GPT-3's model of the nearest size.
+
+    parameters: of the model. preset: its name, if it has the preset's sizes. seq_length: tokens of
+    a sequence. The batch, in sequences, is the power of two that is nearest to the tokens.
+    """
+    size, lr, tokens = min(GPT3, key=lambda row: abs(math.log(parameters / (row[0] * MILLION))))
+    known = PUBLISHED.get(preset or "", Published(None))
+    named = f"{size / 1000:g}B" if size >= 1000 else f"{size}M"
+    source = f"published for {preset}" if known.lr else f"of GPT-3 {named}, the nearest in size"
+    sequences = (known.batch_tokens or tokens * MILLION) / seq_length
+    return Pretraining(known.lr or lr, 2 ** max(0, round(math.log2(sequences))), source)

@@ -1,0 +1,118 @@
+"""List the families and presets: sizes, and the names of their weights on the Hugging Face hub.
+
+$ megazoo models
+$ megazoo models llama
+$ megazoo models qwen3-8b
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+from megazoo.cli.flags import File, parse_flags, positional
+from megazoo.cli.options import ImportOption
+from megazoo.cli.parsing import run_file
+from megazoo.cli.text import table
+from megazoo.errors import UserError, nearest
+from megazoo.files import write_text
+from megazoo.models.counts import parameter_count
+from megazoo.models.published import PUBLISHED, Published
+from megazoo.models.registry import FAMILIES
+
+COLUMNS = [
+    "preset",
+    "parameters",
+    "layers",
+    "hidden",
+    "heads",
+    "kv heads",
+    "positions",
+    "vocabulary",
+]
+
+
+@dataclass
+class Options(ImportOption):
+    """What to list."""
+
+    name: positional("NAME", str, "(default: all)") = None
+    """A family or a preset."""
+    json: File = None
+    """File for the same as JSON; - is stdout, without the table."""
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_flags(Options, arguments, __doc__)
+    if options.import_:
+        run_file(options.import_)
+    rows = found(options.name)
+    text = json.dumps(rows, indent=1)
+    if str(options.json) == "-":
+        print(text)
+        return
+    print("\n".join(details(rows[0]) if options.name not in (None, *FAMILIES) else lines_of(rows)))
+    if options.json:
+        write_text("--json", options.json, text + "\n")
+
+
+def found(name: str | None) -> list[dict]:
+    """Return what is known of each preset, or of those that a name means; UserError if none."""
+    rows = [
+        row_of(family, preset)
+        for family, model in FAMILIES.items()
+        for preset in model.presets
+        if preset != family and name in (None, family, preset)  # a family's name means its tiny one
+    ]
+    if not rows:
+        known = {*FAMILIES, *(preset for model in FAMILIES.values() for preset in model.presets)}
+        raise UserError(f"unknown model or preset {name!r}{nearest(name, known)}")
+    return rows
+
+
+def row_of(family: str, preset: str) -> dict:
+    """Return what is known of a preset."""
+    config = FAMILIES[family].presets[preset]
+    published = PUBLISHED.get(preset, Published(None))
+    return {
+        "family": family,
+        "preset": preset,
+        "parameters": parameter_count(config),
+        "hub": published.hub,
+        "lr": published.lr,
+        "batch_tokens": published.batch_tokens,
+        "config": asdict(config),
+    }
+
+
+def lines_of(rows: list[dict]) -> list[str]:
+    """Write a table for each family."""
+    lines = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        cells = [[*COLUMNS, "Hugging Face"]]
+        for row in rows:
+            config = row["config"]
+            kv_heads = config.get("kv_heads") or config["heads"]
+            sizes = [config["layers"], config["hidden_size"], config["heads"], kv_heads]
+            sizes += [config["max_positions"], config["vocab_size"]]
+            if row["family"] == family:
+                cells.append(
+                    [row["preset"], f"{row['parameters']:,}", *map(str, sizes), row["hub"] or ""]
+                )
+        lines += [f"{family} (--model {family} is {family}-tiny)", *table(cells, left=(0, -1)), ""]
+    return [*lines, "`hf download NAME --local-dir DIR` brings the weights; --load DIR reads them."]
+
+
+def details(row: dict) -> list[str]:
+    """Write all that is known of a preset."""
+    lines = [f"{row['preset']}: {row['family']}, {row['parameters']:,} parameters"]
+    lines += [f"  {name:22} {value}" for name, value in row["config"].items()]
+    rate = f"learning rate {row['lr']:g}" if row["lr"] else "learning rate not published"
+    tokens = row["batch_tokens"]
+    batch = f"{tokens:,} tokens per step" if tokens else "batch not published"
+    lines += [f"  {'pretrained with':22} {rate}, {batch}"]
+    lines += [f"from random weights: megazoo pretrain --preset {row['preset']}"]
+    if row["hub"]:
+        lines += [
+            f"from its weights:    hf download {row['hub']} --local-dir DIR",
+            "                     megazoo pretrain --load DIR",
+        ]
+    return lines
