@@ -67,7 +67,7 @@ class Terms:
                 terms[name] = value
         self.parts = self.parts or arguments.get("sequence_length") is not None
 
-    def take_config(self, config) -> None:
+    def take_config(self, config: Any) -> None:
         """Add the fields of a model's config."""
         self.take({f"the model's {f.name}": getattr(config, f.name) for f in fields(config)})
 
@@ -104,7 +104,7 @@ def sharing_axis(ctx: ParallelContext, *rows: torch.Tensor | None) -> Axis:
     return ctx.token_axis if dp.size == 1 or _are_equal(mine, dp) else ctx.cp
 
 
-def fingerprint(value, bits: bool | None = None) -> Any:
+def fingerprint(value: Any, bits: bool | None = None) -> Any:
     """Return what is compared of a value: of a tensor its shape, its dtype and a checksum of its
     bits; of anything else the value itself.
 
@@ -212,6 +212,5 @@ def _shown(here, there) -> tuple[str, str]:
             if a != b:
                 return f"{what} {a}", f"{what} {b}"
         return "one tensor", "another of the same shape"
-    return tuple(
-        "a tensor" if isinstance(value, tuple) else f"{value!r:.60}" for value in (here, there)
-    )
+    a, b = ("a tensor" if isinstance(v, tuple) else f"{v!r:.60}" for v in (here, there))
+    return a, b

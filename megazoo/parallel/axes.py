@@ -20,7 +20,7 @@ class Axis:
 
     size: int
     rank: int
-    group: dist.ProcessGroup | VirtualGroup | None
+    group: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class ShortNames:
         return self.tp.rank
 
     @property
-    def tp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+    def tp_group(self) -> dist.ProcessGroup | None:
         return self.tp.group
 
     @property
@@ -63,7 +63,7 @@ class ShortNames:
         return self.pp.rank
 
     @property
-    def pp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+    def pp_group(self) -> dist.ProcessGroup | None:
         return self.pp.group
 
     @property
@@ -75,7 +75,7 @@ class ShortNames:
         return self.cp.rank
 
     @property
-    def cp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+    def cp_group(self) -> dist.ProcessGroup | None:
         return self.cp.group
 
     @property
@@ -87,7 +87,7 @@ class ShortNames:
         return self.dp.rank
 
     @property
-    def dp_group(self) -> dist.ProcessGroup | VirtualGroup | None:
+    def dp_group(self) -> dist.ProcessGroup | None:
         return self.dp.group
 
 
@@ -103,7 +103,7 @@ def joined(dp: Axis, cp: Axis, group: dist.ProcessGroup | None) -> Axis:
 def folded_into(
     token: Axis,
     sizes: Iterable[tuple[str, int]],
-    groups: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...],
+    groups: tuple[tuple[dist.ProcessGroup, ...], ...],
 ) -> dict[str, FoldedAxis]:
     """Return the axes that are folded into the token axis, whose fastest ranks they are.
 
@@ -113,9 +113,8 @@ def folded_into(
     folded = {}
     for number, (name, size) in enumerate(sizes):
         count, (replica, rank) = token.size // size, divmod(token.rank, size)
-        group, of_replicas = VirtualGroup(size, rank), VirtualGroup(count, replica)
-        if groups:
-            group, of_replicas = groups[number]
+        virtual = VirtualGroup(size, rank), VirtualGroup(count, replica)
+        group, of_replicas = groups[number] if groups else virtual
         folded[name] = FoldedAxis(size, rank, group, Axis(count, replica, of_replicas))
     return folded
 
@@ -127,9 +126,9 @@ def groups_of_folded(
     calls it. ranks: of the world, [pp, token axis, tp]."""
     pp, token, tp = ranks.shape
     ranks = ranks.view(pp, token // size, size, tp)
-    alone = solitary_group(timeout) if 1 in ranks.shape[1:3] else None
+    alone = [solitary_group(timeout)] if 1 in ranks.shape[1:3] else []
     replicas, along = (
-        alone if ranks.shape[dim] == 1 else group_along(dim, ranks, device, timeout)
+        alone[0] if ranks.shape[dim] == 1 else group_along(dim, ranks, device, timeout)
         for dim in (1, 2)
     )
     return along, replicas

@@ -125,7 +125,7 @@ class GradientBuckets:
                 buckets.received(parameter)
 
         limit = bucket_elements or elements_for(ctx)
-        axis_of = dict.fromkeys(parameters[::-1], ctx.token_axis) | (axes or {})
+        axis_of = dict.fromkeys(parameters[::-1], ctx.token_axis) | dict(axes or {})
         early, last = (
             _grouped_by_axis({p: a for p, a in axis_of.items() if (p in late) == is_late}, limit)
             for is_late in (False, True)
@@ -225,7 +225,8 @@ class GradientBuckets:
                 work.wait()
         self.works = []
         if loss_scale != 1.0:
-            scale_each([parameter.grad for parameter in self.place], 1 / loss_scale)
+            gradients = (parameter.grad for parameter in self.place)
+            scale_each([grad for grad in gradients if grad is not None], 1 / loss_scale)
 
     def received(self, parameter: nn.Parameter) -> None:
         """Note that a backward has added to the parameter's gradient."""
@@ -322,8 +323,9 @@ class GradientBuckets:
             bucket[start : start + parameter.numel()].view_as(parameter)
             for parameter, start in self.members[index]
         ]
-        gradients = [parameter.grad for parameter, _ in self.members[index]]
-        if any(gradient is None for gradient in gradients):  # another one came twice
+        of_members = (parameter.grad for parameter, _ in self.members[index])
+        gradients = [gradient for gradient in of_members if gradient is not None]
+        if len(gradients) < len(views):  # another one came twice
             raise UserError(USED_AGAIN)
         copy_each(views, gradients)
         for (parameter, _), view in zip(self.members[index], views, strict=True):

@@ -1,6 +1,7 @@
 """Plain collectives, without autograd. On a virtual group they do nothing but count their bytes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,12 @@ _all_gather = renamed_collective("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def all_reduce(tensor: torch.Tensor, group, op=dist.ReduceOp.SUM, async_op: bool = False):
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp = dist.ReduceOp.SUM,
+    async_op: bool = False,
+) -> dist.Work | None:
     """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if
     async_op."""
     if group is None or group.size() == 1:
@@ -41,7 +47,7 @@ def all_reduce_over(
         all_reduce(tensor, axis.group, op)
 
 
-def summed(tensor: torch.Tensor, group) -> torch.Tensor:
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a new tensor, the sum of every rank's."""
     tensor = tensor.contiguous()
     if reducer := _reducer_for(tensor, group):
@@ -54,7 +60,9 @@ def summed(tensor: torch.Tensor, group) -> torch.Tensor:
     return total
 
 
-def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
+def reduce_scatter_shards(
+    flat: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+) -> dist.Work | None:
     """Sum `flat` [n] over `group`, each rank its own part of n / size only, in place. Returns the
     work if async_op."""
     if group is None or group.size() == 1:
@@ -64,7 +72,9 @@ def reduce_scatter_shards(flat: torch.Tensor, group, async_op: bool = False):
     )
 
 
-def all_gather_shards(flat: torch.Tensor, group, async_op: bool = False):
+def all_gather_shards(
+    flat: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+) -> dist.Work | None:
     """Give all ranks of `group` each one's part of `flat` [n], n / size long, in place. Returns the
     work if async_op."""
     if group is None or group.size() == 1:
@@ -74,7 +84,9 @@ def all_gather_shards(flat: torch.Tensor, group, async_op: bool = False):
     )
 
 
-def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group) -> None:
+def gather_ranges(
+    flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group: dist.ProcessGroup
+) -> None:
     """Give rank `target` of `group` the elements ranges[rank] of each rank's `flat` [n], in place.
 
     All ranks of the group call it.
@@ -97,7 +109,9 @@ def gather_ranges(flat: torch.Tensor, ranges: list[tuple[int, int]], target: int
         work.wait()
 
 
-def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
+def all_gather_last_dim(
+    tensor: torch.Tensor, group: dist.ProcessGroup, sizes: list[int]
+) -> torch.Tensor:
     """Concatenate every rank's `tensor` along the last dimension, of which rank r has sizes[r]."""
     # ranks must send equal shapes
     padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
@@ -105,24 +119,24 @@ def all_gather_last_dim(tensor: torch.Tensor, group, sizes: list[int]) -> torch.
     return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
-def all_gather_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
+def all_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenate every rank's part of the sequence, dimension -2: [..., part, size] -> [...,
     sequence, size]."""
     return _in_sequence(all_gather_parts(tensor, group))
 
 
-def reduce_scatter_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
+def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum `tensor`; each rank gets its part of the sequence, dimension -2: [..., sequence, size] ->
     [..., part, size]."""
     return reduce_scatter_parts(_parts_of_sequence(tensor, group), group)
 
 
-def all_gather_parts(tensor: torch.Tensor, group) -> torch.Tensor:
+def all_gather_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return every rank's tensor: [...] -> [ranks, ...]."""
     return _gather(tensor.contiguous(), group)
 
 
-def reduce_scatter_parts(parts: torch.Tensor, group) -> torch.Tensor:
+def reduce_scatter_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum contiguous `parts`, one for each rank, which gets its own: [ranks, ..., size] -> [...,
     size]."""
     mine = torch.empty_like(parts[0])
@@ -135,7 +149,7 @@ def reduce_scatter_parts(parts: torch.Tensor, group) -> torch.Tensor:
 
 
 def exchange_parts(
-    tensor: torch.Tensor, group, sends: Sequence[int], receives: Sequence[int]
+    tensor: torch.Tensor, group: dist.ProcessGroup, sends: Sequence[int], receives: Sequence[int]
 ) -> torch.Tensor:
     """Send sends[r] rows of `tensor`, one rank's after the other, to each rank r, and return what
     they send: [sends' sum, ...] -> [receives' sum, ...]. Rank r sends receives[r] rows."""
@@ -160,12 +174,14 @@ def exchange_parts(
 # say CUDA_DEVICE_MAX_CONNECTIONS=1 (as for Megatron-LM); else a large product may hold them up.
 
 
-def begin_sum(tensor: torch.Tensor, group) -> Callable[[], torch.Tensor]:
+def begin_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Begin to sum every rank's `tensor`, in place."""
     return _result(all_reduce(tensor, group, async_op=True), lambda: tensor)
 
 
-def begin_all_gather_sequence(tensor: torch.Tensor, group) -> Callable[[], torch.Tensor]:
+def begin_all_gather_sequence(
+    tensor: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], torch.Tensor]:
     """Begin all_gather_sequence(tensor, group)."""
     tensor = tensor.contiguous()
     parts = tensor.new_empty(group.size(), *tensor.shape)
@@ -175,7 +191,9 @@ def begin_all_gather_sequence(tensor: torch.Tensor, group) -> Callable[[], torch
     return _result(work, lambda: _in_sequence(parts))
 
 
-def begin_reduce_scatter_sequence(tensor: torch.Tensor, group) -> Callable[[], torch.Tensor]:
+def begin_reduce_scatter_sequence(
+    tensor: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], torch.Tensor]:
     """Begin reduce_scatter_sequence(tensor, group)."""
     parts = _parts_of_sequence(tensor, group)
     mine = torch.empty_like(parts[0])
@@ -198,7 +216,9 @@ def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContex
     return tensor
 
 
-def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
+def all_gather_objects(
+    value: Any, ctx: ParallelContext, group: dist.ProcessGroup | None = None
+) -> list:
     """Return every rank's small Python value, in the order of the world's ranks.
 
     group: a group of all ranks; by default the world's.
@@ -212,11 +232,11 @@ def all_gather_objects(value, ctx: ParallelContext, group=None) -> list:
 def _run(
     collective: Callable,
     *tensors: torch.Tensor | list,
-    group,
+    group: dist.ProcessGroup,
     whole: torch.Tensor,
     sent: float | None = None,
-    **options,
-):
+    **options: Any,
+) -> dist.Work | None:
     """Call a collective of torch.distributed: collective(*tensors, group=group, **options).
 
     whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the
@@ -238,7 +258,7 @@ def _run(
     return None
 
 
-def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
+def _reducer_for(tensor: torch.Tensor, group: dist.ProcessGroup) -> shared_memory.Reducer | None:
     """Return what moves this tensor between CPU ranks of one host; None where torch.distributed has
     to. All ranks of a group have a tensor of the same dtype and device, so that they agree."""
     if isinstance(group, VirtualGroup) or group.size() == 1:
@@ -248,7 +268,7 @@ def _reducer_for(tensor: torch.Tensor, group) -> shared_memory.Reducer | None:
     return shared_memory.shared_by(group, shared_memory.Reducer)
 
 
-def _gather(tensor: torch.Tensor, group) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return every rank's contiguous tensor, [ranks, *shape]."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
     if reducer := _reducer_for(tensor, group):
@@ -265,13 +285,15 @@ def _in_sequence(parts: torch.Tensor) -> torch.Tensor:
     return rearrange(parts, "ranks ... part size -> ... (ranks part) size")
 
 
-def _parts_of_sequence(tensor: torch.Tensor, group) -> torch.Tensor:
+def _parts_of_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Part the sequence: [..., sequence, size] -> [ranks, ..., part, size], contiguous."""
     parts = rearrange(tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size())
     return parts.contiguous()
 
 
-def _result(work, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def _result(
+    work: dist.Work | None, result: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
     """Return a function that waits for the work, if there is any, and returns result()."""
 
     def finish() -> torch.Tensor:
@@ -283,6 +305,6 @@ def _result(work, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tens
     return finish
 
 
-def _own_shard(flat: torch.Tensor, group) -> torch.Tensor:
+def _own_shard(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's part of `flat` [n], n / size long."""
     return flat.view(group.size(), -1)[group.rank()]

@@ -232,7 +232,7 @@ class ParallelContext(ShortNames):
         cp: int = 1,
         cp_method: str = "allgather",
         rank: int = 0,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = False,
         virtual: int = 1,
         placement: str = "loop",
         stage_layers: str | Sequence[int] = "balanced",
@@ -257,7 +257,7 @@ class ParallelContext(ShortNames):
         return cls(
             sizes,
             rank,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=bool(sequence_parallel),
             cp_method=cp_method,
             placement=Placement(placement, pp, virtual),
             stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
@@ -284,14 +284,14 @@ class ParallelContext(ShortNames):
         if self.mesh is not None:
             groups = [axis.group for axis in self.axes if axis.size == 1]
             alone = groups[0] if groups else solitary_group(self.timeout)
-            group = {
+            group_of = {
                 "pp": self.pp_group,
                 "dp": self.token_axis.group,
                 "cp": alone,
                 "tp": self.tp_group,
             }
             mesh = DeviceMesh.from_group(
-                [group[name] for name in AXES],
+                [group for name in AXES if (group := group_of[name])],
                 self.device.type,
                 mesh=self.mesh.mesh.view(sizes),
                 mesh_dim_names=AXES,
@@ -303,7 +303,9 @@ class ParallelContext(ShortNames):
         None for one rank. timeout: the context's by default."""
         if self.world_size == 1:
             return None
-        return dist.new_group(backend="gloo", timeout=timeout or self.timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout or self.timeout)
+        assert isinstance(group, dist.ProcessGroup)  # of which this rank is
+        return group
 
     def require_ranks(self) -> None:
         """Raise UserError in a virtual context: without its other ranks a model would give wrong

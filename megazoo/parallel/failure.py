@@ -14,7 +14,7 @@ training program then has named the absent rank before (megazoo/cli/launch/heart
 import inspect
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
@@ -39,7 +39,7 @@ _latest = {"call": (0, "none")}  # see calls_made; one value, so that threads re
 
 
 @contextmanager
-def propagate_errors(ctx: ParallelContext, in_replica: bool = False):
+def propagate_errors(ctx: ParallelContext, in_replica: bool = False) -> Iterator["_Call | None"]:
     """Raise an exception that one rank raises within this block, which all ranks enter together, on
     all.
 
@@ -99,7 +99,7 @@ def _together(function: Callable, in_replica: bool) -> Callable:
 
 
 @contextmanager
-def _one_thread(ctx: ParallelContext, name: str):
+def _one_thread(ctx: ParallelContext, name: str) -> Iterator[None]:
     """Refuse a call while another thread of this process is within one of the same context: the
     collectives of the two would meet each other's on the other ranks."""
     if ctx.mesh is None or ctx.world_size == 1:
@@ -150,10 +150,11 @@ class _Call:
     def __init__(self, ctx: ParallelContext, ranks: int, in_replica: bool):
         self.ctx, self.ranks = ctx, ranks
         self.axes = tuple(name for name in AXES[::-1] if not (in_replica and name == "dp"))
-        self.groups = [ctx.axis(name).group for name in self.axes]
-        self.groups += [] if in_replica else [dist.group.WORLD, ctx.token_axis.group]
+        groups = [ctx.axis(name).group for name in self.axes]
+        groups += [] if in_replica else [dist.group.WORLD, ctx.token_axis.group]
         for folded in ctx.folded.values():  # over which layers communicate
-            self.groups += [folded.group, folded.replicas.group]
+            groups += [folded.group, folded.replicas.group]
+        self.groups = [group for group in groups if group]
         # Keys of the store, which may be older than this context, and have seen others with as many
         # calls.
         scope = f"megazoo/{ctx.name}" + (f"/replica {ctx.dp_rank}" if in_replica else "")
@@ -248,7 +249,8 @@ class _Call:
                 other = (group.rank() + 1) % group.size()
                 with suppress(RuntimeError):  # the timeout, or an end that has come before
                     work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=UNUSED_TAG)
-                    work.wait(timedelta(milliseconds=1))
+                    if work:
+                        work.wait(timedelta(milliseconds=1))
 
 
 def _within_reach(ask: Callable):

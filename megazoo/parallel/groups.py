@@ -13,7 +13,7 @@ CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
 OTHER_FILES = 512
 
 
-class VirtualGroup:
+class VirtualGroup(dist.ProcessGroup):
     """A stand-in for a process group of which only this rank is there.
 
     On the meta device, where there are shapes and no values, collectives over it do nothing but add
@@ -22,14 +22,9 @@ class VirtualGroup:
     """
 
     def __init__(self, size: int, rank: int):
-        self._size, self._rank = size, rank
+        # torch's stub has only the constructor with a store
+        super().__init__(rank, size)  # pyrefly: ignore[missing-argument, bad-argument-type]
         self.calls, self.sent, self.sent_beside = 0, 0.0, 0.0
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
 
 
 def groups_of(
@@ -47,11 +42,9 @@ def groups_of(
     gloo, whatever the device: a communicator of NCCL takes memory of the GPU, and all ranks would
     have to make one for each rank of the world, one after the other.
     """
-    alone = None
-    if 1 in ranks.shape:
-        alone = solitary_group(timeout)
+    alone = [solitary_group(timeout)] if 1 in ranks.shape else []
     return [
-        alone if size == 1 else group_along(dim, ranks, device, timeout)
+        alone[0] if size == 1 else group_along(dim, ranks, device, timeout)
         for dim, size in enumerate(ranks.shape)
     ]
 
@@ -59,7 +52,9 @@ def groups_of(
 def solitary_group(timeout: timedelta) -> dist.ProcessGroup:
     """Make a group of this rank alone, of which the others need not know."""
     mine = [dist.get_rank()]
-    return dist.new_group(mine, timeout, backend="gloo", use_local_synchronization=True)
+    group = dist.new_group(mine, timeout, backend="gloo", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # of which this rank is
+    return group
 
 
 def group_along(
@@ -70,7 +65,8 @@ def group_along(
     backend = CUDA_BACKENDS if device.type == "cuda" else None  # None: the world's
     # new_group does not inherit the world's timeout
     groups = [dist.new_group(row, timeout=timeout, backend=backend) for row in rows]
-    return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+    # of those of other ranks new_group returns a number
+    return next(group for group in groups if isinstance(group, dist.ProcessGroup))
 
 
 def warm_up(

@@ -4,11 +4,12 @@ What follows: a parameter's values at the start, the sum of its gradient over th
 copies, and which of its elements count in sums over the whole model.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ _without_memory: ContextVar[bool] = ContextVar("cut parameters without memory", 
 
 
 @contextmanager
-def without_memory():
+def without_memory() -> Iterator[None]:
     """Within this block ShardedModules make their parameters on the meta device; other tensors are
     made as ever."""
     token = _without_memory.set(True)
@@ -68,13 +69,13 @@ class ShardedModule(nn.Module):
         # parameters of which backward on this rank gives only a part of the gradient
         self._partial: set[str] = set()
 
-    def synced_parameter(self, name: str) -> torch.Tensor | None:
+    def synced_parameter(self, name: str) -> torch.Tensor | Any:
         """Return the parameter as the forward should use it: where each tp rank's backward gives a
         part of its gradient, the parts are summed, here or at the end of train_batch.
 
         So it is with KV heads that several ranks hold, and under sequence parallelism with norms.
         Where all ranks compute the same gradient, or each has a part of its own, this is the
-        parameter itself.
+        parameter itself. Of a bias that the layer has not, None.
         """
         parameter = getattr(self, name)
         if name not in self._partial or self.sums_later:
@@ -98,7 +99,7 @@ class ShardedModule(nn.Module):
         if spec.has_partial_gradient(self.ctx):
             self._partial.add(name)
         if not parameter.is_meta:
-            initialize(parameter, spec, self.ctx, derive_seed(torch.randint(1 << 62, ()).item()))
+            initialize(parameter, spec, self.ctx, derive_seed(int(torch.randint(1 << 62, ()))))
 
     def extra_repr(self) -> str:
         """Describe the parameters by their global shapes and this rank's shards."""

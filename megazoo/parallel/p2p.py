@@ -15,14 +15,16 @@ from megazoo.parallel.cpu import shared_memory
 from megazoo.parallel.timing import spent
 
 
-def start_receive(buffer: torch.Tensor, pp_rank: int, ctx: ParallelContext):
+def start_receive(
+    buffer: torch.Tensor, pp_rank: int, ctx: ParallelContext
+) -> shared_memory.Message | dist.Work:
     """Start receiving into a contiguous tensor from a pipeline rank, which knows its shape and
     dtype; returns what to wait for, by its `wait()`, before it is read."""
     boxes = _mailboxes(buffer, ctx)
     return boxes.receive(buffer, pp_rank) if boxes else _start(dist.irecv, buffer, pp_rank, ctx)
 
 
-def start_send(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext):
+def start_send(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> dist.Work | None:
     """Start sending a contiguous tensor to a pipeline rank.
 
     Returns the work to wait for before the tensor may change; until then it must live. Between CPU
@@ -38,6 +40,7 @@ def _mailboxes(tensor: torch.Tensor, ctx: ParallelContext) -> shared_memory.Mail
     to. The first call is one of all ranks of the pipeline."""
     if ctx.device.type != "cpu":
         return None
+    assert ctx.pp_group  # this rank sends to another one of the pipeline
     boxes = shared_memory.shared_by(ctx.pp_group, shared_memory.Mailboxes)
     return boxes if tensor.nbytes <= shared_memory.SLOT_BYTES else None
 
@@ -72,4 +75,6 @@ def sum_between_stages(
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        piece.copy_(sum(copies[rank] for rank in sorted(copies)))
+        piece.zero_()
+        for rank in sorted(copies):
+            piece += copies[rank]

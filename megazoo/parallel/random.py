@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,7 +17,7 @@ def derive_seed(*what: int | str) -> int:
 
 
 @contextmanager
-def all_seeded(seed: int):
+def all_seeded(seed: int) -> Iterator[None]:
     """Let the default generators of Python, NumPy and torch, on the CPU, draw from `seed` within
     this block; afterwards they are as they were."""
     python, numpy = random.getstate(), np.random.get_state()
@@ -31,7 +32,7 @@ def all_seeded(seed: int):
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device):
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Let torch's default generator of `device` draw from `seed` within this block; afterwards it
     is as it was."""
     generator = (

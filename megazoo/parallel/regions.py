@@ -7,6 +7,7 @@ What is a sum forward is a copy backward, and the reverse (Megatron-LM: Shoeybi 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from megazoo.parallel.collectives import (
     all_gather_last_dim,
@@ -219,7 +220,7 @@ def gather_context(
     return list(zip(gathered[::2], gathered[1::2], strict=True))
 
 
-def gathered_in_order(x: torch.Tensor, group) -> torch.Tensor:
+def gathered_in_order(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return what all context-parallel ranks have of a sequence, without autograd: [..., part,
     size] -> [..., sequence, size]."""
     return in_order(all_gather_parts(x, group))

@@ -11,12 +11,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megazoo.errors import UserError
 from megazoo.parallel.placement import Placement
 
-COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # the time of each kind of action, by default
+# The time of each kind of action, by default.
+COST: dict[Any, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 class Action(NamedTuple):
@@ -42,7 +43,7 @@ def placed(placement: str) -> Callable[[Schedule], Schedule]:
     """Mark a schedule, `@placed("v")`, as one whose stages lie so: see placement.py. Without a mark
     they lie in a "loop"."""
 
-    def mark(schedule: Schedule) -> Schedule:
+    def mark(schedule: Any) -> Schedule:
         schedule.placement = placement
         return schedule
 
@@ -233,7 +234,7 @@ class Span(NamedTuple):
 
 
 def timeline(
-    tables: Sequence[Sequence[Action]], cost: dict | None = None, transfer: float = 0.0
+    tables: Sequence[Sequence[Action]], cost: dict[Any, float] | None = None, transfer: float = 0.0
 ) -> dict[Action, Span]:
     """Return when every action of all ranks' tables runs, if each rank does its own in order, as
     soon as what they need is there.

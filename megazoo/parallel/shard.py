@@ -189,7 +189,7 @@ def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class ParameterSpec:
     """What a parameter is, whatever the layout: its global shape, its cuts, and its initial
     distribution.
@@ -204,18 +204,30 @@ class ParameterSpec:
     """
 
     shape: tuple[int, ...]
-    shards: tuple[Shard, ...] | Shard | None = ()
-    mean: float = 0.0
-    std: float = 0.0
-    bound: float = 0.0
-    partial: bool = False
-    plain: bool = False
-    added: bool = False
+    shards: tuple[Shard, ...]
+    mean: float
+    std: float
+    bound: float
+    partial: bool
+    plain: bool
+    added: bool
 
-    def __post_init__(self):
-        given = self.shards
-        shards = given if isinstance(given, tuple) else (given,) if given else ()
-        object.__setattr__(self, "shards", shards)  # of a frozen dataclass
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        shards: tuple[Shard, ...] | Shard | None = (),
+        mean: float = 0.0,
+        std: float = 0.0,
+        bound: float = 0.0,
+        partial: bool = False,
+        plain: bool = False,
+        added: bool = False,
+    ):
+        if not isinstance(shards, tuple):
+            shards = (shards,) if shards else ()
+        values = (shape, shards, mean, std, bound, partial, plain, added)
+        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, name, value)  # of a frozen dataclass
         for what in ("dim", "axis"):
             if len({getattr(shard, what) for shard in shards}) < len(shards):
                 raise UserError(f"a parameter is cut twice by one {what}: {shards}")

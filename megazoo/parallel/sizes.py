@@ -4,13 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral
+from typing import Any
 
 from megazoo.errors import UserError
 
 LONGEST_TIMEOUT = timedelta(days=365)
 
 
-def check_sizes(tp, pp, cp, virtual, dp) -> None:
+def check_sizes(tp: Any, pp: Any, cp: Any, virtual: Any, dp: Any) -> None:
     """Refuse sizes of `ParallelContext.from_torch` that are no whole numbers above 0. dp may be
     None."""
     _check_size("tensor_parallel_size", tp)
@@ -41,7 +42,7 @@ def check_folded(folded: Mapping[str, int], dp: int, cp: int, taken: Sequence[st
             )
 
 
-def check_timeout(timeout) -> None:
+def check_timeout(timeout: Any) -> None:
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise UserError(f"timeout must be a timedelta above 0, not {timeout!r}")
     if timeout > LONGEST_TIMEOUT:

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -16,7 +17,7 @@ from megazoo.parallel.groups import CUDA_BACKENDS
 
 
 @contextmanager
-def rendezvous_errors():
+def rendezvous_errors() -> Iterator[None]:
     """Raise UserError if the ranks do not find each other within this block."""
     try:
         yield
@@ -55,16 +56,16 @@ def initialize(device: torch.device, world: int, timeout: timedelta) -> None:
     if device.type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return
-    bound = {"device_id": device} if world > 1 else {}
-    dist.init_process_group(CUDA_BACKENDS, timeout=timeout, **bound)
+    bound = device if world > 1 else None
+    dist.init_process_group(CUDA_BACKENDS, timeout=timeout, device_id=bound)
 
 
 def agree_on_name(rank: int, device: torch.device) -> str:
     """Return a name for a context, the same on all ranks; and have all follow rank 0 in how CPUs
     multiply."""
     measures = rank == 0 and device.type == "cpu"
-    told = [uuid.uuid4().hex, products.verdicts() if measures else None]
+    told = [(uuid.uuid4().hex, products.verdicts() if measures else None)]
     dist.broadcast_object_list(told)
-    name, verdict = told
+    ((name, verdict),) = told
     products.follow(verdict)
     return name

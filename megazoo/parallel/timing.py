@@ -1,7 +1,9 @@
 """What the time of a step is spent on, and the names of its parts in a profiler's trace."""
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -21,7 +23,8 @@ class Stopwatch:
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []  # a part, and when it began
+        # a part, and when it began: the time, or an event
+        self._marks: list[tuple[str, Any]] = []
         self.seconds = 0.0
 
     def __enter__(self) -> "Stopwatch":
@@ -55,13 +58,13 @@ class Stopwatch:
 
 
 @contextmanager
-def spent(part: str, name: str | None = None):
+def spent(part: str, name: str | None = None) -> Iterator[None]:
     """Count this block's time for a part, if a Stopwatch runs; a block within it counts for itself.
 
     A profiler that runs shows the block as `name`, by default the part's.
     """
     watch = _running
-    before = watch.turn_to(part) if watch else None
+    before = watch.turn_to(part) if watch else ""
     try:
         if profiler_runs():
             with torch.autograd.profiler.record_function(name or part):

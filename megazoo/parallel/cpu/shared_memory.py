@@ -11,6 +11,7 @@ import platform
 import time
 import weakref
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,9 @@ class Reducer(_Shared):
     def counts(size: int) -> tuple[int, int]:
         return size, 2 * size  # two slots for each: one can be filled while others still read
 
-    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
+    def all_reduce(
+        self, tensor: torch.Tensor, out: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM
+    ) -> None:
         """Reduce `tensor` over the ranks into `out`, which may be the same; both contiguous. Long
         ones in pieces."""
         length = SLOT_BYTES // tensor.element_size()
@@ -139,7 +142,7 @@ class Reducer(_Shared):
         return slots
 
 
-def _combine(parts: torch.Tensor, out: torch.Tensor, op) -> None:
+def _combine(parts: torch.Tensor, out: torch.Tensor, op: dist.ReduceOp) -> None:
     """Reduce parts[0], parts[1], ... into `out`, in this order."""
     combine = OPERATIONS[op]
     combine(parts[0], parts[1], out=out)
@@ -211,10 +214,11 @@ class Message:
         self.boxes.take(*self.arguments)
 
 
+Kind = TypeVar("Kind", bound=_Shared)
 _opened: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict]" = weakref.WeakKeyDictionary()
 
 
-def shared_by(group: dist.ProcessGroup, kind: type[_Shared]):
+def shared_by(group: dist.ProcessGroup, kind: type[Kind]) -> Kind | None:
     """Return a group's Reducer or Mailboxes; None if its ranks can't share memory.
 
     It is made when all ranks of the group ask for it for the first time.
@@ -232,7 +236,7 @@ def give_up(group: dist.ProcessGroup) -> None:
             shared.give_up()
 
 
-def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
+def _open(group: dist.ProcessGroup, kind: type[Kind]) -> Kind | None:
     """Open memory that all ranks of the group share; all of them call this, and get None if one
     can't. No file has a name, so none is left behind."""
     rank, size = group.rank(), group.size()
@@ -251,7 +255,9 @@ def _open(group: dist.ProcessGroup, kind: type[_Shared]) -> _Shared | None:
     dist.all_gather_object(told, memory is not None, group=group)
     if file >= 0:
         os.close(file)
-    return kind(memory, list(pids), rank, timeout_of(group)) if all(told) else None
+    if memory is None or not all(told):
+        return None
+    return kind(memory, list(pids), rank, timeout_of(group))
 
 
 def _new_file(length: int) -> int:
