@@ -6,6 +6,8 @@ longer in memory than they are: a view leaves out what is between them, so that 
 mask in a loss, and no padding in a weight, an optimizer or a checkpoint.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 ELEMENTS = 64  # that a row's memory is a multiple of, where it is made here
@@ -17,7 +19,7 @@ def needs_alignment(x: torch.Tensor, columns: int) -> bool:
     return columns % LEAST != 0 and _has_tensor_cores(x.device) and x.element_size() == 2
 
 
-def empty_aligned(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+def empty_aligned(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Return memory of this shape, of the dtype and device of `like`, with aligned rows if they
     need it; else contiguous."""
     *rows, columns = shape

@@ -35,7 +35,13 @@ from megazoo.torch_internals import attention_kernel, varlen_attention
 HALF = (torch.bfloat16, torch.float16)
 
 
-def takes_groups(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
+def takes_groups(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+) -> bool:
     """Return whether one of torch's fast kernels takes fewer heads of keys than of queries.
 
     The CPU's does. On CUDA flash does, which is for half precision without a mask, and so does
@@ -148,7 +154,7 @@ class CausalSelfAttention(Layer):
         size, here = self.qkv.head_size, self.qkv.local_parts
         heads, kv_heads, _ = (
             f"{mine // size} of {whole // size}"
-            for mine, whole in zip(here, self.qkv.specs["weight"].shard.parts, strict=True)
+            for mine, whole in zip(here, self.qkv.shard.parts, strict=True)
         )
         text = f"heads={heads}, kv_heads={kv_heads}, head_size={size}"
         return ", ".join(filter(None, [text, super().extra_repr()]))
@@ -212,8 +218,9 @@ class CausalSelfAttention(Layer):
     ) -> torch.Tensor:
         ctx = self.ctx
         if mask is None:
-            cut, packed = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx), self.takes_packed(q.dtype)
-            packed = packed and q.device.type != "cpu"
+            cut = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx)
+            assert cut  # there are several ranks
+            packed = self.takes_packed(q.dtype) and q.device.type != "cpu"
             mask = masks_of_chunks(
                 cut, len(q), q.dtype, q.device, packed=packed, window=self.window
             )
@@ -223,7 +230,7 @@ class CausalSelfAttention(Layer):
                 "mask must say what it sees of all: make it by megazoo.models.masks.mask_of"
             )
         kernel = partial(self._attend_here, dropout=dropout)
-        return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=self.recompute)
+        return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=bool(self.recompute))
 
     def _within_window(self, mask, q, k) -> torch.Tensor | Packed | MaskPerChunk | None:
         """Return the mask with all that is beyond the window hidden, too; a mask for queries that
@@ -277,9 +284,17 @@ class CausalSelfAttention(Layer):
         """Return softmax(q k^T * scale) v of each document by itself, causal."""
         rows = len(q)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, heads, size]
-        boundaries, longest, *keys = packed
-        keys = [] if packed.key_boundaries is None else keys
-        y = varlen_attention(q, k, v, boundaries, longest, self.scale, *keys, window=self.window)
+        y = varlen_attention(
+            q,
+            k,
+            v,
+            packed.boundaries,
+            packed.longest,
+            self.scale,
+            packed.key_boundaries,
+            packed.longest_of_keys,
+            window=self.window,
+        )
         return y.unflatten(0, (rows, -1)).transpose(1, 2)
 
     def _scaled_dot_product(
@@ -327,12 +342,12 @@ class CausalSelfAttention(Layer):
 
     def _fewest_heads(self) -> int:
         """Return how many query heads a tp rank has, or the one that has the fewest."""
-        shard, tp = self.qkv.specs["weight"].shard, self.ctx.tp_size
+        shard, tp = self.qkv.shard, self.ctx.tp_size
         return min(shard.local_sizes(tp, rank)[0] for rank in range(tp)) // self.qkv.head_size
 
     @property
     def heads(self) -> range:
         """The global indices of this rank's query heads."""
-        cut = self.qkv.specs["weight"].shard.cuts(self.ctx.tp_size, self.ctx.tp_rank)[0]
+        cut = self.qkv.shard.cuts(self.ctx.tp_size, self.ctx.tp_rank)[0]
         size = self.qkv.head_size
         return range(cut.global_start // size, (cut.global_start + cut.length) // size)

@@ -22,7 +22,7 @@ class AuxiliaryLosses:
 
     def __init__(self, names: Iterable[str], labels: torch.Tensor, rows: torch.Tensor):
         self.counts = {"labels": labels.clamp(min=1), "rows": rows.clamp(min=1)}
-        self.scale = 1.0
+        self.scale: float | torch.Tensor = 1.0
         zero = torch.zeros((), dtype=torch.float64, device=labels.device)
         self.means = {name: zero.clone() for name in sorted(names)}
 

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from megazoo.layers.layer import declared
-from megazoo.layers.masks import HIDDEN
+from megazoo.layers.masks import HIDDEN, MaskPerChunk, Packed
+
+MaskOfLayer = torch.Tensor | Packed | MaskPerChunk | None
 
 
 class KVCache:
@@ -58,18 +60,20 @@ class KVCache:
         of_rows = kept[:, :: kept.shape[1] // len(k)]  # the copies of a row have the same
         if new == 1 or self.used + new <= kept.shape[3]:
             self._store(kept, k, v)
-            return tuple(of_rows[:, :, :, : self.used + new])
+            keys, values = of_rows[:, :, :, : self.used + new]
+            return keys, values
         before = of_rows[:, :, :, self._places_in_order(kept)]  # some are about to be overwritten
         self._store(kept, k, v)
         return torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
 
-    def hide(
-        self, layer: nn.Module, mask: torch.Tensor | None, like: torch.Tensor
-    ) -> torch.Tensor | None:
+    def hide(self, layer: nn.Module, mask: MaskOfLayer, like: torch.Tensor) -> MaskOfLayer:
         """Return a layer's attention mask (see CausalSelfAttention), which is of all tokens, for
         the keys of `extend`."""
         places, newest = self._kept[layer].shape[3], self.used
-        if mask is None or newest == 0 or mask.shape[-1] <= places:
+        if mask is None or newest == 0:
+            return mask
+        assert isinstance(mask, torch.Tensor)  # documents are packed in one forward alone
+        if mask.shape[-1] <= places:
             return mask
         if mask.shape[-1] > newest + 1:  # of several new tokens
             return mask[..., max(newest - places, 0) :]
@@ -145,6 +149,7 @@ class StaticKVCache(KVCache):
     """
 
     BUCKET = 64
+    position: torch.Tensor
 
     def __init__(self, length: int, copies: int, device: torch.device, *, prompt: int = 0):
         super().__init__(-(-length // self.BUCKET) * self.BUCKET, copies, prompt=prompt)
@@ -172,15 +177,15 @@ class StaticKVCache(KVCache):
         place = self.position % kept.shape[3]
         for old, part in zip(kept, (k, v), strict=True):
             old.index_copy_(2, place, part)
-        return tuple(kept[:, :, :, : self.keys(1)])
+        keys, values = kept[:, :, :, : self.keys(1)]
+        return keys, values
 
-    def hide(
-        self, layer: nn.Module, mask: torch.Tensor | None, like: torch.Tensor
-    ) -> torch.Tensor | None:
+    def hide(self, layer: nn.Module, mask: MaskOfLayer, like: torch.Tensor) -> MaskOfLayer:
         """Return the mask with HIDDEN where there is no token yet: made by the first layer of so
         many places, and by later ones whose mask is another. like: a tensor of the mask's dtype."""
         if self.in_prompt:
             return super().hide(layer, mask, like)
+        assert mask is None or isinstance(mask, torch.Tensor)  # as there
         if layer is next(iter(self._kept)):
             self._hidden.clear()
         places = self._kept[layer].shape[3]

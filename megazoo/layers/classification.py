@@ -27,11 +27,13 @@ def last_tokens(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tens
 def check_labels(labels: torch.Tensor, batch: int, num_labels: int, problem: str | None) -> None:
     """Raise UserError for labels that the problem can't have."""
     kind = problem_of(labels, num_labels, problem)
-    shapes = {
+    shapes: dict[str, list[tuple[int, ...]]] = {
         "single_label_classification": [(batch,)],
         "multi_label_classification": [(batch, num_labels)],
+        "regression": [(batch, num_labels)],
     }
-    shapes["regression"] = [(batch, num_labels)] + ([(batch,)] if num_labels == 1 else [])
+    if num_labels == 1:
+        shapes["regression"].append((batch,))
     if tuple(labels.shape) not in shapes[kind]:
         wanted = " or ".join(str(list(shape)) for shape in shapes[kind])
         raise UserError(f"labels are of shape {list(labels.shape)}, not {wanted} for {kind}")

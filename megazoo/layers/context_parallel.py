@@ -81,9 +81,10 @@ def attend_across_ranks(
 
 
 def _with_all_keys(kernel: Kernel, q, k, v, masks: MaskPerChunk, ctx: ParallelContext, keep: bool):
-    chunks = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx).chunks
+    cut = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx)
+    assert cut  # there are several ranks
     seen, own = [], torch.stack([k, v])
-    gathered = gather_context(own, [chunk.stop for chunk in chunks], ctx)
+    gathered = gather_context(own, [chunk.stop for chunk in cut.chunks], ctx)
     again = _GatheredAgain(own.detach(), gathered[0][0], ctx)
     q = q.contiguous()  # a view would keep k and v, too, of which there is a copy by now
     with nullcontext() if keep else saved_tensors_hooks(again.pack, again.unpack):
@@ -112,6 +113,7 @@ class _GatheredAgain:
     def gather(self) -> None:
         """Gather again: all ranks at once, also one whose kernels have copied what they need, as
         some do where there is a mask."""
+        assert self.ctx.cp_group  # there are several ranks
         gathered = gathered_in_order(self.own, self.ctx.cp_group)
         self.again, self.missing = gathered if self.packed else None, self.packed
 
@@ -126,6 +128,7 @@ class _GatheredAgain:
         """Return the tensor of which `pack` has kept this."""
         if isinstance(packed, torch.Tensor):
             return packed
+        assert self.again is not None  # backward has called `gather`
         tensor = self.again.as_strided(*packed)
         self.missing -= 1
         if not self.missing:

@@ -1,6 +1,7 @@
 """Dropout whose mask is a function of what it is for, not of a generator's state."""
 
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -17,7 +18,7 @@ _seed: ContextVar[int | None] = ContextVar("seed of the micro-batch", default=No
 
 
 @contextmanager
-def dropout_seed(seed: int | None):
+def dropout_seed(seed: int | None) -> Iterator[None]:
     """Within this block a Dropout that is given no seed takes this one: the micro-batch's, for
     layers deep inside a block, which nobody hands it to."""
     token = _seed.set(seed)
@@ -28,7 +29,7 @@ def dropout_seed(seed: int | None):
 
 
 @contextmanager
-def without_dropout(model: nn.Module):
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Within this block every module of a model is in evaluation mode; afterwards each is as it
     was."""
     modes = [(module, module.training) for module in model.modules()]
@@ -60,6 +61,7 @@ class Dropout(Layer):
     """
 
     shown = ("probability",)
+    site: str
 
     def __init__(
         self, probability: float, *, parallel: bool = False, ctx: ParallelContext | None = None
@@ -74,13 +76,13 @@ class Dropout(Layer):
     def active(self) -> bool:
         return self.training and self.probability > 0
 
-    def draw(self, seed: int | None, device: torch.device):
+    def draw(self, seed: int | None, device: torch.device) -> AbstractContextManager[None]:
         """Return a block in which torch's default generator draws for this site. seed: as in
         forward."""
         if seed is None:
             seed = _seed.get()
         if seed is None:
-            seed = torch.randint(1 << 62, ()).item()
+            seed = int(torch.randint(1 << 62, ()))
         elif not self.site:
             raise UserError(
                 "a Dropout that is given a seed needs a site, or all such layers would draw alike"

@@ -3,6 +3,7 @@ positions."""
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
@@ -26,6 +27,8 @@ class _VocabParallel(Layer):
     tp need not divide the vocabulary: the first ranks hold one token more. There is no padding, so
     none has to be masked in the loss, kept out of sampling, or stripped from a checkpoint.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,

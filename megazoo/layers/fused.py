@@ -46,7 +46,8 @@ def split_heads(
     The three gradients are written into one tensor, where autograd would make three and join them.
     """
     if rotary is None and not torch.is_grad_enabled():
-        return _views_of_heads(qkv, parts, head_size)
+        q, k, v = _views_of_heads(qkv, parts, head_size)
+        return q, k, v
     return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
 
 
@@ -84,7 +85,7 @@ def _views_of_heads(
 def _copy_heads(sources, targets, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
     """Copy q, k and v to where the targets are, turning q and k by cos and sin, if given."""
     for name, source, target in zip("qkv", sources, targets, strict=True):
-        if cos is None or name == "v":
+        if cos is None or sin is None or name == "v":
             target.copy_(source)
         else:
             _turn(source, *_over_heads(cos, sin), target)

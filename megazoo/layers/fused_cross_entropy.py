@@ -123,7 +123,7 @@ class _SummedLosses(torch.autograd.Function):
             """Add these tokens' losses and gradients; their logits are gone when it returns."""
             nonlocal weight_grad
             inputs = x[part].to(dtype)
-            logits = linear(inputs, wide, align=True).to(x.dtype)
+            logits, slope = linear(inputs, wide, align=True).to(x.dtype), None
             if soft_cap is not None:
                 logits = soft_capped(logits, soft_cap)
                 if any(wanted):
@@ -142,10 +142,10 @@ class _SummedLosses(torch.autograd.Function):
             logits.mul_((weights / total)[:, None])
             log_normaliser = total.log() + peak
             _to_gradient(logits, weights, columns[part], here[part], log_normaliser, terms)
-            if soft_cap is not None:
+            if slope is not None:
                 logits.mul_(slope)
             logits = aligned(logits.to(x.dtype)).to(dtype)  # by now these are their gradient
-            if wanted[0]:
+            if x_grad is not None:
                 x_grad[part] = logits @ wide
             if wanted[1]:
                 weight_grad = _add_product(weight_grad, logits.t(), inputs)

@@ -10,6 +10,7 @@ from torch import nn
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
+from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.regions import enter_tensor_parallel
 from megazoo.torch_internals import int8_product, takes_int8_product
 
@@ -17,7 +18,9 @@ LARGEST = 127  # of 8 bits with a sign
 FEW_ROWS = 16  # up to which int8_product is faster than widening the weight
 
 
-def rounded_to_int8(weight: torch.Tensor, group=None) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded_to_int8(
+    weight: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [outputs, inputs] as int8, and the scale of each output, fp32 [outputs].
 
     weight = int8 * scale[:, None], up to rounding; scale = max |weight| / 127 of the whole row,
@@ -68,7 +71,7 @@ class Int8Product(nn.Module):
         *,
         entering: ParallelContext | None = None,
         recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        queue=None,
+        queue: WeightQueue | AtOnce | None = None,
     ) -> torch.Tensor:
         """Return x W^T + b, as `megazoo.layers.matmul.linear` does; there is nothing to train."""
         x = enter_tensor_parallel(x, entering) if entering else x

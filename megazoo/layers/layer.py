@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ class Layer(ShardedModule):
         return False
 
 
-def declared(module: nn.Module, name: str):
+def declared(module: nn.Module, name: str) -> Any:
     """Return what any module declares by a name of TYPES, or Layer's default."""
     value = vars(module).get(name)
     if value is not None and isinstance(value, TYPES[name]):
@@ -77,7 +78,7 @@ def declared(module: nn.Module, name: str):
 
 
 @cache
-def _declared_by(cls: type, name: str):
+def _declared_by(cls: type, name: str) -> Any:
     """Return what a class declares. Declarations of a base class whose forward is overridden do not
     count."""
     for names in map(vars, cls.__mro__):

@@ -28,6 +28,8 @@ class _ParallelLinear(Layer):
     """
 
     multiplied = ("weight",)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, ctx: ParallelContext | None):
         super().__init__(ctx)
@@ -38,6 +40,13 @@ class _ParallelLinear(Layer):
         spec, bias = self.specs["weight"], "bias" in self.specs
         text = f"in_features={spec.shape[1]}, out_features={spec.shape[0]}, bias={bias}"
         return ", ".join(filter(None, [text, spec.shard_text(self.ctx.place)]))
+
+    @property
+    def shard(self) -> Shard:
+        """The cut of the weight."""
+        shard = self.specs["weight"].shard
+        assert shard
+        return shard
 
     @property
     def product(self) -> Callable[..., torch.Tensor]:
@@ -139,7 +148,7 @@ class RowParallelLinear(_ParallelLinear):
         units = (unit,) if unit else units_for((in_features,), self.ctx.tp_size)
         shard = Shard(1, (in_features,), units)
         shard.check(self.ctx.tp_size, "inputs")
-        if any(shard.replicated(self.ctx.tp_size)):
+        if unit and any(shard.replicated(self.ctx.tp_size)):
             raise UserError(
                 f"{in_features} inputs in units of {unit} can't be cut over tp {self.ctx.tp_size}: "
                 f"use tp of at most {in_features // unit}, or copies would be summed twice"

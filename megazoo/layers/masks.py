@@ -83,7 +83,9 @@ def window_mask(queries: int, keys: int, window: int, device: torch.device) -> t
     """Return where a query may look that sees itself and the window - 1 tokens before it, queries
     being the last of the keys: bool [1, 1, queries, keys]."""
     one_segment = torch.zeros(1, keys, dtype=torch.int64, device=device)
-    return segment_mask(one_segment, queries, window)
+    mask = segment_mask(one_segment, queries, window)
+    assert mask is not None
+    return mask
 
 
 def in_aligned_rows(

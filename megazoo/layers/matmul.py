@@ -168,7 +168,9 @@ def _gradients_of_weights(ctx, grads: Weights, inputs: torch.Tensor | None) -> t
     ):
         if not is_wanted:
             gradients.append(None)
-        elif queue:
+            continue
+        assert input_rows is not None  # they are kept where a weight is trained
+        if queue:
             gradients.append(queue.put(weight, grad.t(), input_rows))
         else:
             gradients.append(torch.mm(grad.t(), input_rows))
@@ -207,18 +209,15 @@ class _EnteredLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        (x,), x_grad = ctx.saved_tensors, None
+        (x,), summed = ctx.saved_tensors, None
         cut, group = ctx.parallel.sequence_parallel, ctx.parallel.tp_group
         grads = [_aligned_rows(grad) if ctx.align else grad for grad in grads]
-        x_wanted = ctx.needs_input_grad[3]
         gathered = begin_all_gather_sequence(x, group) if cut and x is not None else None
-        if x_wanted:
+        if ctx.needs_input_grad[3]:
             x_grad = _gradient_of_input(grads, ctx.weights)
             summed = (begin_reduce_scatter_sequence if cut else begin_sum)(x_grad, group)
         gradients = _gradients_of_weights(ctx, grads, gathered() if gathered else x)
-        if x_wanted:
-            x_grad = summed()
-        return None, None, None, x_grad, *gradients
+        return None, None, None, summed() if summed else None, *gradients
 
 
 def _aligned_rows(grad: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from megazoo.layers import fused
 from megazoo.layers.fused import replaced_by
@@ -26,6 +27,8 @@ class LayerNorm(Layer):
     """
 
     shown = ("eps",)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class RMSNorm(Layer):
     """
 
     shown = ("eps",)
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -109,6 +113,8 @@ class HeadwiseLayerNorm(Layer):
     """
 
     shown = ("eps",)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -68,8 +68,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         names = ("q", "k", "v")
         super().__init__(hidden_size, parts, bias, units=units, part_names=names, std=std, ctx=ctx)
         self.head_size, self.units, self.score_features = size, units, heads * size
-        shard = self.specs["weight"].shard
-        self.local_parts = shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
+        self.local_parts = self.shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Return q, k and v, one after the other: [batch, sequence, this rank's features of all
