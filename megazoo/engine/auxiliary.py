@@ -1,6 +1,9 @@
 """The auxiliary losses of a run: the counts that they are means over, and their values."""
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers.auxiliary import AuxiliaryLosses
@@ -8,13 +11,13 @@ from megazoo.layers.layer import declared
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 
 
-def declared_losses(model) -> set[str]:
+def declared_losses(model: nn.Module) -> set[str]:
     """Return the names of the auxiliary losses that the layers of this rank declare."""
     return {name for module in model.modules() for name in declared(module, "auxiliary_losses")}
 
 
 def losses_of(
-    model, names: set[str], batches: list[MicroBatch], labelled: torch.Tensor
+    model: Any, names: set[str], batches: list[MicroBatch], labelled: torch.Tensor
 ) -> AuxiliaryLosses | None:
     """Return where layers leave their auxiliary losses in a run over the global batch; None if
     there are none. Every rank calls it.
@@ -32,7 +35,7 @@ def losses_of(
     return AuxiliaryLosses(names, labelled, rows)
 
 
-def report(model, losses: AuxiliaryLosses | None) -> None:
+def report(model: Any, losses: AuxiliaryLosses | None) -> None:
     """Leave the means over the global batch with the model's engine. Every rank calls it."""
     if losses:
         ctx = model.ctx
@@ -40,7 +43,7 @@ def report(model, losses: AuxiliaryLosses | None) -> None:
         model.engine.auxiliary_losses = losses.reduced([*cut_by_tp, ctx.token_axis, ctx.pp])
 
 
-def losses_of_one(model, batch: MicroBatch, labelled: torch.Tensor) -> AuxiliaryLosses | None:
+def losses_of_one(model: Any, batch: MicroBatch, labelled: torch.Tensor) -> AuxiliaryLosses | None:
     """Return where the layers of a model without a pipeline leave their auxiliary losses in a batch
     of one replica, whose loss a user differentiates; None if there are none, or under no_grad."""
     names = declared_losses(model)

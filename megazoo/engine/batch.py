@@ -1,6 +1,7 @@
 """What users give to a model, checked and cut into the micro-batches that its stages run."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ class Batch:
         self,
         count: int,
         ctx: ParallelContext,
-        task,
+        task: Any,
         *,
         longest: int,
         own_loss: bool,
@@ -67,7 +68,7 @@ class Batch:
         if ctx.pp_rank == 0 and "input_ids" not in tokens:
             raise UserError("the first stage needs input_ids")
         if self.sequence_length is not None:
-            tokens |= self._whole_of_parts(tokens, ctx, task)
+            tokens |= _whole_of_parts(tokens, self.sequence_length, ctx, task)
         # Labels that are not of tokens have a shape of their own.
         labels = None if task.labels_are_of_tokens and not own_loss else tokens.pop("labels", None)
         shape, shared = _agree_on_shape(tokens, ctx)
@@ -79,20 +80,19 @@ class Batch:
         if labels is not None and len(labels) != shape[0]:
             raise UserError(f"labels are of shape {list(labels.shape)}, in a batch of {shape[0]}")
 
-        rows = {"scored": scored}  # what is not of tokens
+        mask, documents = tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
+        columns = {**tokens, "segments": _segments(mask, documents)}
+        rows: dict[str, torch.Tensor | None] = {"scored": scored}  # what is not of tokens
         if own_loss:
             rows["labels"] = targets if labels is None else labels
         if task.labels_are_of_tokens:
-            tokens["targets"] = targets
+            columns["targets"] = targets
         else:
             rows["targets"] = targets
         padding = padded_length(shape[1], ctx) - shape[1]
-        tokens["segments"] = _segments(
-            tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
-        )
         if ctx.pp_rank == 0 and _takes_boundaries(ctx):
-            rows["boundaries"] = _boundaries(tokens["segments"], padding, count)
-        tensors = _padded(_on_device(tokens, ctx), padding) | _on_device(rows, ctx)
+            rows["boundaries"] = _boundaries(columns["segments"], padding, count)
+        tensors = _padded(_on_device(columns, ctx), padding) | _on_device(rows, ctx)
         padded_shape = (shape[0], shape[1] + padding)
         if ctx.pp_size > 1:
             shared["scored"] = not task.labels_are_of_tokens
@@ -105,7 +105,7 @@ class Batch:
             tensors["targets"] = _within_documents(tensors["targets"], tensors["segments"])
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
-        of_tokens = {"position_ids", *tokens} - {"segments"}  # attention looks at all segments
+        of_tokens = {"position_ids", *columns} - {"segments"}  # attention looks at all segments
         return _cut(tensors, padded_shape, of_tokens, ctx, length=shape[1], dropout_seeds=seeds)
 
     def _given(self) -> dict[str, torch.Tensor]:
@@ -119,35 +119,8 @@ class Batch:
             if is_tensor(name, tensor)
         }
 
-    def _whole_of_parts(
-        self, tokens: dict[str, torch.Tensor], ctx: ParallelContext, task
-    ) -> dict[str, torch.Tensor]:
-        """Return input_ids and targets as whole sequences, that have this rank's part where it
-        belongs, and nothing elsewhere."""
-        check_number("sequence_length", self.sequence_length, 1, whole=True)
-        if not task.labels_are_of_tokens or "labels" in tokens:
-            raise UserError(
-                "labels go with whole sequences: give targets, shifted before they were cut, or no "
-                "sequence_length"
-            )
-        padded, whole = padded_length(self.sequence_length, ctx), {}
-        cut, part = SequenceCut.of(padded, ctx), padded // ctx.cp_size
-        for name, nothing in (("input_ids", 0), ("targets", IGNORE_INDEX)):
-            if name not in tokens:
-                continue
-            own = tokens[name]
-            if own.dim() != 2 or own.shape[1] != part:
-                raise UserError(
-                    f"{name} has the shape {list(own.shape)}, not [batch, {part}], a "
-                    f"rank's part of {padded} tokens"
-                )
-            if cut is not None:
-                own = cut.place(own, own.new_full((len(own), padded), nothing))
-            whole[name] = own[:, : self.sequence_length]
-        return whole
 
-
-def is_tensor(name: str, tensor) -> bool:
+def is_tensor(name: str, tensor: Any) -> bool:
     """Return whether there is a tensor, or None; UserError for anything else."""
     if tensor is not None and not isinstance(tensor, torch.Tensor):
         raise UserError(f"{name} must be a tensor, not {type(tensor).__name__}: torch.tensor(...)")
@@ -164,7 +137,7 @@ def ids_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.long()
 
 
-def is_mask(tensor) -> bool:
+def is_mask(tensor: Any) -> bool:
     """Return whether there is an attention mask, or None; UserError for one that is added to
     scores, in which 0 stands for a token. On CUDA the host waits for the values of one of floating
     point, and for no other."""
@@ -192,14 +165,42 @@ def check_range(
         raise UserError(f"{what} {low if low < 0 else high} is outside {where}")
 
 
+def _whole_of_parts(
+    tokens: dict[str, torch.Tensor], length: int, ctx: ParallelContext, task: Any
+) -> dict[str, torch.Tensor]:
+    """Return input_ids and targets as whole sequences of this length, that have this rank's part
+    where it belongs, and nothing elsewhere."""
+    check_number("sequence_length", length, 1, whole=True)
+    if not task.labels_are_of_tokens or "labels" in tokens:
+        raise UserError(
+            "labels go with whole sequences: give targets, shifted before they were cut, or no "
+            "sequence_length"
+        )
+    padded, whole = padded_length(length, ctx), {}
+    cut, part = SequenceCut.of(padded, ctx), padded // ctx.cp_size
+    for name, nothing in (("input_ids", 0), ("targets", IGNORE_INDEX)):
+        if name not in tokens:
+            continue
+        own = tokens[name]
+        if own.dim() != 2 or own.shape[1] != part:
+            raise UserError(
+                f"{name} has the shape {list(own.shape)}, not [batch, {part}], a "
+                f"rank's part of {padded} tokens"
+            )
+        if cut is not None:
+            own = cut.place(own, own.new_full((len(own), padded), nothing))
+        whole[name] = own[:, :length]
+    return whole
+
+
 def _agree_on_shape(
     tokens: dict[str, torch.Tensor], ctx: ParallelContext
-) -> tuple[tuple[int, int], dict[str, bool]]:
+) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the batch's shape, as the first stage has it, and which tensors it has for all others;
     UserError for a tensor of another shape."""
     shape = tuple(next(iter(tokens.values())).shape) if tokens else ()
     segments = "document_ids" in tokens or _has_padding(tokens.get("attention_mask"))
-    shared = {"position_ids": "position_ids" in tokens, "segments": segments}
+    shared: dict[str, int] = {"position_ids": "position_ids" in tokens, "segments": segments}
     if ctx.pp_size > 1:
         if ctx.pp_rank == 0 and len(shape) != 2:
             raise UserError(f"input_ids has the shape {list(shape)}, not [batch, sequence]")
@@ -214,7 +215,8 @@ def _agree_on_shape(
             raise UserError(
                 f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}"
             )
-    return shape, shared
+    batch, sequence = shape
+    return (batch, sequence), shared
 
 
 def _tell(numbers: list[int], ctx: ParallelContext) -> list[int]:
@@ -241,7 +243,7 @@ def _check_ids(tokens: dict[str, torch.Tensor], vocab_size: int, longest: int) -
 def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
     """Number each token's segment; it sees the same number only. Padding is a segment of its own,
     -1. None if there is one segment."""
-    if not _has_padding(mask):
+    if mask is None or not _has_padding(mask):
         return documents
     if documents is None:
         documents = torch.zeros_like(mask, dtype=torch.int64)
@@ -324,7 +326,7 @@ def _from_first_stage(
 ) -> dict[str, torch.Tensor]:
     """Replace what the first stage has for all others; a stage's own tensors of such names don't
     count. shared: whether it has a tensor, by its name; how many boundaries."""
-    sizes = {"scored": shape[:1], "boundaries": (shared.get("boundaries"),)}
+    sizes = {"scored": shape[:1], "boundaries": (shared.get("boundaries", 0),)}
     kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
     for name in (name for name, there in shared.items() if there):
         size = sizes.get(name, shape)
@@ -354,7 +356,7 @@ def _cut(
     parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
     batches = []
     for index, dropout_seed in enumerate(dropout_seeds):
-        given = {name: part[index] for name, part in parts.items()}
+        given: dict[str, Any] = {name: part[index] for name, part in parts.items()}
         if cut is not None:
             longest = _longest(given.get("position_ids"), length)
             given |= {name: cut.own(given[name]) for name in of_tokens & given.keys()}

@@ -3,6 +3,7 @@ each: see training.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -11,16 +12,31 @@ from megazoo.engine.batch import Batch
 from megazoo.engine.microbatch import Output
 from megazoo.engine.pipeline import count_labels, run_pipeline
 from megazoo.engine.stepwise import with_backward
+from megazoo.engine.training import TrainingEngine
 from megazoo.errors import UserError
 from megazoo.layers.auxiliary import collecting
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import on_all_ranks, on_replica_ranks
 from megazoo.parallel.regions import reduce_from_context
+from megazoo.parallel.stages import Stage
 
 
 class BatchCalls:
     """The part of `Model` that runs batches, in any layout."""
+
+    family: str
+    config: Any
+    seed: int
+    ctx: ParallelContext
+    stages: list[Stage]
+    training: bool
+    has_last: bool
+    num_labels: int
+    dtype: torch.dtype
+    output_head: Any
+    engine: TrainingEngine
+    forward_stage: Callable[..., torch.Tensor]
 
     def terms(self) -> Terms:
         """Return what must be equal on the ranks that call this model."""
@@ -65,7 +81,7 @@ class BatchCalls:
             result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
             loss, logits = with_backward(result.loss, _refuse_backward), result.collected
         else:
-            head, losses, loss, logits = self.output_head, None, None, None
+            head, count, losses, loss, logits = self.output_head, None, None, None, None
             if labels is not None:
                 count = count_labels(self, [micro_batch], self.ctx.cp_group).clamp(min=1)
                 losses = losses_of_one(self, micro_batch, count)
@@ -74,10 +90,10 @@ class BatchCalls:
                 outputs = head.outputs(x, micro_batch)
                 if labels is not None:
                     loss = head.loss(x, micro_batch, outputs=outputs)
-            if labels is not None:
+            if loss is not None and count is not None:
                 loss = reduce_from_context(loss, self.ctx) / count.float()
-            if losses and loss.requires_grad:
-                loss.register_hook(losses.set_scale)
+                if losses and loss.requires_grad:
+                    loss.register_hook(losses.set_scale)
             if collects:
                 logits = head.full_outputs(outputs, micro_batch)
         return Output(None if labels is None else loss, logits)
@@ -190,7 +206,7 @@ class BatchCalls:
 
 
 @contextmanager
-def using_context(model, ctx: ParallelContext):
+def using_context(model: Any, ctx: ParallelContext) -> Iterator[None]:
     """Within this block a model and its modules have another context, of the same ranks."""
     before = model.ctx
     modules = [m for m in model.modules() if getattr(m, "ctx", None) is before]

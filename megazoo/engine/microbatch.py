@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from megazoo.errors import UserError
+from megazoo.layers.cache import KVCache
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut
+
+ForwardStage = TypeVar("ForwardStage", bound=Callable)
 
 
 @dataclass
@@ -39,34 +43,34 @@ class Output:
         """The fields that are not None."""
         return self.to_tuple()
 
-    def get(self, key: str, default=None):
+    def get(self, key: str, default: Any = None) -> Any:
         """The field of a name, or the default if there is none, or it is None."""
         return dict(self.items()).get(key, default)
 
     def __len__(self) -> int:
         return len(self.keys())
 
-    def __getitem__(self, key: int | slice | str):
+    def __getitem__(self, key: int | slice | str) -> Any:
         return dict(self.items())[key] if isinstance(key, str) else self.to_tuple()[key]
 
     def __contains__(self, key: str) -> bool:
         return key in self.keys()
 
-    def __iter__(self):
+    def __iter__(self) -> NoReturn:
         raise UserError(
             "an output can't be iterated over: for a loop over micro-batches call "
             "model.microbatches(...), to unpack loss and logits call to_tuple()"
         )
 
 
-def static_steps(forward_stage: Callable) -> Callable:
+def static_steps(forward_stage: ForwardStage) -> ForwardStage:
     """Decorate a family's `forward_stage` that takes a StaticKVCache, too, for which generation
     then gives it steps of one token on CUDA, and makes them a CUDA graph.
 
     Such a function reads no tensor on the host, and leaves the places of tokens to the attention,
     to `batch.positions` and to `batch.position`: `batch.keys` doesn't tell them.
     """
-    forward_stage.static_steps = True
+    vars(forward_stage)["static_steps"] = True
     return forward_stage
 
 
@@ -104,7 +108,7 @@ class MicroBatch:
     length: int | None = None
     cut: SequenceCut | None = None
     longest: int | torch.Tensor | None = None
-    cache: object | None = None
+    cache: KVCache | None = None
     last_only: bool = False
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megazoo.engine.auxiliary import losses_of, report
 from megazoo.engine.microbatch import MicroBatch
@@ -20,6 +21,7 @@ from megazoo.parallel.schedule import (
     FORWARD_ONLY,
     Action,
     Exchange,
+    Schedule,
     Transfer,
     backward_follows,
     program,
@@ -42,12 +44,17 @@ class PipelineModel(Protocol):
     ctx: ParallelContext
     stages: list[Stage]
     config: Any
-    dtype: torch.dtype
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor: ...
 
     @property
-    def output_head(self): ...
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def output_head(self) -> Any: ...
+
+    @property
+    def engine(self) -> Any: ...
 
 
 @dataclass
@@ -63,7 +70,7 @@ class Result:
 def run_pipeline(
     model: PipelineModel,
     batches: list[MicroBatch],
-    schedule=None,
+    schedule: Schedule | None = None,
     *,
     global_batch: bool = True,
     collect: Callable | None = None,
@@ -119,7 +126,7 @@ def run_pipeline(
     return _result(run, labelled, others)
 
 
-def _result(run: "PipelineRun", labelled: torch.Tensor, group) -> Result:
+def _result(run: "PipelineRun", labelled: torch.Tensor, group: dist.ProcessGroup | None) -> Result:
     """Add up the losses of all micro-batches and of the ranks of a group, and give every stage the
     sum. labelled: the labels that it is a mean over."""
     ctx = run.ctx
@@ -132,7 +139,9 @@ def _result(run: "PipelineRun", labelled: torch.Tensor, group) -> Result:
     return Result(loss.float(), labelled, torch.cat(run.collected) if run.collected else None)
 
 
-def count_labels(model: PipelineModel, batches: list[MicroBatch], group) -> torch.Tensor:
+def count_labels(
+    model: PipelineModel, batches: list[MicroBatch], group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """Count the labels of the micro-batches, and of the other ranks' of a group: fp64,
     0-dimensional; 0 on ranks without the last stage."""
     labelled = torch.zeros((), dtype=torch.float64, device=model.ctx.device)
@@ -196,7 +205,8 @@ class PipelineRun:
         received = self._take(action)
         # stages before the first that is trained need no gradient; they get zeros
         passes_gradients = train and stage.index > self.first_trained_stage
-        x = batch.input_ids if stage.first else received.requires_grad_(passes_gradients)
+        x = batch.input_ids if received is None else received.requires_grad_(passes_gradients)
+        assert x is not None  # the first stage has token ids
         with torch.set_grad_enabled(train), collecting(self.auxiliary):
             output = self.model.forward_stage(x, batch, stage)
             if not stage.last:
@@ -243,6 +253,7 @@ class PipelineRun:
         if output.requires_grad:  # else nothing is trained in this stage or before it
             run_backward(output, gradient)
         if action.kind == "I":
+            assert self.weight_queue  # as the schedule splits the backward
             self.weights[action.stage, action.microbatch] = self.weight_queue.take()
         if received is not None:
             gradient = torch.zeros_like(received) if received.grad is None else received.grad

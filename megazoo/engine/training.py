@@ -55,7 +55,7 @@ class TrainingEngine:
         return _copied, (self.calls, self.loss_scale)
 
     @property
-    def model(self):
+    def model(self) -> Any:
         """The model; None for the engine of a model that was copied, until it has its own."""
         return self._reference()
 
@@ -97,9 +97,7 @@ class TrainingEngine:
             buckets.stop()
         return result.loss
 
-    def microbatches(
-        self, given: dict[str, torch.Tensor | None], num_microbatches: int
-    ) -> Iterator[Output]:
+    def microbatches(self, given: dict[str, Any], num_microbatches: int) -> Iterator[Output]:
         """Yield after the forward of each micro-batch; see `Model.microbatches`."""
         with propagate_errors(self.ctx) as call:
             if call:
@@ -296,7 +294,7 @@ class TrainingEngine:
             self._buckets.forget()
 
     @contextmanager
-    def deferred_sums(self, queue: WeightQueue | None):
+    def deferred_sums(self, queue: WeightQueue | None) -> Iterator[None]:
         """Within this block gradients of copies over tp stay partial: they are summed once for all
         micro-batches.
 
@@ -327,7 +325,7 @@ class TrainingEngine:
     def _sum_parts(self, entries: list[NamedParameter]) -> None:
         """Sum the gradients of which each tp rank has a part."""
         partial = [
-            (entry.parameter.grad, entry.spec)
+            (entry.gradient, entry.spec)
             for entry in entries
             if entry.spec.has_partial_gradient(self.ctx)
         ]
@@ -358,7 +356,7 @@ class TrainingEngine:
         if not any(map(self._differs, others)):
             return False
         for entry in plain:
-            if entry.parameter.grad.any() and not self._differs(entry):
+            if entry.gradient.any() and not self._differs(entry):
                 raise UserError(
                     f"the gradients of {entry.name} are the same on all tp ranks under sequence "
                     "parallelism: it is used where each rank has the whole sequence, and they "
@@ -369,14 +367,14 @@ class TrainingEngine:
 
     def _differs(self, entry: NamedParameter) -> bool:
         """Return whether a parameter's gradients differ between the tp ranks."""
-        extremes = torch.stack([entry.parameter.grad, -entry.parameter.grad])
+        extremes = torch.stack([entry.gradient, -entry.gradient])
         all_reduce(extremes, self.ctx.tp_group, dist.ReduceOp.MAX)
-        return (extremes.sum(0).abs().max() > 1e-3 * extremes.abs().max()).item()
+        return bool(extremes.sum(0).abs().max() > 1e-3 * extremes.abs().max())
 
     def _sum_tied(self, entries: list[NamedParameter]) -> None:
         for entry in entries:
             if len(entry.pp_ranks) > 1:
-                sum_between_stages(entry.parameter.grad, list(entry.pp_ranks), self.ctx)
+                sum_between_stages(entry.gradient, list(entry.pp_ranks), self.ctx)
 
 
 def _copied(calls: int, loss_scale) -> TrainingEngine:

@@ -136,6 +136,12 @@ class NamedParameter:
     spec: ParameterSpec
     pp_ranks: tuple[int, ...]
 
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The parameter's gradient, where it is known to have one."""
+        assert self.parameter.grad is not None
+        return self.parameter.grad
+
     def counted_pieces(self, ctx: ParallelContext) -> list[Piece]:
         """Return this rank's pieces that count in sums over the model, in which copies, over tp or
         between stages, count once."""

@@ -142,7 +142,7 @@ def test_nccl_is_told_the_device_and_a_world_of_one_has_no_communicator(monkeypa
     """Stands in for a GPU: torch takes the argument only where there is one."""
     backends, named = ("cpu:gloo,cuda:nccl",), {"timeout": DEFAULT_TIMEOUT}
     assert on_cuda(monkeypatch, 2) == (backends, {"device_id": torch.device("cuda", 1), **named})
-    assert on_cuda(monkeypatch, 1) == (backends, named)
+    assert on_cuda(monkeypatch, 1) == (backends, {"device_id": None, **named})
 
 
 def warmed_on_cuda():
