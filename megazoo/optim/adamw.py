@@ -183,6 +183,7 @@ class AdamW(ModelOptimizer):
             if self.sharded:
                 replicas = entry.spec.replicas(self.ctx)
                 ranges = [self.range_of(entry, rank) for rank in range(replicas.size)]
+                assert replicas.group  # there are several ranks
                 whole = tensor.new_empty(entry.parameter.numel())
                 whole[slice(*self.ranges[entry.name])] = tensor
                 gather_ranges(whole, ranges, writer, replicas.group)
@@ -283,7 +284,7 @@ class AdamW(ModelOptimizer):
         """Return what this replica has of a parameter: its weights, gradient and state."""
         weights, state = self._mine(entry.parameter, entry), self.state[entry.name]
         states = (state.get(MASTER, weights), *(state[moment] for moment in MOMENTS))
-        return Row(weights, self._mine(entry.parameter.grad, entry), states)
+        return Row(weights, self._mine(entry.gradient, entry), states)
 
     def _fused(
         self,
@@ -293,11 +294,12 @@ class AdamW(ModelOptimizer):
         scale: torch.Tensor | None = None,
     ) -> None:
         """Update states, each of weights and two moments, by the fused kernel."""
-        weights, *moments = map(list, zip(*states, strict=True))
+        weights, first, second = map(list, zip(*states, strict=True))
         fused_adamw(
             weights,
             [gradient.float() for gradient in gradients],
-            *moments,
+            first,
+            second,
             [self.steps] * len(weights),
             lr=group["lr"],
             betas=group["betas"],

@@ -1,5 +1,7 @@
 """What an optimizer of a whole model has in common with torch's, and what it refuses of theirs."""
 
+from typing import Any
+
 import torch
 
 from megazoo.errors import UserError
@@ -30,6 +32,8 @@ class ModelOptimizer(torch.optim.Optimizer):
     state: dict[str, dict[str, torch.Tensor]]
     steps: torch.Tensor
     loss_scale: LossScale | None
+    masters: Any  # MasterWeights
+    model: Any
 
     @property
     def lr(self) -> float:

@@ -1,6 +1,7 @@
 """The global norm of the gradients, and clipping by it."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from megazoo.torch_internals import norm_of_each, scale_each
 
 
 @torch.no_grad()
-def clip_grad_norm(model, max_norm: float) -> torch.Tensor:
+def clip_grad_norm(model: Any, max_norm: float) -> torch.Tensor:
     """Scale the gradients so that the norm of the whole model's is at most max_norm; returns the
     norm before, fp32.
 
@@ -72,7 +73,7 @@ def element_range(entry: NamedParameter, buckets: GradientBuckets, replica: int)
 
 def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tensor]:
     """Return the parts of the gradient whose elements this rank counts, as views of it."""
-    gradient, pieces = entry.parameter.grad, entry.counted_pieces(buckets.ctx)
+    gradient, pieces = entry.gradient, entry.counted_pieces(buckets.ctx)
     if not buckets.sharded:
         if buckets.ctx.folded and not entry.is_first_replica(buckets.ctx):
             return []  # the sum goes over the token axis
@@ -116,7 +117,7 @@ def check_max_norm(name: str, value: float) -> None:
         check_number(name, value, 0)
 
 
-def check_model(model, call: str) -> None:
+def check_model(model: Any, call: str) -> None:
     """Raise UserError, with the right call, if what should be a model is not one: its parameters,
     say."""
     if not isinstance(model, nn.Module):

@@ -2,6 +2,7 @@
 them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class MasterWeights:
         self._versions = versions_of(entries)
 
     @torch.no_grad()
-    def refresh(self, optimizer) -> None:
+    def refresh(self, optimizer: Any) -> None:
         """Update this replica's masters of the parameters that were written since `note`."""
         written = [
             entry

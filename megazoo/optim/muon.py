@@ -5,6 +5,7 @@ import math
 from functools import partial
 
 import torch
+from torch import nn
 
 from megazoo.errors import UserError, check_number
 from megazoo.optim.adamw import AdamW
@@ -129,7 +130,7 @@ class Muon(AdamW):
             buffer = self.state[entry.name][MOMENTUM][mine]
             if entry.name not in stepped:
                 return torch.zeros_like(buffer)
-            gradient = self._mine(entry.parameter.grad, entry)[mine].float()
+            gradient = self._mine(entry.gradient, entry)[mine].float()
             gradient = gradient if scale is None else gradient / scale
             buffer.lerp_(gradient, 1 - group["momentum"])
             return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
@@ -183,7 +184,7 @@ def _check_cuts(model, names: set[str]) -> None:
             )
 
 
-def linear_names(model) -> set[str]:
+def linear_names(model: nn.Module) -> set[str]:
     """Return the names of the matrices by which tokens are multiplied: those of linear layers, of
     adapters, and of layers of one's own that name them in `multiplied`."""
     return {

@@ -75,7 +75,7 @@ def stepped_matrices(
     load = dict.fromkeys(ranks, 0)
     owned = []
     for matrix in sorted(matrices, key=lambda m: -cost(m.rows, m.columns)):
-        owner = min(ranks, key=load.get)
+        owner = min(ranks, key=load.__getitem__)
         load[owner] += cost(matrix.rows, matrix.columns)
         owned.append(replace(matrix, owner=owner))
     return owned
