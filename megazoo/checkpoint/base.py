@@ -11,7 +11,7 @@ is, but for a chance of 2**-32 at most. It finds mistakes; it is no protection a
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,7 +44,7 @@ class _Sums(NamedTuple):
 _known: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def about_adapters(model) -> dict:
+def about_adapters(model: Any) -> dict:
     """Return what the manifest says of a model's adapters and of their base; nothing of a model
     that has none. Every rank of a replica calls it."""
     if not model.attached:
@@ -60,7 +60,7 @@ def about_adapters(model) -> dict:
     return {"adapters": asdict(model.attached), "base": base}
 
 
-def check_base(checkpoint: Checkpoint, model) -> None:
+def check_base(checkpoint: Checkpoint, model: Any) -> None:
     """Raise UserError if the adapters of a checkpoint belong to other weights than the model's.
     Every rank of a replica calls it.
 
@@ -82,7 +82,7 @@ def check_base(checkpoint: Checkpoint, model) -> None:
         raise _another_base(checkpoint, found, model.weights_path)
 
 
-def checksum_of(entries: Iterable[NamedParameter], model, dtype: torch.dtype) -> str:
+def checksum_of(entries: Iterable[NamedParameter], model: Any, dtype: torch.dtype) -> str:
     """Return the checksum of weights as they are in a dtype, 16 hexadecimal digits: the same on
     every rank and in every layout.
 
@@ -100,14 +100,16 @@ def checksum_of(entries: Iterable[NamedParameter], model, dtype: torch.dtype) ->
     return f"{total.item() % 2**64:016x}"
 
 
-def check_base_on_disk(checkpoint: Checkpoint, weights: TensorSource) -> None:
+def check_base_on_disk(
+    checkpoint: Checkpoint, entries: Iterable[NamedParameter], weights: TensorSource
+) -> None:
     """Raise UserError if the adapters of a checkpoint belong to other weights than those on disk,
-    which are read for it, a few megabytes at a time. For one process."""
+    which are read for it, a few megabytes at a time. entries: of the whole model, in one
+    process."""
     base = checkpoint.manifest["base"]
     dtype = next(dtype for dtype, text in DTYPES.items() if text == base["dtype"])
     total = 0
-    model = checkpoint.on_meta(ParallelContext())
-    for entry in model.entries():
+    for entry in entries:
         if entry.name not in {*weights.specs, *checkpoint.tensors}:
             raise UserError(
                 f"{weights.path} has no {entry.name}: it is not the base of {checkpoint.path}"
@@ -164,7 +166,7 @@ def _sum_of_box(
         bits = some.to(dtype).view(BITS[dtype.itemsize])
         some_products = torch.mul(bits, columns, out=products[: len(bits)])
         total += (some_products.sum(1) * factors).sum()
-    return total.item()
+    return int(total)
 
 
 def _factors(name: str, spec: ParameterSpec, dim: int, bounds: tuple[int, int]) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megazoo.checkpoint.locks import output_lock
 from megazoo.checkpoint.ownership import check_place, check_replaceable, is_of_run, remove
@@ -23,7 +24,7 @@ from megazoo.errors import UserError
 
 
 @contextmanager
-def new_step(directory: Path, step: int, keep_last: int = 0, run=None):
+def new_step(directory: Path, step: int, keep_last: int = 0, run: Any = None) -> Iterator[Path]:
     """Give a hidden directory in which to write a step. When the block ends well, the step gets its
     name, in place of an older one, and `latest` names it; else what was written is removed. The
     run's lock is held meanwhile.
@@ -55,7 +56,9 @@ def new_step(directory: Path, step: int, keep_last: int = 0, run=None):
 
 
 @contextmanager
-def new_directory(directory: Path, overwrite: bool = False, source: Path | None = None):
+def new_directory(
+    directory: Path, overwrite: bool = False, source: Path | None = None
+) -> Iterator[Path]:
     """Give a new directory in which a tool writes. When the block ends well, it takes the place of
     `directory`; else it is removed. See `check_replaceable`."""
     try:
@@ -70,7 +73,7 @@ def new_directory(directory: Path, overwrite: bool = False, source: Path | None 
 
 
 @contextmanager
-def output_directory(directory: Path, check: Callable[[], None]):
+def output_directory(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
     """Give a new directory, as `new_directory` does.
 
     check: raises UserError if the directory may not be replaced; it is called before anything is

@@ -42,7 +42,7 @@ def tensor_to_manifest(
 ) -> dict:
     """Return what the manifest says of a tensor that is written in a context. file: its file's
     name, with {tp} where the rank's number stands."""
-    cuts = [asdict(shard) for shard in spec.shards_in(ctx)]
+    cuts: list[dict] = [asdict(shard) for shard in spec.shards_in(ctx)]
     for cut in cuts:
         if cut["axis"] == "tp":
             del cut["axis"]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from megazoo.parallel.module import NamedParameter
 from megazoo.terminal import byte_bar
 
 
-def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
+def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> dict:
     """Fill this rank's parameters and optimizer state from a checkpoint of any layout; returns the
     trainer's state.
 
@@ -38,17 +39,17 @@ def load(checkpoint: Checkpoint, model, optimizer: AdamW | None = None) -> dict:
             (_name_of_weights(checkpoint, entry), entry.spec) for entry in saved_entries(model)
         ]
         states = list(_states_to_read(checkpoint, optimizer)) if optimizer else []
-        tensors += [(name, entry.spec) for name, entry, _ in states]
+        tensors += [(name, entry.spec) for name, entry, *_ in states]
         files = checkpoint.files_of(tensors, ctx)
         weights = list(zip(saved_entries(model), tensors, strict=False))
         size = sum(entry.parameter.nbytes for entry, _ in weights)
-        size += sum(tensor.nbytes for *_, tensor in states)
+        size += sum(tensor.nbytes for _, _, tensor, _ in states)
         with verifying(checkpoint, files, ctx), byte_bar(size, "load") as bar:
             for entry, (name, spec) in weights:
                 checkpoint.read_into(name, entry.parameter, spec, ctx)
                 bar.update(entry.parameter.nbytes)
-            for name, entry, tensor in states:
-                checkpoint.read_range(name, tensor, optimizer.ranges[entry.name], entry, ctx)
+            for name, entry, tensor, elements in states:
+                checkpoint.read_range(name, tensor, elements, entry, ctx)
                 bar.update(tensor.nbytes)
             trainer = checkpoint.trainer
             read_before = model.read_from if checkpoint.about_adapters else ()
@@ -105,14 +106,14 @@ def _name_of_weights(checkpoint: Checkpoint, entry: NamedParameter) -> str:
 
 def _states_to_read(
     checkpoint: Checkpoint, optimizer: AdamW
-) -> Iterator[tuple[str, NamedParameter, torch.Tensor]]:
-    """Yield the tensors of an optimizer's state, with their names in the checkpoint and their
-    parameters."""
+) -> Iterator[tuple[str, NamedParameter, torch.Tensor, tuple[int, int]]]:
+    """Yield the tensors of an optimizer's state, each with its name in the checkpoint, its
+    parameter, and which elements of this, flattened, it is of."""
     for entry in optimizer.entries:
         for state, tensor in optimizer.state[entry.name].items():
             is_master = state == MASTER
             name = checkpoint.most_precise(entry.name) if is_master else f"{entry.name}.{state}"
-            yield name, entry, tensor
+            yield name, entry, tensor, optimizer.ranges[entry.name]
 
 
 def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:

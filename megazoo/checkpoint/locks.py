@@ -84,7 +84,8 @@ class Lock:
 
     def let_go(self) -> None:
         """Close the file. A forked process does no more: its parent holds the lock still."""
-        self._opened.close()
+        if self._opened:
+            self._opened.close()
         self._opened = None
 
     def _open(self, create: bool = True) -> BinaryIO:

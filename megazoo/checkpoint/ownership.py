@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 from megazoo.checkpoint.format import SIDECAR_FILES
 from megazoo.checkpoint.places import CONFIG, INDEX, LATEST, MANIFEST, TRAINER, is_step_name
@@ -48,7 +49,7 @@ def remove(directory: Path, heir: Path | None = None) -> bool:
     return bool(foreign)
 
 
-def is_of_run(step: Path, run) -> bool:
+def is_of_run(step: Path, run: Any) -> bool:
     """Whether a directory is a whole step of the run with this id, and no link."""
     if step.is_symlink() or not is_step_name(step.name) or not (step / MANIFEST).is_file():
         return False

@@ -6,7 +6,10 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from megazoo.checkpoint.base import about_adapters
 from megazoo.checkpoint.copies import Copies
@@ -14,6 +17,7 @@ from megazoo.checkpoint.directories import new_step
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import step_name
 from megazoo.checkpoint.shards import Files, check_rank, files_of_rank, write_manifest, write_rank
+from megazoo.checkpoint.writing import LazyTensor
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.collectives import all_gather_objects
@@ -26,7 +30,7 @@ UNTOUCHED = "; earlier checkpoints are untouched"
 def save(
     directory: str | Path,
     step: int,
-    model,
+    model: Any,
     optimizer: AdamW | None = None,
     trainer: dict | None = None,
     *,
@@ -64,7 +68,7 @@ class Saver:
     def __init__(
         self,
         directory: Path | None,
-        model,
+        model: Any,
         optimizer: AdamW,
         *,
         background: bool = False,
@@ -140,6 +144,7 @@ class Saver:
         """Copy a step's contents, where those of the last one were; what fails on one rank is the
         error of all."""
         ctx, copies = self.model.ctx, []
+        assert self.directory  # a run that saves has one
         self._copies.forget()
         try:
             run_together(lambda: copies.append(contents.copied(self._copies)), self.directory, ctx)
@@ -154,6 +159,7 @@ class Saver:
             self._error = UserError(f"the thread that saves step {step} ended: {told(error)}", 1)
 
     def _write(self, step: int, contents: "_StepContents") -> None:
+        assert self.directory  # a run that saves has one
         try:
             self.saved = _write_step(self.directory, step, contents, self.keep_last, self._group)
         except UserError as error:
@@ -169,7 +175,7 @@ class Saver:
             raise error
         if error and self.model.ctx.rank == 0:
             print(f"warning: {error}", file=sys.stderr, flush=True)
-        if not error:
+        if not error and self.saved:
             self.after(self._step, self.saved)
 
 
@@ -190,8 +196,13 @@ class _StepContents(NamedTuple):
         The copies are waited for: whatever then changes parameters or state, by whatever means,
         changes nothing that is written.
         """
+
+        def copy(tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
+            assert isinstance(tensor, torch.Tensor)  # of a model
+            return copies.add(tensor)
+
         files = {
-            file: {name: (spec, copies.add(tensor)) for name, (spec, tensor) in tensors.items()}
+            file: {name: (spec, copy(tensor)) for name, (spec, tensor) in tensors.items()}
             for file, tensors in self.files.items()
         }
         copies.wait()
@@ -239,7 +250,11 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _write_step(
-    directory: Path, step: int, contents: _StepContents, keep_last: int, group=None
+    directory: Path,
+    step: int,
+    contents: _StepContents,
+    keep_last: int,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write a step from all ranks; returns its path. group: see `run_together`."""
 
@@ -273,7 +288,7 @@ def write_together(
     begin: Callable[[], AbstractContextManager[Path]],
     files: Callable[[], Files],
     complete: Callable[[Path, list[dict]], None],
-    group=None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a directory from all ranks. If one rank fails, all raise the same UserError, and rank 0
     removes what was begun.
@@ -301,7 +316,7 @@ def run_together(
     work: Callable,
     directory: Path,
     ctx: ParallelContext,
-    group=None,
+    group: dist.ProcessGroup | None = None,
     *,
     only_rank_zero: bool = False,
 ) -> list:

@@ -14,8 +14,6 @@ from msgspec import Meta
 
 from megazoo.checkpoint.format import (
     DTYPES,
-    FOLDED_VERSION,
-    FORMAT_VERSION,
     file_of_rank,
     writing_places,
 )
@@ -33,6 +31,7 @@ Rank = Annotated[int, Meta(ge=1, le=2**20)]  # of an adapter
 Alpha = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 TargetName = Annotated[str, Meta(min_length=1, max_length=1000)]
 Scale = Annotated[float, Meta(ge=1, le=sys.float_info.max)]
+Dtype = Literal["F32", "BF16", "F16"]  # those of DTYPES
 RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 WandbId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.=~-]{1,128}\Z")]
 
@@ -71,7 +70,7 @@ class TensorInfo:
     likewise of other axes."""
 
     shape: Annotated[list[Count], Meta(max_length=64)]
-    dtype: Literal[tuple(DTYPES.values())]
+    dtype: Dtype
     shard: ShardInfo | Annotated[list[ShardInfo], Meta(min_length=1, max_length=2)] | None
     file: str
 
@@ -100,7 +99,7 @@ class BaseInfo:
     directory that they were read from; None if they were drawn from the seed."""
 
     checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-    dtype: Literal[tuple(DTYPES.values())]
+    dtype: Dtype
     path: Annotated[str, Meta(min_length=1, max_length=4096)] | None
 
 
@@ -108,7 +107,7 @@ class BaseInfo:
 class Manifest:
     """megazoo.json. Other keys are left for later versions of this format."""
 
-    format: Literal[FORMAT_VERSION, FOLDED_VERSION]
+    format: Literal[1, 2]  # FORMAT_VERSION or FOLDED_VERSION
     family: str
     config: dict[str, Any]
     layout: Layout
@@ -204,7 +203,7 @@ def _check_base(manifest: Manifest) -> None:
     if (adapters is None) != (base is None):
         missing = "adapters" if adapters is None else "base"
         raise UserError(f"{missing} is missing: a checkpoint has adapters and their base, or none")
-    if adapters is None:
+    if adapters is None or base is None:
         return
     texts = [*adapters.targets, *adapters.rank_pattern, *adapters.alpha_pattern, base.path or "-"]
     for text in texts:
@@ -296,7 +295,7 @@ def _length_held(name: str, tensor: TensorInfo, shard: ShardInfo, ranks: int) ->
     return held
 
 
-def checked_state(trainer: dict, kind: type, file: Path):
+def checked_state(trainer: dict, kind: type, file: Path) -> Any:
     """Return megazoo's own part of a trainer.json as `kind`, OptimizerState or TrainingState; what
     else a user keeps there is not looked at. UserError names `file`."""
     try:

@@ -1,9 +1,10 @@
 """The files of a step: which tensors each rank writes, and the manifest of all that was written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,10 +33,10 @@ from megazoo.parallel.shard import ParameterSpec
 Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | LazyTensor]]]
 # states_of(entry, writer): the optimizer's states of a parameter on the replica that writes them.
 # The others call it, too, for it may need their help; what they get is not used.
-StatesOf = Callable[[NamedParameter, int], dict[str, torch.Tensor | LazyTensor]]
+StatesOf = Callable[[NamedParameter, int], Mapping[str, torch.Tensor | LazyTensor]]
 
 
-def saved_entries(model) -> list[NamedParameter]:
+def saved_entries(model: Any) -> list[NamedParameter]:
     """List the parameters of this rank that a checkpoint holds: all; of a model with attached
     parameters, such as adapters, these and what else is not frozen."""
     return [
@@ -46,7 +47,7 @@ def saved_entries(model) -> list[NamedParameter]:
 
 
 def files_of_rank(
-    model,
+    model: Any,
     weight_of: Callable[[NamedParameter], torch.Tensor | LazyTensor],
     states_of: StatesOf | None,
 ) -> Files:
@@ -121,7 +122,7 @@ def check_rank(directory: Path, written: dict) -> None:
 def write_manifest(
     directory: Path,
     family: str,
-    config,
+    config: Any,
     ctx: ParallelContext,
     written: list[dict],
     trainer: dict,
@@ -139,7 +140,7 @@ def write_manifest(
     files[TRAINER] = write_json(directory / TRAINER, trainer)
     for name, data in sidecar_files.items():
         files[name] = write_atomically(directory / name, data)
-    layout = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.token_axis.size}
+    layout: dict[str, Any] = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.token_axis.size}
     shards = chain.from_iterable(spec_from_manifest(stored).shards for stored in tensors.values())
     if used := {shard.axis for shard in shards} - {"tp"}:
         layout["folded"] = {axis: ctx.folded[axis].size for axis in sorted(used)}

@@ -15,14 +15,16 @@ from megazoo.parallel.staging import Upload
 class TensorSource:
     """Tensors on disk, opened, by their global names.
 
-    trainer: what the training program saved beside them. sidecar_files: the tokenizer's and the
-    generation's files, which travel along. generation: what generation_config.json says. verifies:
-    whether what is read is compared with checksums: see verifying.py.
+    specs: the shape and cut of each. trainer: what the training program saved beside them.
+    sidecar_files: the tokenizer's and the generation's files, which travel along. generation: what
+    generation_config.json says. verifies: whether what is read is compared with checksums: see
+    verifying.py.
     """
 
     verifies = False
 
     path: Path
+    specs: dict[str, ParameterSpec]
     trainer: dict
     sidecar_files: dict[str, bytes]
     generation: dict

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,7 +27,7 @@ class TensorFiles:
 
     def __init__(self, directory: Path):
         self.directory, self.bytes_read = directory, 0
-        self._open: dict[str, object] = {}
+        self._open: dict[str, Any] = {}
         self._names: dict[str, set[str]] = {}
 
     def names(self, file: str) -> set[str]:

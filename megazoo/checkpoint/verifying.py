@@ -5,6 +5,7 @@ that read it anyway, so that on several hosts nothing travels twice, and threads
 up while the rank reads.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
@@ -22,7 +23,7 @@ MOST_THREADS = 4
 
 
 @contextmanager
-def verifying(source: TensorSource, files: set[str], ctx: ParallelContext):
+def verifying(source: TensorSource, files: set[str], ctx: ParallelContext) -> Iterator[None]:
     """Compare the checksums of files with the manifest's while this block reads them.
 
     Every rank enters, with the files that it reads itself. At the end all raise the same UserError

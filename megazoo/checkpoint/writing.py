@@ -8,7 +8,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from zlib_ng.zlib_ng import crc32
@@ -46,7 +46,8 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | LazyTensor])
     the tensors. Those of a GPU come through pinned memory. UserError names a tensor that is not
     finite.
     """
-    header, end = {"__metadata__": METADATA}, 0
+    header: dict[str, dict] = {"__metadata__": METADATA}
+    end = 0
     on_gpu = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors.values())
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -122,7 +123,7 @@ class NewFile:
         if hasattr(os, "O_DIRECT") and self._held % BLOCK:  # the end of the file: not whole blocks
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        rest = memoryview(self._buffer.numpy())[: self._held]
+        rest = self._buffer.numpy().data[: self._held]
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
         self._held = 0
@@ -164,12 +165,12 @@ def _check_finite(name: str, piece: torch.Tensor) -> None:
         raise UserError(f"{name} is not finite (NaN or infinite) as {dtype}{larger}", exit_code=1)
 
 
-def write_json(path: Path, value) -> dict:
+def write_json(path: Path, value: Any) -> dict:
     """Write JSON to the disk; returns its {"size", "crc32"}."""
     return write_atomically(path, json_bytes(value))
 
 
-def json_bytes(value) -> bytes:
+def json_bytes(value: Any) -> bytes:
     """Return a value as the text of a JSON file."""
     return (json.dumps(value, indent=1) + "\n").encode()
 

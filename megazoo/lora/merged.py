@@ -29,7 +29,8 @@ class MergedSource(ModelSource):
         self.config, self.verifies = config, base.verifies
         self.trainer = base.trainer
         if isinstance(adapters, SavedAdapters):
-            check_base_on_disk(adapters, base)
+            whole = adapters.on_meta(ParallelContext())
+            check_base_on_disk(adapters, whole.entries(), base)
         self._matrices: dict[str, list[Matrix]] = {}
         for matrix in adapters.matrices:
             self._matrices.setdefault(matrix.weight, []).append(matrix)

@@ -3,8 +3,7 @@
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
-
-from torch import nn
+from typing import Any
 
 from megazoo.checkpoint.places import has_checkpoint, present
 from megazoo.checkpoint.shards import saved_entries
@@ -45,7 +44,7 @@ class SavedAdapters(SavedSource, AdapterSource):
         entries = saved_entries(self.on_meta(ParallelContext()))
         return {entry.name: entry.spec for entry in entries}
 
-    def on_meta(self, ctx: ParallelContext) -> nn.Module:
+    def on_meta(self, ctx: ParallelContext) -> Any:
         model = super().on_meta(ctx)
         self.settings.attach(model)
         for entry in model.entries():
@@ -92,7 +91,7 @@ def open_beside(
     return open_adapter(path, whole, verify=verify), config
 
 
-def open_adapter(path: str | Path, whole: nn.Module, *, verify: bool = True) -> AdapterSource:
+def open_adapter(path: str | Path, whole: Any, *, verify: bool = True) -> AdapterSource:
     """Open the adapters of a directory for a model; nothing is read yet but what they are.
 
     path: PEFT's directory, or one of `megazoo.lora.save`; or a checkpoint of a run with adapters.

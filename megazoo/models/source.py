@@ -3,6 +3,7 @@
 import math
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,10 +26,10 @@ class ModelSource(TensorSource):
     config says, in files that are large enough for it.
     """
 
-    config: object
+    config: Any
 
     @property
-    def model(self) -> type:
+    def model(self) -> Any:
         """The family's class."""
         return FAMILIES[family_of(self.config)]
 
@@ -38,7 +39,7 @@ class ModelSource(TensorSource):
         model = self.on_meta(ParallelContext())
         return {entry.name: entry.spec for entry in model.entries()}
 
-    def on_meta(self, ctx: ParallelContext) -> torch.nn.Module:
+    def on_meta(self, ctx: ParallelContext) -> Any:
         """Make a rank's part of its model without memory."""
         return self.model.on_meta(self.config, ctx)
 
