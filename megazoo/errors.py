@@ -3,8 +3,10 @@
 import math
 import sys
 import warnings
+from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Integral, Real
+from typing import Any
 
 
 class UserError(ValueError):
@@ -33,20 +35,21 @@ def advise(text: str) -> None:
     warnings.warn(text, Advice, stacklevel=level)
 
 
-def nearest(name: str, known) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the known name closest to `name`, or nothing."""
     matches = get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def check_number(
-    name: str, value, least: float, below: float = math.inf, *, whole: bool = False
+    name: str, value: Any, least: float, below: float = math.inf, *, whole: bool = False
 ) -> None:
     """Raise UserError unless a value is a number, from `least` to below `below`; NaN is none.
 
     whole: it must be a whole number.
     """
-    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+    kind: type = Integral if whole else Real
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise UserError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
     if not value >= least:
         raise UserError(f"{name} {value} must be {least} or more")

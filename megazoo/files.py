@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -98,7 +98,7 @@ def reason_of(error: OSError) -> str:
     return f"{reason}: make room on its disk" if full else reason
 
 
-def convert(value: Any, kind: Any, name: str, **options) -> Any:
+def convert(value: Any, kind: Any, name: str, **options: Any) -> Any:
     """Return a value from a file as `kind`, a type or dataclass. UserError says which part of the
     value, known as `name`, is not of its type or out of its range. options: of msgspec.convert."""
     try:
@@ -148,7 +148,7 @@ def _choices(kind: Any) -> list:
     return [choice for part in parts for choice in _choices(part)]
 
 
-def open_own(path: Path, *, create: bool = True, truncate: bool = False):
+def open_own(path: Path, *, create: bool = True, truncate: bool = False) -> BinaryIO:
     """Open a file of megazoo's own to read and write; UserError if a link lies there, which could
     lead to any other file, or a directory or a pipe.
 

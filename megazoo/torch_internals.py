@@ -6,8 +6,9 @@ what the function does, and why nothing public will do. All of it works with tor
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,8 @@ __all__ = [
     "zero_each",
 ]
 
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
 
 def renamed_collective(new: str, old: str) -> Callable:
     """Return the collective of torch.distributed that is called `new` since torch 2.13.
@@ -65,9 +68,9 @@ def store_of_a_thread() -> dist.Store:
     """Return the store through which the ranks met, by a connection that no other thread uses.
 
     One connection serves one call at a time: a thread that waits for a key keeps others waiting.
-    Nothing public gives back the store that is copied here.
+    Nothing public gives back the store that is copied here, and its `clone` has no stub.
     """
-    return default_store().clone()
+    return default_store().clone()  # pyrefly: ignore[missing-attribute]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -89,7 +92,7 @@ def run_backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
     )
 
 
-def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_each(targets: Tensors, sources: Tensors) -> None:
     """Copy each source into its target, whatever their dtypes: on CUDA in a few kernels for all.
 
     torch's public functions take one tensor at a time, a kernel each.
@@ -98,7 +101,7 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         torch._foreach_copy_(targets, sources)
 
 
-def scale_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+def scale_each(tensors: Tensors, factor: torch.Tensor | float) -> None:
     """Multiply each tensor in place, on CUDA by a few kernels for all.
 
     factor: a number, or a tensor of one on the same device.
@@ -107,13 +110,13 @@ def scale_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) ->
         torch._foreach_mul_(tensors, factor)
 
 
-def zero_each(tensors: Sequence[torch.Tensor]) -> None:
+def zero_each(tensors: Tensors) -> None:
     """Zero each tensor in place, on CUDA by a few kernels for all."""
     if tensors:
         torch._foreach_zero_(tensors)
 
 
-def norm_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def norm_of_each(tensors: Tensors) -> torch.Tensor:
     """Return the 2-norm of each tensor, summed and given in float64, [tensors]: on CUDA by a few
     kernels for all. At least one tensor is needed.
 
@@ -123,11 +126,11 @@ def norm_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def fused_adamw(
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    first_moments: Sequence[torch.Tensor],
-    second_moments: Sequence[torch.Tensor],
-    steps: Sequence[torch.Tensor],
+    parameters: Tensors,
+    gradients: Tensors,
+    first_moments: Tensors,
+    second_moments: Tensors,
+    steps: Tensors,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -314,13 +317,14 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if window is None else window - 1  # tokens; -1 stands for all
-    options = {"scale": scale, "window_size": (before, 0)}  # nothing after: causal
+    options: dict[str, Any] = {"scale": scale, "window_size": (before, 0)}  # nothing after: causal
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = k.shape[1] < q.shape[1]
-    if key_boundaries is None:
+    if key_boundaries is None or longest_of_keys is None:
         key_boundaries, longest_of_keys = boundaries, longest
-    lengths = longest, longest_of_keys
-    return varlen_attn(q, k, v, boundaries, key_boundaries, *lengths, **options)
+    y = varlen_attn(q, k, v, boundaries, key_boundaries, longest, longest_of_keys, **options)
+    assert isinstance(y, torch.Tensor)  # nothing else is asked for
+    return y
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:
@@ -335,7 +339,7 @@ def flash_attention_operators() -> tuple[Callable, Callable]:
     )
 
 
-def results_are_new(operator: Callable) -> list[bool]:
+def results_are_new(operator: torch._ops.OpOverload) -> list[bool]:
     """Say of each result of an operator, as __torch_dispatch__ gets it, whether it is new memory.
 
     Else it is an argument, or a view of one. Only the operator's schema tells it.
@@ -343,7 +347,7 @@ def results_are_new(operator: Callable) -> list[bool]:
     return [returned.alias_info is None for returned in operator._schema.returns]
 
 
-def writes_memory(operator: Callable) -> bool:
+def writes_memory(operator: torch._ops.OpOverload) -> bool:
     """Say whether an operator, as __torch_dispatch__ gets it, runs a kernel; else it returns views,
     or memory that nobody has written yet."""
     name = operator.overloadpacket.__name__
@@ -353,6 +357,6 @@ def writes_memory(operator: Callable) -> bool:
     return any(alias is None or alias.is_write for alias in aliases)
 
 
-def tensors_in(*values) -> list[torch.Tensor]:
+def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Return the tensors in nested lists, tuples and dicts, each as often as it is there."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
