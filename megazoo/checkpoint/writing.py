@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class LazyTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor | LazyTensor]) -> dict:
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> dict:
     """Stream tensors into a safetensors file; returns its {"size", "crc32"}.
 
     The format is eight bytes of header length (little-endian), a JSON header, and the raw bytes of

@@ -1,6 +1,7 @@
 """Linear layers cut over the tensor-parallel ranks: Megatron-LM (Shoeybi et al. 2019)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ class _ParallelLinear(Layer):
 
     def __init__(self, ctx: ParallelContext | None):
         super().__init__(ctx)
-        self.lora: nn.Module | None = None
+        self.lora: Any = None
         self.int8: Int8Product | None = None
 
     def extra_repr(self) -> str:

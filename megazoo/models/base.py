@@ -3,9 +3,9 @@
 The model's own file has the forward of a stage, which PipelineRun.forward calls
 (engine/pipeline.py)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from megazoo.layers.dropout import dropout_seed
 from megazoo.layers.layer import declared
 from megazoo.models.attachment import Attachment
 from megazoo.models.building import fill, make_empty, make_on_meta
-from megazoo.models.config import ModelConfig, add_missing_fields, check_sizes
+from megazoo.models.config import add_missing_fields, check_sizes
 from megazoo.models.freezing import Freezing
 from megazoo.models.hugging_face.names import HFFiles, HFNames
 from megazoo.models.outputs import (
@@ -66,9 +66,13 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
 
     _engine: TrainingEngine | None = None
     family: str  # the name that it is registered by
-    Config: type[ModelConfig]
-    Block: type[nn.Module]  # a layer: Block(config, its index in the whole model)
+    Config: type[Any]  # a ModelConfig, or a dataclass that is like one
+    Block: Callable[..., nn.Module]  # a layer: Block(config, its index in the whole model)
     presets: dict
+    embedding: VocabParallelEmbedding
+    layers: nn.ModuleDict
+    head: LanguageModelHead
+    score: ClassifierHead
     HUGGING_FACE = HFFiles()  # of Hugging Face directories, beside the names
     HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}  # our modules to theirs
 
@@ -82,7 +86,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         if "Config" in vars(cls):
             add_missing_fields(cls.Config)
 
-    def __init__(self, config, ctx: ParallelContext, seed: int = 0):
+    def __init__(self, config: Any, ctx: ParallelContext, seed: int = 0):
         super().__init__()
         self.check(config, ctx.tp_size, ctx.pp_size, ctx.virtual_size)
         self.config, self.ctx, self.seed = config, ctx, seed
@@ -110,18 +114,18 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     # What a family defines.
 
     @classmethod
-    def stage_costs(cls, config) -> tuple[float, float, float]:
+    def stage_costs(cls, config: Any) -> tuple[float, float, float]:
         """Return the multiply-adds a token of one layer, of what comes before the layers, and of
         what comes after."""
         raise NotImplementedError
 
     @classmethod
-    def longest_sequence(cls, config) -> int:
+    def longest_sequence(cls, config: Any) -> int:
         """Return how many tokens the longest sequence has that the model takes."""
         return config.max_positions
 
     @classmethod
-    def can_cache(cls, config, length: int) -> bool:
+    def can_cache(cls, config: Any, length: int) -> bool:
         """Return whether the keys and values of a sequence's tokens stay as they are while it grows
         to `length` tokens."""
         return True
@@ -134,32 +138,36 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     # Build.
 
     @classmethod
-    def check(cls, config, tp: int, pp: int, virtual: int = 1) -> None:
+    def check(cls, config: Any, tp: int, pp: int, virtual: int = 1) -> None:
         """Raise UserError, naming what would do, if the model can't be cut into tp x pp, with so
         many stages a rank."""
         check_sizes(config, tp, pp, virtual)
 
     @classmethod
-    def all_stages(cls, config, ctx: ParallelContext) -> list[Stage]:
+    def all_stages(cls, config: Any, ctx: ParallelContext) -> list[Stage]:
         """Cut the layers into the stages of all ranks, in the order of the forward."""
         return cut_into_stages(
             config.layers, ctx.stage_count, ctx.stage_layers, cls.stage_costs(config)
         )
 
     @classmethod
-    def build(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
+    def build(
+        cls, config: Any, ctx: ParallelContext, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> "Model":
         """This rank's stages with initial weights: planned on meta, then filled parameter by
         parameter."""
         return fill(cls.empty(config, ctx, dtype=dtype, seed=seed), seed)
 
     @classmethod
-    def empty(cls, config, ctx: ParallelContext, *, dtype=torch.float32, seed: int = 0) -> "Model":
+    def empty(
+        cls, config: Any, ctx: ParallelContext, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> "Model":
         """This rank's stages on its device, to be filled; plain modules have their initial values.
         Warns, on rank 0, of stages without layers."""
         return make_empty(cls, config, ctx, dtype, seed)
 
     @classmethod
-    def on_meta(cls, config, ctx: ParallelContext, *, seed: int = 0) -> "Model":
+    def on_meta(cls, config: Any, ctx: ParallelContext, *, seed: int = 0) -> "Model":
         """Make this rank's stages without memory: what a virtual context can build."""
         return make_on_meta(cls, config, ctx, seed)
 
@@ -223,7 +231,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             {str(index): self.Block(self.config, index) for index in indices}
         )
 
-    def add_head(self, head: type[LanguageModelHead] = LanguageModelHead, **options) -> None:
+    def add_head(self, head: type[LanguageModelHead] = LanguageModelHead, **options: Any) -> None:
         """Make what the last stage ends in: a classifier's scores, or the logits and their loss.
 
         head: the class of a language model's head. options: its arguments, such as soft_cap.
@@ -280,14 +288,15 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         self._recompute, self._interval = mode, interval
         for module in self.modules():
             if declared(module, "recompute") is not None:
-                module.recompute = mode == "selective"
+                layer: Any = module
+                layer.recompute = mode == "selective"
         return self
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute every layer in backward: recompute("full"), by the name in transformers."""
         self.recompute("full")
 
-    def compile(self, **options) -> "Model":
+    def compile(self, **options: Any) -> "Model":
         """Put every layer under torch.compile, with its options; returns self. UserError without a
         compiler.
 
@@ -298,7 +307,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             layer.compile(**options)
         return self
 
-    def run_layers(self, x: torch.Tensor, stage: Stage, *arguments) -> torch.Tensor:
+    def run_layers(self, x: torch.Tensor, stage: Stage, *arguments: Any) -> torch.Tensor:
         """Run the layers of a stage, one after the other: x = layer(x, *arguments). If a MicroBatch
         is among the arguments, dropout that is given no seed draws by the batch's."""
         batches = (each for each in arguments if isinstance(each, MicroBatch))
@@ -343,8 +352,8 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         attention_mask: torch.Tensor | None = None,
         *,
         use_cache: bool = True,
-        streamer=None,
-        **settings,
+        streamer: Any = None,
+        **settings: Any,
     ) -> torch.Tensor:
         """Continue prompts; returns int64 [batch, prompt + new tokens] of the given prompts.
 
@@ -358,7 +367,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         tokens again for each new one. streamer: for one row; its put(token ids) is called with each
         new token, its end() at the end. UserError for a prompt or a setting that can't be.
         """
-        settings = GenerationSettings.of(settings, self.generation)
+        asked = GenerationSettings.of(settings, self.generation)
         return generate(
-            self, input_ids, attention_mask, settings, use_cache=use_cache, streamer=streamer
+            self, input_ids, attention_mask, asked, use_cache=use_cache, streamer=streamer
         )

@@ -1,6 +1,7 @@
 """How a rank's stages are made: without memory, then on the device, then filled."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from megazoo.parallel.random import all_seeded, derive_seed
 from megazoo.parallel.staging import Upload
 
 
-def fill(model, seed: int):
+def fill(model: Any, seed: int) -> Any:
     """Draw the initial values of a model's parameters, but for those of plain modules; returns
     it."""
     upload = Upload()
@@ -28,7 +29,9 @@ def fill(model, seed: int):
     return model
 
 
-def make_empty(family: type, config, ctx: ParallelContext, dtype: torch.dtype, seed: int):
+def make_empty(
+    family: type, config: Any, ctx: ParallelContext, dtype: torch.dtype, seed: int
+) -> Any:
     """Make a rank's stages on its device, to be filled: see `Model.empty`."""
     model = _make(family, config, ctx, seed)
     if ctx.rank == 0 and ctx.device.type != "meta":
@@ -47,7 +50,7 @@ def make_empty(family: type, config, ctx: ParallelContext, dtype: torch.dtype, s
     return model
 
 
-def make_on_meta(family: type, config, ctx: ParallelContext, seed: int = 0):
+def make_on_meta(family: type, config: Any, ctx: ParallelContext, seed: int = 0) -> Any:
     """Make a rank's stages without memory."""
     try:
         with torch.device("meta"):
@@ -58,7 +61,7 @@ def make_on_meta(family: type, config, ctx: ParallelContext, seed: int = 0):
         return model
 
 
-def _make(family: type, config, ctx: ParallelContext, seed: int, draw: int = 0):
+def _make(family: type, config: Any, ctx: ParallelContext, seed: int, draw: int = 0) -> Any:
     """Make a rank's stages, of which the parameters that are cut take no memory. draw: seeds the
     default generators, on which nothing that is made may depend."""
     with ctx, without_memory(), all_seeded(draw):
@@ -76,9 +79,9 @@ def _make(family: type, config, ctx: ParallelContext, seed: int, draw: int = 0):
     return model
 
 
-def _make_elsewhere(family: type, config, ctx: ParallelContext, pp_rank: int | None):
+def _make_elsewhere(family: type, config: Any, ctx: ParallelContext, pp_rank: int | None) -> Any:
     """Make, without memory, the stages of a rank of the pipeline; of None, the whole model."""
-    size = {"tp": ctx.tp_size, "sequence_parallel": ctx.sequence_parallel}
+    size: dict[str, Any] = {"tp": ctx.tp_size, "sequence_parallel": ctx.sequence_parallel}
     size |= {"cp": ctx.cp_size, "cp_method": ctx.cp_method}
     if pp_rank is not None:
         size |= {"pp": ctx.pp_size, "virtual": ctx.virtual_size, "placement": ctx.placement.name}
@@ -86,7 +89,7 @@ def _make_elsewhere(family: type, config, ctx: ParallelContext, pp_rank: int | N
     return make_on_meta(family, config, ParallelContext.virtual(**size))
 
 
-def _advise_of_empty_stages(family: type, config, ctx: ParallelContext) -> None:
+def _advise_of_empty_stages(family: type, config: Any, ctx: ParallelContext) -> None:
     layer, first, last = family.stage_costs(config)
     for stage in family.all_stages(config, ctx):
         if not stage.layers:

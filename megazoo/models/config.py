@@ -66,7 +66,7 @@ def add_missing_fields(config_class: type) -> None:
             setattr(config_class, name, getattr(ModelConfig, name))
 
 
-def check_sizes(config, tp: int, pp: int, virtual: int = 1) -> None:
+def check_sizes(config: Any, tp: int, pp: int, virtual: int = 1) -> None:
     """Raise UserError, naming what would do, if a model of this config can't be cut into tp x pp,
     with `virtual` stages a rank."""
     _check_one_by_one(config)
@@ -82,7 +82,7 @@ def check_sizes(config, tp: int, pp: int, virtual: int = 1) -> None:
         )
 
 
-def _check_one_by_one(config) -> None:
+def _check_one_by_one(config: Any) -> None:
     """Refuse sizes that no layout makes right."""
     for name in ("vocab_size", "max_positions", "hidden_size", "layers", "heads", "ffn_size"):
         if getattr(config, name) < 1:
@@ -114,7 +114,7 @@ def _check_one_by_one(config) -> None:
         raise UserError(f"kv-heads {config.kv_heads} don't divide heads {config.heads}")
 
 
-def _check_rates(config) -> None:
+def _check_rates(config: Any) -> None:
     """Refuse probabilities of dropout, and the small numbers that keep norms from dividing by 0,
     that are out of their range."""
     for name, value in vars(config).items():
@@ -126,7 +126,7 @@ def _check_rates(config) -> None:
             raise UserError(f"{name} {value} must be 0 or more")
 
 
-def _check_tensor_parallel(config, tp: int) -> None:
+def _check_tensor_parallel(config: Any, tp: int) -> None:
     """Refuse a tp over which the heads, or the inner features of the MLPs, can't be cut."""
     heads, kv_heads = config.heads, config.kv_heads or config.heads
     fits = [n for n in range(1, min(heads, config.ffn_size) + 1) if _heads_fit(heads, kv_heads, n)]

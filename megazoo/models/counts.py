@@ -1,5 +1,7 @@
 """Counts the parameters and the FLOPs of a model, and what of them is trained."""
 
+from typing import Any
+
 from torch import nn
 
 from megazoo.layers.layer import declared
@@ -11,7 +13,7 @@ from megazoo.parallel.module import ShardedModule
 
 
 def parameter_count(
-    config, train_only: str | None = None, attached: Attachment | None = None
+    config: Any, train_only: str | None = None, attached: Attachment | None = None
 ) -> int:
     """Return the number of parameters of the whole model; a tied head counts once. train_only and
     attached: count those alone that are trained, as in `whole_model`."""
@@ -19,7 +21,9 @@ def parameter_count(
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def whole_model(config, train_only: str | None = None, attached: Attachment | None = None) -> Model:
+def whole_model(
+    config: Any, train_only: str | None = None, attached: Attachment | None = None
+) -> Model:
     """Make a whole model on the meta device, of which what a run does not train is frozen.
 
     attached: what it has beside its own weights, such as adapters. train_only: as in
@@ -33,7 +37,7 @@ def whole_model(config, train_only: str | None = None, attached: Attachment | No
 
 
 def flops_per_token(
-    config,
+    config: Any,
     seq_length: int,
     train_only: str | None = None,
     attached: Attachment | None = None,
@@ -55,7 +59,8 @@ def flops_per_token(
     all_trained = all(parameter.requires_grad for parameter in model.parameters())
     flops, passes = _flops(model, all_trained, seq_length)
     if not model.num_labels:
-        flops += _of_product(model.output_head.matrix, passes)
+        head: Any = model.output_head
+        flops += _of_product(head.matrix, passes)
     return flops
 
 

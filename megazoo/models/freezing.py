@@ -2,15 +2,28 @@
 
 import fnmatch
 import re
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
+from torch import nn
+
+from megazoo.engine.training import TrainingEngine
 from megazoo.errors import UserError
+from megazoo.models.attachment import Attachment
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 
 
-class Freezing:
+class Freezing(nn.Module):
     """The part of `Model` that knows what is frozen (`requires_grad_(False)`)."""
+
+    config: Any
+    ctx: ParallelContext
+    attached: Attachment | None
+    engine: TrainingEngine
+    entries: Callable[[], Iterator[NamedParameter]]
+    on_meta: Callable[..., Any]
 
     def trained_entries(self) -> list[NamedParameter]:
         """List this rank's parameters that are not frozen (`requires_grad_(False)`): those that
@@ -30,7 +43,7 @@ class Freezing:
                 frozen = frozen.union(*all_gather_objects(frozen, self.ctx))
         return sum(e.parameter.numel() for e in self._whole().entries() if e.name not in frozen)
 
-    def train_only(self, pattern: str) -> "Freezing":
+    def train_only(self, pattern: str) -> Self:
         """Freeze every parameter whose global name does not match the pattern; returns self.
 
         pattern: a regular expression that is searched for in the names, such as "head|norm" or
@@ -43,7 +56,7 @@ class Freezing:
             entry.parameter.requires_grad_(entry.name in trained)
         return self
 
-    def freeze(self, pattern: str) -> "Freezing":
+    def freeze(self, pattern: str) -> Self:
         """Freeze the parameters whose global name matches the pattern, as in `train_only`; returns
         self."""
         frozen = self._names_matching(pattern)
@@ -56,7 +69,7 @@ class Freezing:
         """Find the parameters of the whole model, in whatever stage, whose names match."""
         return names_matching(pattern, [entry.name for entry in self._whole().entries()])
 
-    def _whole(self) -> "Freezing":
+    def _whole(self) -> Any:
         """Make the whole model on the meta device, with what is attached to this one."""
         whole = self.on_meta(self.config, ParallelContext())
         if self.attached:

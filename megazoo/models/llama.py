@@ -25,7 +25,7 @@ of the two ranks, which stay equal.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -114,7 +114,7 @@ class Block(Layer):
     def __init__(self, config: LlamaFamilyConfig, index: int):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
-        settings = {"bias": c.attention_bias} | self.attention_settings(c, index)
+        settings: dict[str, Any] = {"bias": c.attention_bias} | self.attention_settings(c, index)
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
         self.attention = CausalSelfAttention(
             c.hidden_size,

@@ -20,20 +20,20 @@ def mask_of(
     `segment_mask` returns; under context parallelism boolean masks, within the windows of the
     attentions that declare it. dtype: of the activations.
     """
-    layers = list(layers.values())
-    if not layers:
+    modules = list(layers.values())
+    if not modules:
         return None
-    of_layers = [list(attentions_of(layer)) for layer in layers]
+    of_layers = [list(attentions_of(layer)) for layer in modules]
     ours = [each for found in of_layers for each in found if declared(each, "kernel_masks")]
     all_ours = all(of_layers) and len(ours) == sum(map(len, of_layers))
-    plain = all_ours and all(declared(layer, "kernel_masks") for layer in layers)
+    plain = all_ours and all(declared(layer, "kernel_masks") for layer in modules)
     windows = set() if all_ours else {None}
     if plain or batch.cut is not None:
         windows |= {declared(each, "window") for each in ours}
     else:  # a mask of all tokens attention itself makes narrower
         windows = {None}
     packed = plain and all(isinstance(each, Layer) and each.takes_packed(dtype) for each in ours)
-    device = next(layers[0].parameters()).device
+    device = next(modules[0].parameters()).device
     masks = {
         window: _mask_of_window(batch, window, plain, packed, dtype, device) for window in windows
     }
@@ -63,19 +63,19 @@ def _mask_of_window(
     rows, queries = batch.shape
     if packed and batch.boundaries is not None:
         return Packed(batch.boundaries, queries)
-    later = batch.cache is not None and batch.cache.used > 0
-    if later and queries == 1 and batch.cache.windows:
+    cache = batch.cache if batch.cache and batch.cache.used > 0 else None
+    if cache and queries == 1 and cache.windows:
         window = None  # the cache has nothing that is beyond
     narrow = window is not None and batch.keys > window
     if batch.segments is not None:
         mask = segment_mask(batch.segments, queries, window)
-    elif narrow and not later and packed and device.type == "cuda":  # whose kernel skips the rest
+    elif narrow and not cache and packed and device.type == "cuda":  # whose kernel skips the rest
         return Packed(torch.arange(rows + 1, device=device).int() * queries, queries)
-    elif narrow or (later and queries > 1):
+    elif narrow or (cache and queries > 1):
         mask = window_mask(queries, batch.keys, window or batch.keys, device)
     else:
         return None
-    return additive(mask, dtype) if plain else mask
+    return additive(mask, dtype) if plain and mask is not None else mask
 
 
 def alibi_mask_of(

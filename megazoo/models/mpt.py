@@ -30,7 +30,7 @@ on one rank, otherwise a copy on each of the two ranks, which stay equal.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -168,8 +168,8 @@ class MPT(Model):
         self.add_layers()
         self.alibi = None  # the bias of this rank's heads, one for all layers
         if c.alibi and self.layers:
-            heads = next(iter(self.layers.values())).attention.heads
-            self.alibi = ALiBi(c.heads, heads, c.alibi_bias_max)
+            layer: Any = next(iter(self.layers.values()))
+            self.alibi = ALiBi(c.heads, layer.attention.heads, c.alibi_bias_max)
         if self.has_last:
             self.norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
         self.add_head()

@@ -5,7 +5,7 @@ labels mean is its `task`, which stages without a head can ask, too.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,7 +31,7 @@ class LanguageModeling:
 
     labels_are_of_tokens = True
 
-    def __init__(self, config):
+    def __init__(self, config: Any):
         self.vocab_size = config.vocab_size
 
     def targets(
@@ -71,7 +71,7 @@ class SequenceClassification:
 
     labels_are_of_tokens = False
 
-    def __init__(self, config):
+    def __init__(self, config: Any):
         self.vocab_size, self.num_labels = config.vocab_size, config.num_labels
         self.problem_type, self.pad_token_id = config.problem_type, config.pad_token_id
 
@@ -110,7 +110,7 @@ class SequenceClassification:
         return targets.numel() if targets.is_floating_point() else (targets != IGNORE_INDEX).sum()
 
 
-def task_of(config) -> LanguageModeling | SequenceClassification:
+def task_of(config: Any) -> LanguageModeling | SequenceClassification:
     """Return what a model of this config is for."""
     return (SequenceClassification if config.num_labels else LanguageModeling)(config)
 
@@ -227,7 +227,7 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
 
     def __init__(
         self,
-        config,
+        config: Any,
         *,
         embedding: VocabParallelEmbedding | None = None,
         soft_cap: float | None = None,
@@ -267,6 +267,7 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
     def token_losses(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the loss of every token, in nats, 0 where it has no target: fp32 [batch,
         sequence]."""
+        assert batch.targets is not None
         losses = vocab_parallel_cross_entropy(
             outputs.flatten(0, 1),
             batch.targets.flatten(),
@@ -287,6 +288,7 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
             return None
         if not self.pieces_save_memory(batch.shape[0] * batch.shape[1], differentiated):
             return None
+        assert batch.targets is not None
         factor = factor if differentiated else None
         return self.loss_in_pieces(x, batch.targets, factor, self.terms)
 
@@ -311,9 +313,9 @@ class ClassifierHead(OutputHead, ClassificationHead):
     config: the model's. Outputs: [batch, labels], the same on every tp rank.
     """
 
-    def __init__(self, config, *, ctx: ParallelContext | None = None):
+    def __init__(self, config: Any, *, ctx: ParallelContext | None = None):
         super().__init__(config.hidden_size, config.num_labels, ctx=ctx)
-        self.task = SequenceClassification(config)
+        self.task: SequenceClassification = SequenceClassification(config)
 
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return self(x, batch.scored)
@@ -322,6 +324,7 @@ class ClassifierHead(OutputHead, ClassificationHead):
         return outputs
 
     def loss_sum(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        assert batch.targets is not None
         loss = classification.loss_sum(outputs, batch.targets, self.task.problem_type)
         return _counted_once(loss, self.ctx)
 

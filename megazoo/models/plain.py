@@ -7,6 +7,7 @@ name alone: its module's own reset_parameters() draws them. What the constructor
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield f"{prefix}.{name}".lstrip("."), module, name
 
 
-def _is_cut(module: nn.Module) -> bool:
+def _is_cut(module: nn.Module) -> TypeGuard[ShardedModule]:
     """Return whether a module says how its parameters are cut; a layer made of others does not."""
     return isinstance(module, ShardedModule) and bool(module.specs)
 
@@ -55,7 +56,7 @@ def check_plain(model: nn.Module) -> None:
             raise UserError(f"{kind}, whose statistics are of one rank's rows: use a LayerNorm")
     for name, module, key in plain_parameters(model):
         parameter = getattr(module, key)
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet: lazy modules can't be built stage by stage")
         if not parameter.dim():
             raise UserError(f"{name} has no dimension: give it the shape [1]")
@@ -100,7 +101,7 @@ def place_plain(
             setattr(module, name, value.to(device))
 
 
-def check_stages(model: nn.Module, elsewhere: Callable[[int | None], nn.Module]) -> None:
+def check_stages(model: Any, elsewhere: Callable[[int | None], Any]) -> None:
     """Raise UserError if several pipeline ranks have a parameter that should be one, and is not
     tied: they build it by one name, or modules of different stages share it.
 

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +34,9 @@ from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.terminal import byte_bar
+
+if TYPE_CHECKING:
+    from megazoo.models.base import Model
 
 
 def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
@@ -65,7 +69,7 @@ def from_pretrained(
     num_labels: int | None = None,
     pad_token_id: int | None = None,
     verify: bool = True,
-) -> torch.nn.Module:
+) -> "Model":
     """Build this rank's part of a model that is on disk; each rank reads only what it owns,
     straight into its parameters. The model is in evaluation mode until `train_batch` or `train()`.
 
@@ -88,7 +92,9 @@ def from_pretrained(
     return model.eval()
 
 
-def with_labels(source: ModelSource, num_labels: int | None, pad_token_id: int | None = None):
+def with_labels(
+    source: ModelSource, num_labels: int | None, pad_token_id: int | None = None
+) -> Any:
     """Return the config of a source, or of the classifier that is made of it; UserError if it is
     one of other labels, or of a family without classifiers. Arguments: see `from_pretrained`."""
     config = source.config
@@ -109,8 +115,8 @@ def from_parallelized(
     ctx: ParallelContext | None = None,
     *,
     load_directory: str | Path | None = None,
-    **options,
-) -> torch.nn.Module:
+    **options: Any,
+) -> "Model":
     """Build this rank's part of a model that is on disk: `from_pretrained`, which reads checkpoints
     of any layout, too.
 
@@ -141,7 +147,7 @@ def open_directory(path: str | Path, *, verify: bool = True) -> ModelSource:
     return open_source(path, verify=verify)
 
 
-def one_of(function: str, directory, name: str, named):
+def one_of(function: str, directory: Any, name: str, named: Any) -> Any:
     """Return the directory that a function was given, by position or by OSLO's name for it;
     UserError for both."""
     if (directory is None) == (named is None):
@@ -152,7 +158,7 @@ def one_of(function: str, directory, name: str, named):
     return named if directory is None else directory
 
 
-def load_weights(source: ModelSource, model) -> None:
+def load_weights(source: ModelSource, model: Any) -> None:
     """Fill this rank's parameters from an open source; its sidecar files travel on.
 
     A classifier takes a language model's weights, too; its head is then drawn from the model's
@@ -198,7 +204,7 @@ def _entries_to_read(source: ModelSource, model) -> list[NamedParameter]:
 
 
 def save_parallelized(
-    model,
+    model: Any,
     directory: str | Path | None = None,
     *,
     save_directory: str | Path | None = None,

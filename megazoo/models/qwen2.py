@@ -5,6 +5,7 @@ published models have none.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from megazoo.models import llama
 from megazoo.models.hugging_face import llama as hugging_face
@@ -40,7 +41,7 @@ class Block(llama.Block):
         return {"window": window or None, "output_bias": False}
 
 
-def _published(*sizes: int, **more) -> Qwen2Config:
+def _published(*sizes: Any, **more: Any) -> Qwen2Config:
     """sizes: from vocab_size to ffn_size, in the order of the fields."""
     return Qwen2Config(*sizes, rope_theta=1e6, **more)
 

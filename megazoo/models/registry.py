@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import tomllib
+from collections.abc import Callable
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -16,15 +17,21 @@ from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.dtypes import dtype_named
 
+if TYPE_CHECKING:
+    from megazoo.models.base import Model
+
+Class = TypeVar("Class", bound="type[Model]")
+
 # What to do with a model object, which can't be cut.
 GIVE_A_DIRECTORY = (
     "a model object can't be cut: save it with its save_pretrained(DIRECTORY), then give that "
     "directory to megazoo.from_pretrained or megazoo.initialize"
 )
-FAMILIES: dict[str, type] = {}  # those of the zoo enter themselves, as others may: see `register`
+# Those of the zoo enter themselves, as others may: see `register`.
+FAMILIES: "dict[str, type[Model]]" = {}
 
 
-def register(name: str):
+def register(name: str) -> Callable[[Class], Class]:
     """Class decorator: make a model of your own known as `name`, to --model, presets and
     checkpoints.
 
@@ -33,7 +40,7 @@ def register(name: str):
     a preset is of another Config: a config alone says which model is built of it.
     """
 
-    def add(model: type) -> type:
+    def add(model: Class) -> Class:
         others = {family: other for family, other in FAMILIES.items() if family != name}
         _check_names(name, model, others)
         _check_config(name, model, others)
@@ -70,7 +77,7 @@ def _check_config(name: str, model: type, others: dict[str, type]) -> None:
             )
 
 
-def family_of(config) -> str:
+def family_of(config: Any) -> str:
     """Return the name of the family that a config object belongs to."""
     for name, model in FAMILIES.items():
         if type(config) is model.Config:
@@ -89,7 +96,7 @@ def tiny_preset(name: str) -> str:
     return f"{name}-tiny" if name in FAMILIES else name
 
 
-def find_config(what):
+def find_config(what: Any) -> Any:
     """Return the config that a name, a file or an object says: see `from_config`. UserError names
     the nearest name."""
     if isinstance(what, torch.nn.Module):
@@ -122,7 +129,7 @@ def find_config(what):
     )
 
 
-def family_named(name: str) -> type:
+def family_named(name: str) -> "type[Model]":
     """Return a family's class; UserError names the nearest name."""
     if not isinstance(name, str) or name not in FAMILIES:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
@@ -132,7 +139,7 @@ def family_named(name: str) -> type:
     return FAMILIES[name]
 
 
-def config_from_dict(family: str, values: dict):
+def config_from_dict(family: str, values: dict) -> Any:
     """Return a family's config from the dictionary that `dataclasses.asdict` made of it."""
     cls = family_named(family).Config
     unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
@@ -174,7 +181,7 @@ def _is_plain(kind: Any) -> bool:
     return kind in (int, float, str, bool, NoneType, dict, list, tuple, Any)
 
 
-def config_from_file(path: Path):
+def config_from_file(path: Path) -> Any:
     """Read a config from Hugging Face's config.json, or from JSON or TOML with our names: model =
     "llama", layers = 2 ..."""
     data = read_bytes(path)
@@ -187,7 +194,7 @@ def config_from_file(path: Path):
     return _config_from_values(values, str(path))
 
 
-def _config_from_values(values: dict, origin: str):
+def _config_from_values(values: dict, origin: str) -> Any:
     """Return a family's config from what a config file or `to_dict` holds. origin: for errors."""
     if not {"model", "model_type"} & values.keys():
         raise UserError(f"{origin} says neither model_type (Hugging Face's name) nor model (ours)")
@@ -199,7 +206,7 @@ def _config_from_values(values: dict, origin: str):
         raise UserError(f"{origin}: {error}") from None
 
 
-def config_from_hugging_face(values: dict):
+def config_from_hugging_face(values: dict) -> Any:
     """Return a family's config from the dictionary that Hugging Face's config.json holds.
 
     UserError names a field that changes the mathematics and is not supported, with its value.
@@ -226,12 +233,12 @@ def config_from_hugging_face(values: dict):
 
 
 def from_config(
-    config,
+    config: Any,
     ctx: ParallelContext | None = None,
     *,
     dtype: torch.dtype | str | None = torch.float32,
     seed: int = 0,
-) -> torch.nn.Module:
+) -> "Model":
     """Build this rank's part of a model with initial weights that depend on the seed alone, not on
     the layout.
 

@@ -1,12 +1,14 @@
 """Rules that the layout and the batches of a run must keep to, for the model that it trains."""
 
+from typing import Any
+
 from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import check_schedule
 
 
-def check_layout(family: type[Model], config, layout: ParallelContext, schedule: str) -> None:
+def check_layout(family: type[Model], config: Any, layout: ParallelContext, schedule: str) -> None:
     """Raise UserError if a layout can't cut the model, or can't have the schedule. layout: any
     rank's context."""
     tp, pp, virtual = layout.tp_size, layout.pp_size, layout.virtual_size
@@ -32,7 +34,7 @@ def check_batch(global_batch_size: int, micro_batch_size: int, dp: int) -> None:
         )
 
 
-def check_sequence(family: type[Model], config, length: int) -> None:
+def check_sequence(family: type[Model], config: Any, length: int) -> None:
     """Raise UserError if the model has no positions for a sequence of so many tokens."""
     longest = family.longest_sequence(config)
     if length > longest:

@@ -1,6 +1,7 @@
 """The calls by which users write a model's weights, and read others into it."""
 
 from pathlib import Path
+from typing import Self
 
 from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
 from megazoo.parallel.failure import on_all_ranks
@@ -65,14 +66,18 @@ class Saving:
 
     @on_all_ranks
     def from_parallelized(
-        self, directory=None, *, load_directory=None, verify: bool = True
-    ) -> "Saving":
+        self,
+        directory: str | Path | None = None,
+        *,
+        load_directory: str | Path | None = None,
+        verify: bool = True,
+    ) -> Self:
         """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns
         self.
 
         load_directory: OSLO's name for directory. verify: as in `from_pretrained`. UserError if
         they are of another model.
         """
-        directory = one_of("from_parallelized", directory, "load_directory", load_directory)
-        load_weights(open_directory(directory, verify=verify), self)
+        given = one_of("from_parallelized", directory, "load_directory", load_directory)
+        load_weights(open_directory(given, verify=verify), self)
         return self

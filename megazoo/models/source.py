@@ -3,7 +3,7 @@
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.tokenizer import has_tokenizer
 
+if TYPE_CHECKING:
+    from megazoo.models.base import Model
+
 
 class ModelSource(TensorSource):
     """Tensors on disk of which a config says what they are.
@@ -29,7 +32,7 @@ class ModelSource(TensorSource):
     config: Any
 
     @property
-    def model(self) -> Any:
+    def model(self) -> "type[Model]":
         """The family's class."""
         return FAMILIES[family_of(self.config)]
 
@@ -39,7 +42,7 @@ class ModelSource(TensorSource):
         model = self.on_meta(ParallelContext())
         return {entry.name: entry.spec for entry in model.entries()}
 
-    def on_meta(self, ctx: ParallelContext) -> Any:
+    def on_meta(self, ctx: ParallelContext) -> "Model":
         """Make a rank's part of its model without memory."""
         return self.model.on_meta(self.config, ctx)
 

@@ -31,7 +31,7 @@ HARMLESS = set(
 CLASSIFIER = "ForSequenceClassification"
 
 
-def head_to_hugging_face(config, language_model: str) -> dict[str, Any]:
+def head_to_hugging_face(config: Any, language_model: str) -> dict[str, Any]:
     """Return the fields that name the architecture: the language model's, or the classifier's with
     its labels."""
     if not config.num_labels:

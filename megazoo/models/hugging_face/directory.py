@@ -165,7 +165,10 @@ class HuggingFaceDirectory(ModelSource):
 
         table = self.model.HUGGING_FACE_NAMES
         head = f"{table['head'].names[0]}.weight" if "head" in table else ""
-        has_tied_head = getattr(self.config, "tie_embeddings", False) and head in names
+        embedding, has_tied_head = (
+            "",
+            getattr(self.config, "tie_embeddings", False) and head in names,
+        )
         if has_tied_head:
             (embedding,) = names_of("embedding.weight").names
             if embedding in names and not self._equal(embedding, head):

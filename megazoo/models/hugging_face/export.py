@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ def write_model(
         _write_weights(directory, _cut_into_files(tensors, limit))
 
 
-def hugging_face_config(config) -> dict:
+def hugging_face_config(config: Any) -> dict:
     """Return what config.json says of a config of ours. UserError if transformers' model can't
     represent it."""
     if not hasattr(config, "to_hugging_face"):

@@ -47,7 +47,7 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     return {**fields.renamed(FIELDS, defaults), **fields.head()}
 
 
-def write_config(config) -> dict[str, Any]:
+def write_config(config: Any) -> dict[str, Any]:
     """Return what config.json says of a GPT2Config."""
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
     return {**head_to_hugging_face(config, "GPT2LMHeadModel"), "model_type": "gpt2", **values}

@@ -81,7 +81,7 @@ def _names_of(config_class: type) -> dict[str, str]:
     return {theirs: ours for theirs, ours in FIELDS.items() if ours in has}
 
 
-def write_config(config, model_type: str) -> dict[str, Any]:
+def write_config(config: Any, model_type: str) -> dict[str, Any]:
     """Return the config.json of a config of the LLaMA family. model_type: of the model in
     transformers."""
     values = {theirs: getattr(config, ours) for theirs, ours in _names_of(type(config)).items()}

@@ -121,7 +121,7 @@ def _read_kv_heads(fields: ConfigReader, heads: int) -> int:
     return kv_heads
 
 
-def write_config(config) -> dict[str, Any]:
+def write_config(config: Any) -> dict[str, Any]:
     """Return what config.json says of an MPTConfig. UserError for what Hugging Face's port does not
     compute, whatever its config may say."""
     fixed = {

@@ -47,10 +47,12 @@ class HFNames:
     def parts(self, spec: ParameterSpec) -> list[tuple[str, list[Run]]]:
         """Return their tensors, and which rows of ours each has. spec: of the tensor of ours, in
         one process."""
-        if self.grouped:
-            return [(self.names[0], runs_of_groups(spec.shard))]
-        counts = spec.shard.parts if len(self.names) > 1 else spec.shape[:1]
-        parts, first = [], 0
+        counts, parts, first = spec.shape[:1], [], 0
+        if self.grouped or len(self.names) > 1:
+            assert spec.shard  # which has the parts
+            if self.grouped:
+                return [(self.names[0], runs_of_groups(spec.shard))]
+            counts = spec.shard.parts
         for name, count in zip(self.names, counts, strict=True):
             parts.append((name, [Run(0, first, count)]))
             first += count

@@ -57,7 +57,7 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     return {**values, **fields.head()}
 
 
-def write_config(config) -> dict[str, Any]:
+def write_config(config: Any) -> dict[str, Any]:
     """Return what config.json says of a PythiaConfig."""
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
     return {

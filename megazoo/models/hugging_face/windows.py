@@ -20,7 +20,7 @@ def read_window(fields: ConfigReader, default: int) -> int:
     return 0 if "sliding_window" in fields.nulls else window
 
 
-def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, int]:
+def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, Any]:
     """Return `window` and `full_layers` of a config whose first layers see all and whose later ones
     have a window, as Qwen's have. UserError for layers in another order.
 
@@ -45,7 +45,7 @@ def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, int]:
     return {"window": window if has_window else 0, "full_layers": full if has_window else 0}
 
 
-def write_layer_types(config) -> dict[str, Any]:
+def write_layer_types(config: Any) -> dict[str, Any]:
     """Return the fields of which `read_layer_types` makes a config's window."""
     full = max(0, min(config.full_layers, config.layers)) if config.window else config.layers
     return {

@@ -10,6 +10,7 @@ import math
 import re
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ METADATA, COMMON, ABOUT = ".metadata", "common.pt", "metadata.json"
 STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")
 
 
-def read_distributed(directory: Path) -> tuple[dict, dict[str, Whole]]:
+def read_distributed(directory: Path) -> tuple[Any, dict[str, Whole]]:
     """Return the arguments of a checkpoint in the format torch_dist, and its tensors by Megatron's
     names, each layer's with its number. Only metadata is read. UserError for what is broken."""
     file = directory / ABOUT

@@ -7,6 +7,7 @@ mp_rank_TT_PPP/model_optim_rng.pt     and of pipeline stage PPP, where there are
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.models.megatron.names import LAYER, bare_name, is_state
@@ -27,7 +28,7 @@ def is_legacy(directory: Path) -> bool:
     return any(directory.glob(f"mp_rank_*/{FILE}"))
 
 
-def read_legacy(directory: Path) -> tuple[dict, dict[str, Whole]]:
+def read_legacy(directory: Path) -> tuple[Any, dict[str, Whole]]:
     """Return the arguments of a checkpoint in the format torch, and its tensors by Megatron's
     names, each layer's with its number in the whole model. No tensor is read. UserError for what is
     missing or broken."""

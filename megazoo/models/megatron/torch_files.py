@@ -5,6 +5,7 @@ import mmap
 import struct
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from zipfile import ZIP_STORED, ZipFile
 
 import torch
@@ -17,14 +18,14 @@ from megazoo.parallel.shard import Box
 LARGEST_PICKLE = 1 << 28  # bytes; what lies in it takes a few hundred a tensor
 
 
-def load_pickle(path: Path):
+def load_pickle(path: Path) -> Any:
     """Return what a file holds that pickle wrote, tensors not included; UserError if it can't be
     read, or would call anything."""
     with _readable(path), open(regular_file(path), "rb") as file:
         return unpickle(_limited(file.read(LARGEST_PICKLE + 1)), path)
 
 
-def load_torch(path: Path, start: int = 0, size: int | None = None):
+def load_torch(path: Path, start: int = 0, size: int | None = None) -> Any:
     """Return what torch.save wrote to a file, with a StoredTensor for each tensor. UserError, which
     names the file, if it can't be read, or would call anything.
 

@@ -9,7 +9,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -67,10 +67,10 @@ class StandIn:
     def __setitem__(self, _key, _value):  # of a class that is a container, too
         pass
 
-    def append(self, _):
+    def append(self, _: Any) -> None:
         pass
 
-    def extend(self, _):
+    def extend(self, _: Any) -> None:
         pass
 
 
@@ -94,7 +94,7 @@ class StoredTensor(NamedTuple):
 
 def unpickle(
     file: IO[bytes], path: Path, storage: Callable[[str, torch.dtype, int], Storage] | None = None
-):
+) -> Any:
     """Return what a pickle holds, with a StoredTensor for each tensor. UserError, naming the path,
     if it would call anything.
 
