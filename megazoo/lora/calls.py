@@ -214,6 +214,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 def settings_of(model: nn.Module) -> LoRASettings:
     """Return what a model's adapters are; of a module of one's own, as far as they tell it."""
     if isinstance(model, Model):
+        assert isinstance(model.attached, LoRASettings)
         return model.attached
     adapters = {
         target.theirs: layer.lora[target.part]

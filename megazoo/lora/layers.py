@@ -13,7 +13,7 @@ The factor that every rank has gets only a part of its gradient on each, for the
 there: like other such parts they are summed over tp after the last backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, ValuesView
 from dataclasses import replace
 
 import torch
@@ -44,6 +44,8 @@ class Adapter(Layer):
     """
 
     multiplied = ("A", "B")
+    A: nn.Parameter
+    B: nn.Parameter
 
     def __init__(
         self,
@@ -93,6 +95,8 @@ class Adapters(nn.ModuleDict):
     """
 
     same_input = True
+    values: Callable[[], ValuesView[Adapter]]
+    __getitem__: Callable[[str], Adapter]
 
     def __init__(self, adapters: dict[str, Adapter], sizes: dict[str, int]):
         super().__init__()

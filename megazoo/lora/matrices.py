@@ -38,10 +38,10 @@ def adaptable_matrices(model: nn.Module) -> list[Matrix]:
     matrices = []
     for name, layer in linear_layers(model):
         targets, spec = targets_of(model, name, layer), layer.specs["weight"]
-        counts = spec.shard.parts if len(targets) > 1 else spec.shape[:1]
+        counts = layer.shard.parts if len(targets) > 1 else spec.shape[:1]
         first = 0
         for target, outputs in zip(targets, counts, strict=True):
-            runs = runs_of_groups(spec.shard) if target.grouped else [Run(0, 0, outputs)]
+            runs = runs_of_groups(layer.shard) if target.grouped else [Run(0, 0, outputs)]
             matrices.append(Matrix(target, first, outputs, spec.shape[1], tuple(runs)))
             first += outputs
     return matrices

@@ -1,5 +1,6 @@
 """A model on disk with adapters merged into it while it is read."""
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
@@ -58,7 +59,9 @@ class MergedSource(ModelSource):
     def file_sizes(self) -> dict[str, int]:
         return self.base.file_sizes()
 
-    def files_of(self, tensors, ctx: ParallelContext) -> set[str]:
+    def files_of(
+        self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext
+    ) -> set[str]:
         return self.base.files_of([each for each in tensors if each[0] in self.base.specs], ctx)
 
     def check_crc32(self, name: str, crc: int) -> None:

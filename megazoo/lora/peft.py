@@ -6,7 +6,7 @@
 Nothing is transposed, of GPT-2's Conv1D neither: there a merge alone turns the change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import isfinite
 from pathlib import Path
@@ -119,7 +119,7 @@ class PEFTDirectory(AdapterSource):
             raise UserError(f"{file}: {error}") from None
         return settings
 
-    def _add_head(self, whole: nn.Module) -> None:
+    def _add_head(self, whole: Any) -> None:
         """Take a classifier's trained head, if it is there; UserError for other modules that were
         trained."""
         modules = set(self._config.modules_to_save or ())
@@ -212,7 +212,7 @@ def _pattern(
     return _by_name({target: value_of(target) for target in here}, default)
 
 
-def _by_name(values: dict[Target, float], default: float) -> dict[str, float]:
+def _by_name(values: Mapping[Target, float], default: float) -> dict[str, float]:
     """Return the values that are not the default by the shortest names that call their targets and
     no other of these."""
     others = dict.fromkeys(value for value in values.values() if value != default)
@@ -225,7 +225,7 @@ def _by_name(values: dict[Target, float], default: float) -> dict[str, float]:
 
 def write_adapters(
     source: TensorSource,
-    whole: nn.Module,
+    whole: Any,
     settings: LoRASettings,
     directory: Path,
     base_model_name_or_path: str | None = None,

@@ -43,7 +43,8 @@ class AdapterConfig:
 
     def is_target(self, name: str) -> bool:
         """Say whether PEFT adapts a module, by target_modules and what narrows it."""
-        wanted, layers = self.target_modules, self.layers_to_transform
+        wanted = [] if self.target_modules is None else self.target_modules
+        layers = self.layers_to_transform
         if self.exclude_modules and _matches(name, self.exclude_modules):
             return False
         if isinstance(wanted, str):

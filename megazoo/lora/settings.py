@@ -22,6 +22,8 @@ from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import Shard
 
+LinearLayer = ColumnParallelLinear | RowParallelLinear
+
 ALL = "all-linear"  # PEFT's name for every target
 LORA = "lora"  # what a layer calls its adapters; so it stands in the names of their parameters
 
@@ -132,15 +134,15 @@ def labels_of(model: nn.Module) -> int:
     return getattr(getattr(model, "config", None), "num_labels", 0)
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, LinearLayer]]:
     """Yield the layers that can be adapted, with their names in the model; one that is the whole
     model has none."""
     for name, module in model.named_modules():
-        if name and isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        if name and isinstance(module, LinearLayer):
             yield name, module
 
 
-def targets_of(model: nn.Module, name: str, layer: nn.Module) -> list[Target]:
+def targets_of(model: nn.Module, name: str, layer: LinearLayer) -> list[Target]:
     """Return the targets of a layer, in the order of its outputs. name: of the layer."""
     parent, _, last = name.rpartition(".")
     above = f"{parent}." if parent else ""
@@ -186,7 +188,7 @@ def check_targets(targets: list[Target], wanted: Iterable[str]) -> None:
 
 
 def _attach_to(
-    layer: nn.Module,
+    layer: LinearLayer,
     targets: list[Target],
     called: list[Target],
     settings: LoRASettings,
@@ -196,7 +198,7 @@ def _attach_to(
     spec, adapters = layer.specs["weight"], {}
     columns, rows = spec.shape[1], spec.shape[0]
     is_row_parallel = isinstance(layer, RowParallelLinear)
-    cut = spec.shard
+    cut = layer.shard
     for target in called:
         outputs, outputs_cut = rows, None if is_row_parallel else cut
         if len(targets) > 1:
@@ -218,10 +220,10 @@ def _attach_to(
         _fill(adapter, target, layer.weight, seed)
         adapters[target.part] = adapter
     if len(targets) > 1:
-        sizes = cut.local_sizes(layer.ctx.tp_size, layer.ctx.tp_rank)
+        lengths = cut.local_sizes(layer.ctx.tp_size, layer.ctx.tp_rank)
     else:
-        sizes = [layer.weight.shape[0]]
-    sizes = dict(zip((target.part for target in targets), sizes, strict=True))
+        lengths = [layer.weight.shape[0]]
+    sizes = dict(zip((target.part for target in targets), lengths, strict=True))
     layer.lora = Adapters(adapters, sizes)
 
 

@@ -11,6 +11,7 @@ from megazoo.errors import UserError
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted
 from megazoo.lora.peft import ADAPTER_CONFIG, PEFTDirectory, labels_in
 from megazoo.lora.settings import LoRASettings
+from megazoo.models.base import Model
 from megazoo.models.pretrained import open_source, with_labels
 from megazoo.models.source import HoldsAdapters, ModelSource, SavedSource
 from megazoo.parallel.context import ParallelContext
@@ -44,7 +45,7 @@ class SavedAdapters(SavedSource, AdapterSource):
         entries = saved_entries(self.on_meta(ParallelContext()))
         return {entry.name: entry.spec for entry in entries}
 
-    def on_meta(self, ctx: ParallelContext) -> Any:
+    def on_meta(self, ctx: ParallelContext) -> Model:
         model = super().on_meta(ctx)
         self.settings.attach(model)
         for entry in model.entries():
@@ -60,7 +61,8 @@ class SavedAdapters(SavedSource, AdapterSource):
         unknown = stored.keys() - {f.name for f in fields(LoRASettings)}
         if unknown:
             raise UserError(f"adapters has the unknown {min(unknown)}: upgrade megazoo")
-        self.settings = LoRASettings(**{**stored, "targets": tuple(stored["targets"])})
+        values: dict[str, Any] = {**stored, "targets": tuple(stored["targets"])}
+        self.settings = LoRASettings(**values)
         self.settings.check_for(self.model.on_meta(self.config, ParallelContext()))
 
 
