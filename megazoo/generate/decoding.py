@@ -75,7 +75,7 @@ class Choice:
         return cls(there[1 : 1 + rows], there[1 + rows :] if sources else None, int(message[0]))
 
 
-class _Chooser:
+class Chooser:
     """What both ways of choosing share: they adjust the scores and see which rows end.
 
     prompt: int64 [prompts, tokens]; real: which of them are not padding, bool, or None for all.
@@ -108,6 +108,17 @@ class _Chooser:
         if self.looks:
             state = torch.where(self.finite, over.all().long(), BROKEN)
         return Choice(tokens, sources, state)
+
+    def advance(
+        self, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Choose the next token of every row; returns the tokens, their sources (see Choice), and
+        what has ended."""
+        raise NotImplementedError
+
+    def result(self) -> torch.Tensor:
+        """Return the new tokens: int64 [rows, new]."""
+        raise NotImplementedError
 
     @property
     def broken(self) -> bool:
@@ -164,7 +175,7 @@ class _Chooser:
         return ended
 
 
-class Sampler(_Chooser):
+class Sampler(Chooser):
     """Chooses greedily, or by sampling.
 
     numbers: of the prompts in the whole batch; their rows' draws follow from them.
@@ -260,7 +271,7 @@ def _generator(seed: int, row: int, copy: int) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, "generate", row, copy))
 
 
-class BeamSearch(_Chooser):
+class BeamSearch(Chooser):
     """Searches beams as transformers does: of each prompt the best num_beams rows go on, and the
     best of those that ended are kept."""
 

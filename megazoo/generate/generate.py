@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count as count_up
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,13 +27,13 @@ from megazoo.parallel.stages import Stage
 
 
 def generate(
-    model,
+    model: Any,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     settings: GenerationSettings,
     *,
     use_cache: bool = True,
-    streamer=None,
+    streamer: Any = None,
 ) -> torch.Tensor:
     """Generate as `Model.generate` says. model: a `megazoo.models.base.Model`."""
     model.ctx.require_ranks()
@@ -138,7 +139,8 @@ def _run(model, groups: list[Group], streamer) -> None:
         turn = traffic.turn_of(tick, model.ctx.pp_rank)
         if all(group.done for group in groups):
             break
-        traffic.end_tick(tick, turn, turn and _forward(model, groups[turn.group], turn, traffic))
+        result = _forward(model, groups[turn.group], turn, traffic) if turn else None
+        traffic.end_tick(tick, turn, result)
     traffic.finish()
 
 
@@ -146,13 +148,14 @@ def _forward(model, group: Group, turn: Turn, traffic: Traffic) -> torch.Tensor 
     """Take a group's tokens through a stage of this rank; returns the activations, or of the last
     stage, if the prompts are through, the choice of the next tokens."""
     batch, stage = group.batch(), model.stages[turn.stage]
-    x = batch.input_ids if stage.first else traffic.input_for(turn)
+    x = group.input_ids if stage.first else traffic.input_for(turn)
     compute = partial(_output, model, x, batch, stage, group.chooses)
     x = compute() if group.graph is None or group.steps == 0 else group.graph(compute, batch.keys)
     if batch.cache is not None and stage is model.stages[-1]:
         batch.cache.advance(batch.shape[1])
     if not stage.last or not group.chooses:
         return x
+    assert group.chooser  # of the last stage
     group.choice = group.chooser.choose(x)
     return group.choice
 
@@ -181,6 +184,7 @@ def _new_tokens(
     new = input_ids.new_zeros(len(input_ids) * each, 1 + settings.max_new_tokens)
     for group in groups if model.stages[-1].last else ():
         rows = new[group.numbers.start * each : group.numbers.stop * each]
+        assert group.chooser  # of the last stage
         if group.chooser.broken:
             rows[:, 0] = -1
             continue

@@ -19,8 +19,10 @@ class StepGraph:
     def __init__(self, device: torch.device):
         # one for all runs: what libraries keep for a stream is there before the capture
         self.stream = torch.cuda.Stream(device)
-        self.key, self.fails = None, False
-        self.graph, self.result = None, None
+        self.key: int | None = None
+        self.fails = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.result: torch.Tensor | None = None
 
     def __call__(self, function: Callable[[], torch.Tensor], key: int) -> torch.Tensor:
         if key != self.key:
@@ -28,7 +30,7 @@ class StepGraph:
             return self._run(function)
         if self.graph is None and not self.fails:
             self._capture(function)
-        if self.graph is None:
+        if self.graph is None or self.result is None:
             return self._run(function)
         self.graph.replay()
         return self.result

@@ -2,14 +2,15 @@
 
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.generate.decoding import BeamSearch, Choice, Sampler
+from megazoo.generate.decoding import BeamSearch, Choice, Chooser, Sampler
 from megazoo.generate.graph import StepGraph
-from megazoo.generate.prefill import PromptChunk, pieces_of, shared_prefix
+from megazoo.generate.prefill import Prefix, PromptChunk, pieces_of, shared_prefix
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import KVCache
 from megazoo.layers.cache import StaticKVCache
@@ -17,7 +18,7 @@ from megazoo.layers.layer import attentions_of, declared
 from megazoo.parallel.context import ParallelContext
 
 
-def takes_static_steps(model) -> bool:
+def takes_static_steps(model: Any) -> bool:
     """Say whether a model's steps are given a StaticKVCache: on CUDA, if its family takes it and
     its layers attend by our attention. A CPU has less to do where shapes grow."""
     return (
@@ -72,8 +73,12 @@ class Group:
             positions = (real.cumsum(1) - 1).clamp(min=0)
             segments = real.long() - 1  # padding is a segment of its own, -1
         self.pieces = deque([PromptChunk(input_ids, positions, segments)])
-        self.cache = self.prefix = self.prefix_cache = None
-        self.chooser = self.choice = self.graph = None
+        self.cache: KVCache | None = None
+        self.prefix: Prefix | None = None
+        self.prefix_cache: KVCache | None = None
+        self.chooser: Chooser | None = None
+        self.choice: Choice | None = None
+        self.graph: StepGraph | None = None
         self.static = use_cache and takes_static_steps(model)
         if use_cache:
             self._make_caches(input_ids, real)
@@ -109,8 +114,9 @@ class Group:
 
     def batch(self) -> MicroBatch:
         """Return what the stages' next forward takes."""
+        rows, tokens = self.input_ids.shape
         batch = MicroBatch(
-            tuple(self.input_ids.shape),
+            (rows, tokens),
             self.input_ids,
             position_ids=self.positions,
             segments=self.segments,
@@ -120,7 +126,7 @@ class Group:
         )
         if self.static and self.steps > 0:
             seen = None if self.segments is None else self.segments[:, : batch.keys]
-            alone = self.cache.position if self.positions is None else self.positions
+            alone = batch.position if self.positions is None else self.positions
             return replace(batch, position_ids=alone, segments=seen)
         return batch
 
@@ -129,6 +135,8 @@ class Group:
         self.forwards += 1
         cache = self.prefix_cache
         if cache is not None and cache.used == cache.length:
+            assert self.cache  # made together with the others
+            assert self.prefix
             self.cache.begin_with(cache, self.prefix.padding, self.prefix.places)
             self.prefix_cache = None
         self.input_ids, self.positions, self.segments = self.pieces.popleft()
@@ -159,15 +167,16 @@ class Group:
         """Go on with all tokens, as there is no cache."""
         earlier = self.input_ids if sources is None else self.input_ids[sources]
         self.input_ids = torch.cat([earlier, tokens], dim=1)
-        if self.positions is not None:
+        if self.positions is not None and self.segments is not None:
             self.positions = torch.cat([self.positions, self.positions[:, -1:] + 1], dim=1)
             self.segments = torch.cat([self.segments, torch.zeros_like(tokens)], dim=1)
 
     def _begin_steps(self, tokens: torch.Tensor) -> None:
         """Go on with the tokens [rows, 1] alone, in tensors of their own."""
         self.input_ids = tokens.clone()
-        if self.positions is None:
+        if self.positions is None or self.segments is None:
             return
+        assert self.cache
         self.positions = self.positions[:, -1:] + 1
         # to come: the next token, or all that there may be
         more = self.cache.length - self.segments.shape[1] if self.static else 1
@@ -177,6 +186,6 @@ class Group:
     def _copy_prompts(self) -> None:
         """Give every beam, or every row that is drawn, a row of its own."""
         self.input_ids = self.input_ids.repeat_interleave(self.copies, 0)
-        if self.positions is not None:
+        if self.positions is not None and self.segments is not None:
             self.positions = self.positions.repeat_interleave(self.copies, 0)
             self.segments = self.segments.repeat_interleave(self.copies, 0)

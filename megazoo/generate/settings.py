@@ -1,8 +1,8 @@
 """The settings of generation: the names and meanings are transformers'."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -44,7 +44,7 @@ class GenerationSettings:
     which of the prompt's rows it is.
     """
 
-    max_new_tokens: int | None = None
+    max_new_tokens: int | Any = None  # an int, once `after` has said so
     max_length: int | None = None
     min_new_tokens: int = 0
     do_sample: bool = False
@@ -57,10 +57,10 @@ class GenerationSettings:
     num_return_sequences: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    eos_token_id: int | Sequence[int] | None = None
+    eos_token_id: tuple[int, ...] | Any = None  # what is given becomes a tuple
     pad_token_id: int | None = None
-    stop: str | Sequence[str] = ()
-    tokenizer: object = None
+    stop: tuple[str, ...] | Any = ()  # likewise
+    tokenizer: Any = None
     seed: int = 0
 
     def __post_init__(self):

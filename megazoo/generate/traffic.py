@@ -13,6 +13,7 @@ for each other in a circle even if a send does not end before it is received.
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class Traffic:
     streamer: is given the tokens of every choice.
     """
 
-    def __init__(self, model, groups: list[Group], streamer=None):
+    def __init__(self, model: Any, groups: list[Group], streamer: Any = None):
         self.model, self.ctx, self.groups, self.streamer = model, model.ctx, groups, streamer
         self.last = self.ctx.placement.last_rank  # the pipeline rank that chooses
         # By group: the tensor that will come, and the work to wait for.
@@ -108,6 +109,7 @@ class Traffic:
             message, work = self.choices.pop(index)
             work.wait()
             choice = Choice.of(message, group.beams, self.ctx.device)
+        assert choice  # this rank has made it, or received it
         if self.streamer is not None and not choice.broken:
             self.streamer.put(choice.tokens)
         group.take(choice)
@@ -116,8 +118,10 @@ class Traffic:
         if turn is None:
             return
         if not self.is_last(turn, self.ctx.pp_rank):
+            assert isinstance(result, torch.Tensor)
             self._start_send(result.contiguous(), (self.ctx.pp_rank + 1) % self.ctx.pp_size)
         elif self.last and self.groups[turn.group].chooses:
+            assert isinstance(result, Choice)
             message = result.message()
             for pp_rank in range(self.last):
                 self._start_send(message, pp_rank)
