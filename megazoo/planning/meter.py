@@ -8,6 +8,7 @@ keeps a mask of one byte an element.
 import math
 import weakref
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,8 +75,10 @@ class Meter(TorchDispatchMode):
     def __init__(self, ctx: ParallelContext, keys: int | None = None):
         super().__init__()
         self.flops = self.moved = self.kernels = self.live = self.peak = 0
-        folded = [axis.group for axis in ctx.folded.values()]
-        self._groups, self._keys = [ctx.tp_group, ctx.cp_group, *folded], keys
+        groups = [ctx.tp_group, ctx.cp_group, *(axis.group for axis in ctx.folded.values())]
+        alone = VirtualGroup(1, 0)  # over which nothing is sent
+        self._groups = [each if isinstance(each, VirtualGroup) else alone for each in groups]
+        self._keys = keys
         self._sent = self._sent_so_far()
         self._storages: dict[int, weakref.ref] = {}
         self._formulas = flop_formulas()
@@ -115,8 +118,19 @@ class Meter(TorchDispatchMode):
     def take(self) -> Cost:
         """Return the cost of what ran since the last call."""
         sent = self._sent_so_far()
-        sent_now = (now - before for now, before in zip(sent, self._sent, strict=True))
-        cost = Cost(self.flops, self.moved, self.kernels, *sent_now, self.peak, self.live)
+        calls, *sent_now = (now - before for now, before in zip(sent, self._sent, strict=True))
+        tp, beside, others = sent_now
+        cost = Cost(
+            self.flops,
+            self.moved,
+            self.kernels,
+            int(calls),
+            tp,
+            beside,
+            others,
+            self.peak,
+            self.live,
+        )
         self.flops = self.moved = self.kernels = 0
         self._sent, self.peak = sent, self.live
         return cost
@@ -124,7 +138,7 @@ class Meter(TorchDispatchMode):
     def _sent_so_far(self) -> list[float]:
         """Return, until now, the collectives and the bytes sent over tp, the latter's part beside
         products, and the bytes sent over cp and what is folded."""
-        tp, *others = (group or VirtualGroup(1, 0) for group in self._groups)
+        tp, *others = self._groups
         calls = sum(group.calls for group in [tp, *others])
         return [calls, tp.sent, tp.sent_beside, sum(group.sent for group in others)]
 
@@ -145,7 +159,7 @@ class _DeviceKernels(TorchFunctionMode):
     wide as the input.
     """
 
-    def __torch_function__(self, function, types, arguments=(), options=None):
+    def __torch_function__(self, function, types, arguments: Any = (), options: dict | None = None):
         options = options or {}
         if function is F.scaled_dot_product_attention:
             q, k, v, *more = arguments
@@ -154,7 +168,7 @@ class _DeviceKernels(TorchFunctionMode):
             options.pop("enable_gqa", None)
             return _flash(q, k, v, **options)[0]
         if function is F.dropout:
-            return torch.native_dropout(*arguments, options["p"], train=True)[0]
+            return torch.native_dropout(arguments[0], options["p"], True)[0]
         return function(*arguments, **options)
 
 
@@ -177,12 +191,14 @@ def costs_of(
     _set_gradients(model, stage, exist=not has_one_microbatch(table))
     batch = _micro_batch(run, model.ctx)
     shape, dtype = boundary_shape(run, model), model.dtype
-    meter, costs, received = Meter(model.ctx, batch.cut and batch.cut.length), {}, None
+    meter, costs, received = Meter(model.ctx, batch.cut.length if batch.cut else None), {}, None
     with _DeviceKernels(), meter:
         if not stage.first:
             received = torch.empty(shape, dtype=dtype, device=META)
             received.requires_grad_(stage.index > model.engine.first_trained_stage)
-        output = model.forward_stage(batch.input_ids if stage.first else received, batch, stage)
+        x = batch.input_ids if received is None else received
+        assert x is not None  # the ids are there
+        output = model.forward_stage(x, batch, stage)
         if stage.last:
             labelled = torch.ones((), device=META)
             at_once = backward_follows(table, stage.index)
@@ -201,7 +217,7 @@ def costs_of(
         if output.requires_grad:  # else nothing here, or before it, is trained
             run_backward(output, gradient)
         weights = queue.take() if queue else None
-    del received, output, gradient
+    del received, x, output, gradient
     costs["I" if queue else "B"] = meter.take()
     if weights:
         with meter:
@@ -232,11 +248,11 @@ def _set_gradients(model: Model, stage: Stage, exist: bool) -> None:
             parameter.grad = torch.empty(parameter.shape, dtype=torch.float32, device=META)
 
 
-def forward_flops(model: Model, rows: int, sequence: int) -> int:
+def forward_flops(model: Model, rows: int, sequence: int) -> float:
     """Count the FLOPs of one forward, with the loss, of a whole model on the meta device."""
     ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
     batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
-    meter = Meter(model.ctx)
+    meter, output = Meter(model.ctx), ids
     with torch.no_grad(), _DeviceKernels(), meter:
         for stage in model.stages:
             output = model.forward_stage(ids, batch, stage)

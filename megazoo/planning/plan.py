@@ -9,6 +9,7 @@ counted: the CUDA context, communication buffers and the allocator's waste, some
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -341,7 +342,7 @@ def bubble_and_time(tables: Sequence[list[Action]], cost: dict | None) -> tuple[
     return len(tables) * end / work - 1, end
 
 
-def note_on_mfu(config, seq_length: int) -> str | None:
+def note_on_mfu(config: Any, seq_length: int) -> str | None:
     """Say, of a model of a user's own, that MFU counts other FLOPs than run; None if it doesn't.
 
     A backward takes twice the FLOPs of its forward, which is run on the meta device.

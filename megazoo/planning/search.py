@@ -182,7 +182,8 @@ def fitting_layout(
     bubble, step_flops = bubble_and_time(tables, {key: c.flops for key, c in actions.items()})
     tp, pp, cp, dp = layout.tp_size, layout.pp_size, layout.cp_size, layout.dp_size
     speed = Speed.of(gpu, run.dtype, tp, pp, cp, dp)
-    time = step_time(tables, actions, statics, boundary_bytes(run, models[alike]), speed)
+    sent = boundary_bytes(run, next(iter(models.values())))  # by all alike
+    time = step_time(tables, actions, statics, sent, speed)
     return FoundLayout(
         tp=tp,
         pp=pp,

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from megazoo.models.base import Model
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MOMENTS, MOMENTUM
 from megazoo.optim.loss_scale import LossScale
 from megazoo.optim.muon import Muon
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.groups import VirtualGroup
 from megazoo.parallel.module import sum_over_copies
 from megazoo.planning.run import PlannedRun
 
@@ -59,11 +62,11 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         for name in (*MOMENTS, MOMENTS[0])
     )
     buckets = model.engine.buckets
-    before = ctx.tp_group.sent if ctx.tp_group else 0.0
+    before = _sent(ctx.tp_group)
     before_dp = _sent_to_replicas(ctx)
     buckets.fill_missing()
     sum_over_copies(
-        [(e.parameter.grad, e.spec) for e in trained if e.spec.has_partial_gradient(ctx)], ctx
+        [(e.gradient, e.spec) for e in trained if e.spec.has_partial_gradient(ctx)], ctx
     )
     buckets.wait_for_sums()
     sums = _sent_to_replicas(ctx) - before_dp
@@ -87,8 +90,8 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         gradients=buckets.nbytes,
         optimizer=0 if run.offload_optimizer else here,
         optimizer_host=there if run.offload_optimizer else 0,
-        sent_tp=(ctx.tp_group.sent if ctx.tp_group else 0.0) - before,
-        sent_tied=sum((len(e.pp_ranks) - 1) * e.parameter.grad.nbytes for e in trained),
+        sent_tp=_sent(ctx.tp_group) - before,
+        sent_tied=sum((len(e.pp_ranks) - 1) * e.gradient.nbytes for e in trained),
         sent_dp=_sent_to_replicas(ctx) - before_dp,
         sent_early=sums * sum(shares[: buckets.early]) / max(1, sum(shares)),
         optimizer_flops=flops,
@@ -99,4 +102,9 @@ def _sent_to_replicas(ctx: ParallelContext) -> float:
     """Return the bytes that were sent, until now, over the token axis and to the replicas of what
     folded axes cut."""
     axes = [ctx.token_axis, *(axis.replicas for axis in ctx.folded.values())]
-    return sum(axis.group.sent for axis in axes if axis.group)
+    return sum(_sent(axis.group) for axis in axes)
+
+
+def _sent(group: dist.ProcessGroup | None) -> float:
+    """Return the bytes that were sent, until now, over a group of a virtual context."""
+    return group.sent if isinstance(group, VirtualGroup) else 0.0
