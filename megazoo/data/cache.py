@@ -7,6 +7,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megazoo.data.encoding import CONVERSATION, Recipe
 from megazoo.data.indexed import IndexedTokens
@@ -79,7 +80,11 @@ def _name(recipe: Recipe) -> str:
     """Return a name for the tokens of a recipe, a digest of the file's size and time, the
     tokenizer's files and the settings."""
     status = os.stat(recipe.inputs[0])
-    settings = {**asdict(recipe), "inputs": [status.st_size, status.st_mtime_ns], "tokenizer": ""}
+    settings: dict[str, Any] = {
+        **asdict(recipe),
+        "inputs": [status.st_size, status.st_mtime_ns],
+        "tokenizer": "",
+    }
     if recipe.labels is None:  # of other data: it has no part in names that are there already
         del settings["labels"]
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)

@@ -76,13 +76,15 @@ def open_datasets(
     for name, parts in zip(sources.names, datasets, strict=True):
         _tell_cuts(name, parts, seq_length, report)
         _check_parts(name, parts, sources.shares, seq_length)
-    blends = [
+    training, *held_out = (
         Blend(parts, sources.weights, seed if kind == "training" else None) if share else None
         for kind, parts, share in zip(
             PARTS, zip(*datasets, strict=True), sources.shares, strict=True
         )
-    ]
-    return Parts(*blends)
+    )
+    assert training  # whose share is not 0
+    validation, test = held_out
+    return Parts(training, validation, test)
 
 
 def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], None]) -> None:
@@ -166,7 +168,8 @@ def check_data(data: Sequence[str], split: str) -> Sources:
                 "(PREFIX.bin and PREFIX.idx), and JSONL files; "
                 "`megazoo preprocess` reads other text"
             )
-    return Sources(names, weights, tuple(share / sum(shares) for share in (*shares, 0.0)[:3]))
+    training, validation, test = (share / sum(shares) for share in (*shares, 0.0)[:3])
+    return Sources(names, weights, (training, validation, test))
 
 
 def check_template(template: str) -> None:
@@ -211,7 +214,10 @@ def _open(
         raise UserError(f"{name} has no tokens")
     cuts = list(pairwise(_cuts(len(tokens.documents) - 1, shares)))
     if loss_mask:
-        return [Conversations(tokens, *loss_mask, *cut, seq_length, packing) for cut in cuts]
+        return [
+            Conversations(tokens, loss_mask[0], first, last, seq_length, packing)
+            for first, last in cuts
+        ]
     return [
         PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start)
         for stream in (tokens.stream(*cut) for cut in cuts)
@@ -229,13 +235,13 @@ def _open_labelled(
     """Open a source of a classifier's data, and return its training, validation and test part."""
     if name == "mock":
         return [MockDataset(vocab_size, seq_length, seed, labels) for seed in range(len(shares))]
-    files = cached_tokens(Path(name), tokenizer.source, "", labels)
-    if not len(files[0]):
+    tokens, pair, label = cached_tokens(Path(name), tokenizer.source, "", labels)
+    if not len(tokens):
         raise UserError(f"{name} has no rows")
     before = len(tokenizer.before)
     return [
-        LabelledTexts(*files, *cut, seq_length, labels, before)
-        for cut in pairwise(_cuts(len(files[0]), shares))
+        LabelledTexts(tokens, pair, label, first, last, seq_length, labels, before)
+        for first, last in pairwise(_cuts(len(tokens), shares))
     ]
 
 

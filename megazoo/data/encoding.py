@@ -93,16 +93,16 @@ class Encoder:
             pair = encode_conversation(self.tokenizer, object_of_line(text), template)
             return [np.array(part, self.dtype) for part in pair]
         if self.recipe.labels:
-            return self._encode_labelled(object_of_line(text))
+            return self._encode_labelled(object_of_line(text), self.recipe.labels)
         texts = _texts(text, keys) if json_line else [text.decode()] * len(keys)
         # A special token's name in a document is text.
         return [self.tokenizer.encode_to_numpy(part, parse_special=False) for part in texts]
 
-    def _encode_labelled(self, value: dict) -> list[np.ndarray]:
+    def _encode_labelled(self, value: dict, labels: Labels) -> list[np.ndarray]:
         """Return the ids of an object's text and pair, and its label as tokens."""
         if "label" not in value:
             raise ValueError("it has no label")
-        label = np.array(self.recipe.labels.numbers(value["label"]), "<f8").view(self.dtype)
+        label = np.array(labels.numbers(value["label"]), "<f8").view(self.dtype)
         pair = encode_texts(self.tokenizer, value)
         return [*(np.array(part, self.dtype) for part in pair), label]
 
@@ -117,7 +117,7 @@ def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
 
 
 @contextmanager
-def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int):
+def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int) -> Iterator[Callable]:
     """Start so many processes, and give a function that encodes chunks, in order: from an iterator
     of Chunk to one of (Chunk, Encoded).
 
@@ -171,4 +171,5 @@ def _start_worker(recipe: Recipe, dtype: np.dtype) -> None:
 
 
 def _encode_in_worker(data: bytes, line: int, json_lines: bool) -> Encoded:
+    assert _encoder
     return _encoder.encode(data, line, json_lines)

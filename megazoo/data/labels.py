@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Labels:
         """Return how many numbers a label is."""
         return 1 if self.problem == ONE_OF_SEVERAL else self.num_labels
 
-    def numbers(self, label) -> list[float]:
+    def numbers(self, label: Any) -> list[float]:
         """Return the numbers of a label as JSON has it; ValueError if it is none of these labels.
 
         It is an index, a number for a regression of one, or a list with a number for each label: 0
@@ -79,7 +80,7 @@ class Labels:
         return numbers.astype(np.float32)
 
 
-def labels_of(num_labels: int, problem: str | None, first_label=None) -> Labels:
+def labels_of(num_labels: int, problem: str | None, first_label: Any = None) -> Labels:
     """Return what labels are: of the problem, or else of what transformers takes it for, by their
     number and by the first of them, as JSON has it."""
     if problem is None and num_labels == 1:

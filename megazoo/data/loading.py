@@ -1,8 +1,9 @@
 """From samples to the batches of a replica, made ahead of their use."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,9 @@ class Batches:
             return {}
         samples = self.blend.samples(consumed + self.first, self.rows)
         labelled = isinstance(samples[0], LabelledRow)
-        batch = _padded_rows(samples, self.pad_token_id) if labelled else _padded(samples)
+        batch: dict[str, Any] = (
+            _padded_rows(samples, self.pad_token_id) if labelled else _padded(samples)
+        )
         length, cut = batch["input_ids"].shape[1], self.ctx.cp_size > 1 and not labelled
         if cut:
             batch |= _own_chunks(batch, self.ctx)
@@ -94,7 +97,7 @@ class Batches:
 
     def ahead(
         self, consumed: Sequence[int], workers: int
-    ) -> Iterator[dict[str, torch.Tensor | int]]:
+    ) -> Generator[dict[str, torch.Tensor | int], None, None]:
         """Yield the batch after each number of samples in `consumed`, on the device; but for
         document_ids, which train_batch looks at before it moves them.
 
@@ -117,7 +120,7 @@ class Batches:
                 for future in waiting:
                     future.cancel()
 
-    def _moved(self, batch: dict[str, torch.Tensor | int]) -> dict[str, torch.Tensor | int]:
+    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         moved = {
             name: value.to(self.device, non_blocking=True)
             for name, value in batch.items()
@@ -132,6 +135,7 @@ def _own_chunks(batch: dict[str, torch.Tensor], ctx: ParallelContext) -> dict[st
     length = batch["input_ids"].shape[1]
     padded = padded_length(length, ctx)
     cut, padding = SequenceCut.of(padded, ctx), (0, padded - length)
+    assert cut  # there are several ranks
     return {
         "input_ids": cut.own(F.pad(batch["input_ids"], padding)),
         "targets": cut.own(F.pad(batch["targets"], padding, value=IGNORE_INDEX)),

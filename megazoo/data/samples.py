@@ -154,7 +154,8 @@ class Conversations:
             return Sample(*self._one(index))
         parts = [self._one(number) for number in self.bins[index]]
         documents = np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts])
-        return Sample(*map(np.concatenate, zip(*parts, strict=True)), documents)
+        ids, targets = map(np.concatenate, zip(*parts, strict=True))
+        return Sample(ids, targets, documents)
 
     def tokens_of(self, index: int) -> int:
         """Return the number of a sample's tokens, without padding."""
@@ -190,10 +191,10 @@ class LabelledTexts:
     ):
         self.tokens, self.pair, self.first, self.labels = tokens, pair, first, labels
         self.numbers = label.tokens.view("<f8").reshape(-1, labels.width)
-        lengths = [part.lengths[first:last].astype(np.int64) for part in (tokens, pair)]
-        self.kept = kept_tokens(*lengths, before, seq_length)
-        self.lengths = sum(self.kept)
-        self.cut = int((sum(lengths) > seq_length).sum())
+        one, two = (part.lengths[first:last].astype(np.int64) for part in (tokens, pair))
+        self.kept = kept_tokens(one, two, before, seq_length)
+        self.lengths = self.kept[0] + self.kept[1]
+        self.cut = int((one + two > seq_length).sum())
 
     def __len__(self) -> int:
         return len(self.lengths)

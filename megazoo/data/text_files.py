@@ -78,6 +78,7 @@ def is_loose_json(path: Path) -> bool:
 def first_object(path: Path) -> tuple[int, dict]:
     """Return the number of the first line of a JSONL file that is not empty, and its object;
     UserError if there is none."""
+    number = 0
     try:
         with _opened(path) as (_, file):
             for number, line in enumerate(iter(file.readline, b""), 1):
