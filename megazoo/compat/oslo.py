@@ -1,6 +1,7 @@
 """OSLO's way to build a model: one call with a configuration."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from megazoo.parallel.context import ParallelContext
 SETTINGS = ("enable", "tensor_parallel_size", "pipeline_parallel_size")
 
 
-def initialize(model, config: dict | str | Path | None = None, **options) -> Model:
+def initialize(model: Any, config: dict | str | Path | None = None, **options: Any) -> Model:
     """Build this rank's part of a model, cut as `config` says.
 
     model: a directory (a checkpoint of any layout, or Hugging Face's), whose weights are read; or,

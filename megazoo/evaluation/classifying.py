@@ -1,6 +1,6 @@
 """Rows are classified in every layout: their logits, and how many predictions are right."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,7 +73,7 @@ def tally(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> to
 @torch.no_grad()
 @on_all_ranks
 def evaluate_rows(
-    model,
+    model: Any,
     input_ids: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
     *,
@@ -88,6 +88,7 @@ def evaluate_rows(
 
     def counted(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the tally of a micro-batch: fp64 [1, 5]."""
+        assert batch.targets is not None
         return tally(model.output_head.full_outputs(outputs, batch), batch.targets, problem)[None]
 
     with without_dropout(model):
@@ -103,7 +104,7 @@ def evaluate_rows(
 
 @torch.no_grad()
 @on_all_ranks
-def classify(model, input_ids: torch.Tensor) -> torch.Tensor:
+def classify(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Return a classifier's logits of rows, fp64 [rows, num_labels].
 
     input_ids: int64 [rows, sequence], padded on the right with the config's pad_token_id. Call it

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -78,7 +79,9 @@ class HarnessModel(TemplateLM):
         """The name by which the harness keeps requests that have gone through a chat template."""
         return str(self.tokenizer.source).replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """Return the ids of a text. add_special_tokens: None for those that the tokenizer usually
         puts around it, unless it begins with the prefix token already."""
         if add_special_tokens is None:
@@ -94,7 +97,7 @@ class HarnessModel(TemplateLM):
                 raise UserError(f"the continuation of {brief(request.args[0])} is empty")
         return super().loglikelihood(requests, disable_tqdm=True)  # the bar is ours
 
-    def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
         rows = []
         for (_, continuation), before, scored in requests:
             if not 0 < len(scored) <= self.max_length:
@@ -161,7 +164,7 @@ class HarnessModel(TemplateLM):
         """Return the log-likelihood of each row's ids after the context, and whether they are
         greedy. rows: ids, and how many of them are context only."""
 
-        def answer(batch: Sequence) -> list[tuple[float, bool]]:
+        def answer(batch: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
             scores = score(self.model, *padded(batch))
             return list(zip(scores.log_likelihood.tolist(), scores.greedy.tolist(), strict=True))
 
@@ -201,7 +204,7 @@ class HarnessModel(TemplateLM):
     def _settings(self, given: dict) -> tuple[int, dict]:
         """Return how many tokens a prompt may have, and the settings of `Model.generate`, by a
         task's generation settings."""
-        settings = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         new, saved, eos = settings.pop("max_gen_toks"), self.model.generation, self.eot_token_id
         if new >= self.max_length:
             raise UserError(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 @on_all_ranks
-def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
+def score(model: Any, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     """Return how likely a language model finds the targets of each row.
 
     input_ids, targets: int64 [batch, sequence], padded on the right; targets[b, s] is the token
@@ -50,12 +50,14 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
 
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the log-likelihood, the tokens and greedy of each row: fp64 [batch, 3]."""
-        head, labelled = model.output_head, batch.targets != IGNORE_INDEX
+        head, targets = model.output_head, batch.targets
+        assert targets is not None
+        labelled = targets != IGNORE_INDEX
         losses = head.token_losses(outputs, batch)
         best = head.full_outputs(outputs, batch).argmax(dim=-1)
         # what sequence parallelism pads has no logits
         best = F.pad(best, (0, labelled.shape[1] - best.shape[1]))
-        greedy = (~labelled | (batch.targets == best)).all(dim=1)
+        greedy = (~labelled | (targets == best)).all(dim=1)
         return torch.stack(
             [-losses.double().sum(1), labelled.double().sum(1), greedy.double()], dim=1
         )
@@ -65,7 +67,10 @@ def score(model, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
 
 
 def of_every_row(
-    model, batch: Batch, columns: int, of_rows: Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+    model: Any,
+    batch: Batch,
+    columns: int,
+    of_rows: Callable[[torch.Tensor, MicroBatch], torch.Tensor],
 ) -> torch.Tensor:
     """Return numbers of each row, fp64 [rows, columns], the same on every rank that has the rows.
 
@@ -81,8 +86,9 @@ def of_every_row(
 
 
 def _of_every_row(
-    model, batch: Batch, columns: int, of_rows: Callable, sharing: Axis
+    model: Any, batch: Batch, columns: int, of_rows: Callable, sharing: Axis
 ) -> torch.Tensor:
+    assert batch.input_ids is not None
     ctx, rows = model.ctx, len(batch.input_ids)
     if sharing.size > 1:  # refuse, on every rank, what any would
         with without_dropout(model):
@@ -134,14 +140,14 @@ class TextLoss:
 
 
 def evaluate_texts(
-    model,
-    tokenizer,
+    model: Any,
+    tokenizer: Any,
     texts: Iterable[str | bytes],
     *,
     length: int,
     stride: int = 0,
     batch: int = 8,
-    progress=None,
+    progress: Callable[[int], object] | None = None,
 ) -> TextLoss:
     """Return the loss of every token of every text, each predicted once.
 
@@ -190,8 +196,8 @@ def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int
 
 
 def score_choices(
-    model,
-    tokenizer,
+    model: Any,
+    tokenizer: Any,
     requests: list[tuple[str, str]],
     *,
     batch: int = 8,
@@ -217,7 +223,9 @@ def score_choices(
     return results
 
 
-def _choice_row(tokenizer, context: str, continuation: str, longest: int) -> tuple[list[int], int]:
+def _choice_row(
+    tokenizer: Any, context: str, continuation: str, longest: int
+) -> tuple[list[int], int]:
     """Return the ids of a context and its continuation, `longest` + 1 at most, and how many of them
     are the context's."""
     text = context.rstrip()  # the space before a word is the word's, in most vocabularies
@@ -240,7 +248,7 @@ def _choice_row(tokenizer, context: str, continuation: str, longest: int) -> tup
     return whole, len(whole) - scored
 
 
-def first_token(tokenizer) -> int:
+def first_token(tokenizer: Any) -> int:
     """Return the token that begins texts: bos, or else the end of the document before."""
     return tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 

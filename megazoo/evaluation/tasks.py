@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError, nearest
@@ -58,7 +59,8 @@ def find_tasks(words: str) -> tuple[list[str], TaskManager]:
     found: list[str] = []
     for word in named:
         if word in files:
-            some = [groups[word][1].decode() if groups[word] else str(files[word])]
+            group = groups[word]
+            some = [group[1].decode() if group else str(files[word])]
         elif word in directories:
             some = _Tasks(include_path=directories[word], include_defaults=False).all_subtasks
         else:
@@ -78,14 +80,14 @@ def _read(word: str) -> bytes:
 
 
 def run_tasks(
-    model,
-    tokenizer,
+    model: Any,
+    tokenizer: Any,
     tasks: tuple[list[str], TaskManager],
     *,
     num_fewshot: int | None = None,
     limit: float | None = None,
     apply_chat_template: bool = False,
-    **settings,
+    **settings: Any,
 ) -> dict | None:
     """Return the harness's results of tasks that `find_tasks` has found; None on ranks that are not
     the first of their machine. Call it on every rank.

@@ -171,9 +171,10 @@ class Comparison:
 
     def _other_mean(self, loss: float) -> str:
         """Say of which other mean the first loss is, if it is one."""
-        dp = self.layout.dp
+        dp, rows = self.layout.dp, self.expected.rows
+        assert rows is not None
         for what, parts in (("replicas", dp), ("micro-batches", dp * micro_batches_of(dp))):
-            sums = self.expected.rows.unflatten(0, (parts, -1)).sum(1)
+            sums = rows.unflatten(0, (parts, -1)).sum(1)
             mean = float((sums[:, 0] / sums[:, 1]).mean())
             if parts > 1 and abs(loss - mean) < self.tolerance * abs(mean):
                 return f": it is the mean of the {what}' means"
@@ -362,7 +363,7 @@ def _later(step: int) -> str:
     return f" at {_named(step)}" if step else ""
 
 
-def listed(numbers: list[int]) -> str:
+def listed(numbers: Iterable[object]) -> str:
     """Write numbers: 0, 1 and 3."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} and {last}" if most else last

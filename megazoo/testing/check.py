@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ class Verdict:
 
 
 def check_parallel(
-    model,
+    model: Any,
     layouts: Sequence[Layout | str],
     *,
     load: Path | None = None,
@@ -99,8 +100,8 @@ def check_parallel(
         optimizer,
         within,
     )
-    layouts = [Layout.named(layout) if isinstance(layout, str) else layout for layout in layouts]
-    for layout in layouts:
+    chosen = [Layout.named(layout) if isinstance(layout, str) else layout for layout in layouts]
+    for layout in chosen:
         layout.check(config)
         if ROWS % layout.dp:
             raise UserError(f"{layout}: dp {layout.dp} must divide the {ROWS} rows of the check")
@@ -108,7 +109,7 @@ def check_parallel(
         record, pool = Path(directory) / "one_process.pt", RankPool()
         try:
             _train_in_one_process(pool, subject, steps, record)
-            for layout in layouts:
+            for layout in chosen:
                 yield _check_layout(pool, subject, layout, steps, record, tolerance)
         finally:
             pool.close()
@@ -152,6 +153,6 @@ def _check_layout(
         norm=comparison.worst_norm(),
         gradient=max(max(step.values(), default=0.0) for rank in ranks for step in rank.gradients),
         weight=max(max(rank.weights[-1].values(), default=0.0) for rank in ranks),
-        cause=first and first.text,
+        cause=first.text if first else None,
         usual=first.usual if first else "",
     )

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ class Agreement:
 
 
 def compare(
-    model,
+    model: Any,
     reference: Callable | Reference,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,

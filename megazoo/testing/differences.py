@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from typing import Any
 from unittest import mock
 
 import torch
@@ -54,7 +55,7 @@ class Findings:
     gradients: dict[str, float] = field(default_factory=dict)
 
 
-def find_differences(model, reference: Reference, tolerance: float) -> Findings:
+def find_differences(model: Any, reference: Reference, tolerance: float) -> Findings:
     """Run the model on the reference's batch, and compare what this rank has."""
     batch = {"attention_mask": reference.attention_mask, "labels": reference.labels}
     with (
@@ -95,7 +96,7 @@ def _difference_of_weight(entry: NamedParameter, whole: torch.Tensor, ctx) -> Di
 
 @contextmanager
 def _comparing(
-    model, reference: Reference, tolerance: float
+    model: Any, reference: Reference, tolerance: float
 ) -> Iterator[dict[tuple[str, str], Difference]]:
     """Within this block compare what this rank's modules are given and return, as they run."""
     found, rows, heads = {}, len(reference.input_ids), _heads_of_norms(model)
@@ -120,13 +121,13 @@ def _comparing(
         yield found
 
 
-def _heads_of_norms(model) -> dict[str, slice]:
+def _heads_of_norms(model: Any) -> dict[str, slice]:
     """Return which heads this rank has, by the names of the norms of queries and of keys. Several
     ranks may have the same head of keys."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, CausalSelfAttention):
-            shard, size, first = module.qkv.specs["weight"].shard, module.qkv.head_size, 0
+            shard, size, first = module.qkv.shard, module.qkv.head_size, 0
             cuts = shard.cuts(model.ctx.tp_size, model.ctx.tp_rank)
             for norm, cut, features in zip(("q_norm", "k_norm"), cuts, shard.parts, strict=False):
                 start = (cut.global_start - first) // size

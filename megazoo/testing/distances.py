@@ -4,6 +4,7 @@ noticeable about those that differ: a factor, a sum over ranks that is missing, 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ def own_rows(tensor: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
 
 
 def parameter_pairs(
-    tensors: dict, expected: dict, model, ranges: dict[str, tuple[int, int]] | None = None
+    tensors: dict, expected: dict, model: Any, ranges: dict[str, tuple[int, int]] | None = None
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield, of each parameter that both have, its name, and what this rank has and should have,
     flat, in double precision.
@@ -68,7 +69,7 @@ def parameter_pairs(
 
 
 def parameter_distances(
-    tensors: dict, expected: dict, model, ranges: dict | None = None
+    tensors: dict, expected: dict, model: Any, ranges: dict | None = None
 ) -> dict[str, float]:
     """Return how far this rank's tensor of each parameter is from the expected one.
 
@@ -83,7 +84,7 @@ def parameter_distances(
     }
 
 
-def gradients_of(model) -> dict[str, torch.Tensor]:
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of the parameters that are trained, by global name; zeros for one that
     has got none, so that it is compared, too."""
     return {
@@ -94,7 +95,7 @@ def gradients_of(model) -> dict[str, torch.Tensor]:
 
 
 def gradient_factors(
-    gradients: dict, expected: dict, model, ranges: dict | None = None
+    gradients: dict, expected: dict, model: Any, ranges: dict | None = None
 ) -> dict[str, float]:
     """Return, of each parameter, by what its expected gradient is multiplied on this rank; nan if
     it is no multiple."""
@@ -106,7 +107,7 @@ def gradient_factors(
 
 
 def activation_pairs(
-    model, ours: dict, expected: dict
+    model: Any, ours: dict, expected: dict
 ) -> Iterator[tuple[tuple[str, str], torch.Tensor, torch.Tensor]]:
     """Yield, of each module's input and output, ("input" or "output", name), what this rank has of
     a step, and its part of what one process had.
@@ -124,7 +125,7 @@ def activation_pairs(
                 yield (kind, name), *parts
 
 
-def activation_distances(model, ours: dict, expected: dict) -> dict[tuple[str, str], float]:
+def activation_distances(model: Any, ours: dict, expected: dict) -> dict[tuple[str, str], float]:
     """Return how far this rank's activations of a step are from its part of those of one
     process."""
     return {
@@ -133,7 +134,9 @@ def activation_distances(model, ours: dict, expected: dict) -> dict[tuple[str, s
     }
 
 
-def activation_clues(model, ours: dict, expected: dict, keys: set) -> dict[tuple[str, str], Clue]:
+def activation_clues(
+    model: Any, ours: dict, expected: dict, keys: set
+) -> dict[tuple[str, str], Clue]:
     """Return what is noticeable about some activations; the tp ranks call this together, with the
     same keys."""
     clues = {}
@@ -146,7 +149,7 @@ def activation_clues(model, ours: dict, expected: dict, keys: set) -> dict[tuple
     return clues
 
 
-def gradient_clues(gradients: dict, expected: dict, model, names: set) -> dict[str, Clue]:
+def gradient_clues(gradients: dict, expected: dict, model: Any, names: set) -> dict[str, Clue]:
     """Return what is noticeable about the gradients of some parameters; all ranks call this
     together, with the same names."""
     ctx, specs = model.ctx, {entry.name: entry.spec for entry in model.entries()}

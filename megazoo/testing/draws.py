@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,7 +30,7 @@ class Draws:
     evaluated: bool = False
 
 
-def dropout_draws(config, schedule: str, ctx: ParallelContext) -> dict[str, Draws]:
+def dropout_draws(config: Any, schedule: str, ctx: ParallelContext) -> dict[str, Draws]:
     """Return what each Dropout of a small model of the kind, of as many layers, draws from.
 
     It is trained one step, in which all replicas are given the same tokens; once more, in which all
@@ -58,7 +59,7 @@ def dropout_draws(config, schedule: str, ctx: ParallelContext) -> dict[str, Draw
     return plain
 
 
-def _dropout_rates(config) -> list[str]:
+def _dropout_rates(config: Any) -> list[str]:
     """Return the names of a config's rates of dropout."""
     return [f.name for f in fields(config) if f.name.endswith("dropout")]
 

@@ -4,6 +4,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, family_of
@@ -41,7 +42,7 @@ class Layout:
         axis = "|".join(SIZES)
         found = re.fullmatch(rf"(({axis})[1-9]\d*)*", sizes)
         pairs = re.findall(rf"({axis})(\d+)", sizes)
-        given = {SIZES[name]: int(size) for name, size in pairs}
+        given: dict[str, Any] = {SIZES[name]: int(size) for name, size in pairs}
         if len(given) < len(pairs):  # tp2tp4: which one?
             found = None
         for option in options:
@@ -68,7 +69,7 @@ class Layout:
             for axis, name in SIZES.items()
             if getattr(self, name) > 1
         )
-        on = [
+        on: list[Any] = [
             self.sequence_parallel and "sp",
             self.zero and "zero",
             self.cp_method != Layout.cp_method and self.cp_method,
@@ -76,7 +77,7 @@ class Layout:
         ]
         return "+".join([sizes or "tp1", *filter(None, on)])
 
-    def check(self, config) -> None:
+    def check(self, config: Any) -> None:
         """Raise UserError if a model can't be cut, or run, in this layout."""
         if self.sequence_parallel and self.tp == 1:
             raise UserError(f"{self}: sequence parallelism needs tp above 1")
@@ -128,7 +129,7 @@ def switches() -> str:
     return ", ".join(f"+{name}" for name in ("sp", "zero", *OTHER_METHODS, *SCHEDULES))
 
 
-def all_layouts(config, ranks: int) -> list[Layout]:
+def all_layouts(config: Any, ranks: int) -> list[Layout]:
     """Return the layouts, of powers of two, into which a model can be cut on at most so many ranks;
     each with all that can be on.
 

@@ -3,6 +3,7 @@ whether all ranks skip a step whose gradients overflow on one."""
 
 import math
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -19,14 +20,14 @@ CLIP = 0.1  # small enough to be active
 LOSS_SCALE = 2.0**10  # of the ranks of a layout, beside one process without: exact in fp32
 
 
-def make_optimizer(name: str, model, zero: int) -> AdamW:
+def make_optimizer(name: str, model: Any, zero: int) -> AdamW:
     """Make the optimizer of a check: one of OPTIMIZERS."""
     if name == "adamw":
         return AdamW(model, **SETTINGS, clip_grad=CLIP, zero=zero)
     return Muon(model, **OF_MATRICES, adamw=SETTINGS, clip_grad=CLIP, zero=zero)
 
 
-def matrix_rows_of(name: str, model) -> dict[str, tuple[int, ...]]:
+def matrix_rows_of(name: str, model: Any) -> dict[str, tuple[int, ...]]:
     """Return the weights that an optimizer steps as matrices, and how many rows each matrix of one
     has, one below the other: q, k and v of a fused projection."""
     if name == "adamw":
@@ -39,7 +40,7 @@ def matrix_rows_of(name: str, model) -> dict[str, tuple[int, ...]]:
 
 
 def beside_plain_steps(
-    model,
+    model: Any,
     initial: dict[str, torch.Tensor],
     gradients: list[dict[str, torch.Tensor]],
     weights: dict[str, torch.Tensor],
@@ -148,7 +149,7 @@ def plain_adamw(
     return weights
 
 
-def skips_overflow(model, optimizer) -> bool:
+def skips_overflow(model: Any, optimizer: Any) -> bool:
     """Return whether this rank skips a step whose gradients overflow on the last rank alone."""
     ctx = model.ctx
     overflowing = ctx.rank == ctx.world_size - 1

@@ -1,5 +1,7 @@
 """Tell which part of a module's whole input or output a rank has."""
 
+from typing import Any
+
 import torch
 
 from megazoo.parallel.context import ParallelContext
@@ -7,7 +9,7 @@ from megazoo.parallel.sequence import SequenceCut, padded_length
 
 
 def part_of(
-    whole: torch.Tensor, ours: torch.Tensor, module, dim: int, ctx: ParallelContext
+    whole: torch.Tensor, ours: torch.Tensor, module: Any, dim: int, ctx: ParallelContext
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return a module's input (dim 1) or output (dim 0) on this rank, and the part of the whole
     that it should be, without the padding that the ranks need to share a sequence.

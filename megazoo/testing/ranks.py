@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class RankPool:
         self._workers: list = []
 
     def run(
-        self, function: Callable, world_size: int, *args, timeout: float = 120, **kwargs
+        self, function: Callable, world_size: int, *args: Any, timeout: float = 120, **kwargs: Any
     ) -> list:
         """Call function(*args, **kwargs) on `world_size` ranks; return what each returned, in the
         order of the ranks.
@@ -70,7 +71,7 @@ class RankPool:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         results, failures, deadline = {}, {}, time.monotonic() + timeout
         while pipes and not failures:
-            ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 failures = dict.fromkeys(pipes.values(), f"no answer within {timeout} s")
             for pipe in ready:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +111,7 @@ class Reference:
 def run_reference(
     reference: Callable,
     family: type,
-    config,
+    config: Any,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     names: dict | None = None,
@@ -125,13 +126,15 @@ def run_reference(
     name = getattr(reference, "__name__", type(reference).__name__)
     mask = None if attention_mask is None else attention_mask.cpu()
     made = Reference(name, input_ids.cpu(), mask, torch.empty(0))
+    ours: Any = None
+    theirs: dict[str, torch.Tensor] = {}
     if isinstance(reference, nn.Module):
         if any(module.training for module in reference.modules()):
             raise UserError("the reference is in training mode: call its eval() first")
         ours = family.on_meta(config, ParallelContext())
         table = family.HUGGING_FACE_NAMES if names is None else names
         made.twins = _twins(ours, reference, table)
-        theirs = dict(reference.named_parameters(remove_duplicate=False))
+        theirs |= reference.named_parameters(remove_duplicate=False)
         made.weights = _by_our_names(theirs, ours, made.twins)
         made.has_all_weights = len(made.weights) == len(list(ours.entries()))
     gradients = gradients and bool(made.weights)
@@ -173,7 +176,8 @@ def _twins(ours: nn.Module, reference: nn.Module, names: dict) -> dict[str, Twin
             theirs = HFNames(next(known for known, each in there.items() if each is head))
         if theirs is None or not there.keys() >= set(theirs.names):
             continue
-        spec, parts = getattr(module, "specs", {}).get("weight"), getattr(module, "part_names", ())
+        spec: Any = getattr(module, "specs", {}).get("weight")
+        parts = getattr(module, "part_names", ())
         if theirs.grouped or len(theirs.names) > 1:
             runs = theirs.parts(spec)
         else:
@@ -184,7 +188,7 @@ def _twins(ours: nn.Module, reference: nn.Module, names: dict) -> dict[str, Twin
 
 
 def _by_our_names(
-    theirs: dict[str, torch.Tensor], ours: nn.Module, twins: dict
+    theirs: dict[str, torch.Tensor], ours: Any, twins: dict
 ) -> dict[str, torch.Tensor]:
     """Return the reference's parameters, or their gradients, of each parameter of ours whose module
     has a twin. theirs: by their names."""
@@ -208,7 +212,7 @@ def _by_our_names(
 
 
 @contextmanager
-def _watching(reference: Callable, twins: dict) -> Iterator[dict]:
+def _watching(reference: Any, twins: dict) -> Iterator[dict]:
     """Within this block keep what the twins' modules are given and return: ("input" or "output",
     their name) -> tensor, in the order of the forward."""
     kept, handles = {}, []

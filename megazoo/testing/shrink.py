@@ -1,11 +1,12 @@
 """Small models of the same structure."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 LARGEST = {"layers": 5, "vocab_size": 61, "max_positions": 32, "window": 6}
 
 
-def shrink(config):
+def shrink(config: Any) -> Any:
     """Return a small config of the same structure: heads, KV groups, ties and kinds of layers stay.
 
     It has five layers at most, so that stages are uneven, and a vocabulary that no number of ranks

@@ -2,8 +2,8 @@
 token at a time."""
 
 import codecs
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -124,7 +124,7 @@ class Tokenizer:
             mask[row, start : start + len(tokens)] = 1
         return EncodedBatch(ids, mask)
 
-    def decode(self, ids, *, skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Iterable[Any], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids. Broken UTF-8 becomes U+FFFD; ids that no token has are left
         out."""
         bytes_of = self._reader(skip_special_tokens)

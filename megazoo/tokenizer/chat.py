@@ -4,6 +4,7 @@ template of the tokenizer's files, as with transformers."""
 import json
 from datetime import datetime
 from functools import lru_cache
+from typing import Any
 
 from megazoo.errors import UserError
 
@@ -46,7 +47,7 @@ def render(
         )
     except Exception as error:  # of the template, whatever it is
         raise UserError(f"the chat template can't be applied: {error}") from error
-    return _up_to_end(text, last) if continue_final_message else text
+    return _up_to_end(text, str(last)) if continue_final_message else text
 
 
 def _up_to_end(text: str, last: str) -> str:
@@ -92,6 +93,7 @@ def _compiled(source: str):
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    names: dict[str, Any] = environment.globals
+    names["raise_exception"] = refuse
+    names["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)

@@ -1,10 +1,11 @@
 """The settings of a tokenizer: the JSON files beside it say which tokens are special, and which of
 them go around a text."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from megazoo.errors import UserError
 from megazoo.files import json_object, read_bytes
@@ -13,6 +14,7 @@ from megazoo.tokenizer.base import Tokenizer
 
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 CHAT_TEMPLATE = "chat_template.jinja"
+Own = TypeVar("Own", bound=Tokenizer)
 ROLES = ("bos", "eos", "pad")
 # What published files mean that name no such token, GPT-2's for one.
 USUAL = {
@@ -42,7 +44,7 @@ class TokenizerSettings:
     added: list[AddedToken] = field(default_factory=list)
     chat_template: str | None = None
 
-    def refuse(self, key: str, *supported) -> None:
+    def refuse(self, key: str, *supported: Any) -> None:
         """Raise UserError if tokenizer_config.json has a value for a key that is neither one of
         these nor null."""
         value = self.config.get(key)
@@ -60,18 +62,18 @@ class TokenizerSettings:
             token.content: token for token in found
         }
         for name in [*self.names.values(), *self.special]:
-            if name and name not in tokens and id_of(name) is not None:
-                tokens[name] = AddedToken(name, id_of(name))
+            if name and name not in tokens and (token := id_of(name)) is not None:
+                tokens[name] = AddedToken(name, token)
         return list(tokens.values())
 
     def apply(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Own,
         id_of: Callable[[str], int | None],
         own: dict[str, int] | None = None,
         add_bos: bool = False,
         template: tuple[list[int], list[int]] | None = None,
-    ) -> Tokenizer:
+    ) -> Own:
         """Set the ids of the special tokens, and which of them go around a text.
 
         id_of: the id of a token's content. own: ids by role that the vocabulary itself names.
@@ -85,7 +87,10 @@ class TokenizerSettings:
             add = {"add_bos_token": add_bos, "add_eos_token": False}
             add |= {key: self.config[key] for key in add if self.config.get(key) is not None}
             ids = zip(add.values(), (tokenizer.bos_token_id, tokenizer.eos_token_id), strict=True)
-            template = [[token] if wanted and token is not None else [] for wanted, token in ids]
+            before, after = (
+                [token] if wanted and token is not None else [] for wanted, token in ids
+            )
+            template = before, after
         tokenizer.before, tokenizer.after = map(tuple, template)
         return tokenizer
 
@@ -178,7 +183,7 @@ def _json_beside(path: Path) -> dict:
 
 
 @contextmanager
-def malformed(path: Path):
+def malformed(path: Path) -> Iterator[None]:
     """Turn what a wrong type or a missing key raises within this block into a UserError that names
     the file."""
     try:

@@ -163,7 +163,7 @@ def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
     """A run with other weights, then what it prints, then what that prints: each flag is named
     once."""
     weights, saved, metrics = tmp_path / "weights", tmp_path / "run", tmp_path / "metrics"
-    config = pretrain.model_config(CommandLine.read(SMALL).options().model)
+    config = model_config(CommandLine.read(SMALL).options().model)
     megazoo.from_config(config).save_parallelized(weights)
     kept = [*SMALL, "--lr", "1e-3", "--save", str(saved), "--metrics", str(metrics)]
     words = [*kept, "--load", str(weights), "--load-weights-only", "--steps=2"]

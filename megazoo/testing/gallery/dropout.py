@@ -1,6 +1,7 @@
 """Mistakes in what dropout masks are drawn from."""
 
 from contextlib import contextmanager
+from typing import Any
 
 from megazoo.engine import batch
 from megazoo.layers import Dropout
@@ -107,7 +108,8 @@ def sites_by_local_layer():
             for name, module in model.named_modules():
                 if isinstance(module, Dropout) and name.startswith("layers."):
                     _, index, *rest = name.split(".")
-                    module.drawn_by = ".".join(["layers", str(int(index) - first), *rest])
+                    layer: Any = module
+                    layer.drawn_by = ".".join(["layers", str(int(index) - first), *rest])
             return model
 
         return classmethod(numbered)
