@@ -258,11 +258,6 @@ def test_pretraining_starts_from_hugging_faces_weights(tmp_path):
     ).split()
     metrics = tmp_path / "metrics"
     run = [*common, "--steps", "1", "--metrics", str(metrics), "--save", str(tmp_path / "run")]
-    without_rate = [word for word in run if word not in ("--lr", "1e-3")]
-    with pytest.raises(
-        UserError, match=r"hf is a model to fine-tune: give --lr; its default, 0\.005"
-    ):
-        pretrain.main([*without_rate, "--load", str(tmp_path / "hf")])
     pretrain.main([*run, "--load", str(tmp_path / "hf")])
     convert.main([str(tmp_path / "hf"), str(tmp_path / "shards"), "--tp", "2"])
     pretrain.main([*run, "--load", str(tmp_path / "shards"), "--load-weights-only"])

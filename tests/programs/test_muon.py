@@ -52,7 +52,7 @@ def test_another_optimizers_checkpoint_is_refused(files, monkeypatch, capsys):
         code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
         assert (code, len(error.splitlines())) == (2, 1)
         assert told in error
-        words = [*words, *RUN, "--optimizer", optimizer, "--load-weights-only"]
+        words += [*RUN, "--optimizer", optimizer, "--load-weights-only", "--muon-lr", "2e-2"]
         code, *_ = run_main(pretrain, monkeypatch, capsys, *words)
         assert code == 0
 
@@ -81,7 +81,7 @@ def test_the_check_of_layouts_trains_with_it():
 
 def test_the_planner_counts_half_of_the_state_and_the_products(monkeypatch, capsys):
     """A momentum of 4 bytes where AdamW has two; and of two replicas each half of the FLOPs."""
-    words = "--preset gpt2-124m --layers 2 --tp 2 --json -".split()
+    words = "--preset gpt2-124m --layers 2 --tp 2 --global-batch-size 2 --json -".split()
     found = {}
     for name, more in (
         ("adamw", ""),
