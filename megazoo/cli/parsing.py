@@ -137,9 +137,13 @@ def required(options: ImportOption, *names: str) -> list:
 def run_file(file: Path) -> None:
     """Run a user's Python file, which registers a model, a schedule or callbacks. UserError, naming
     the file and its line, for what it raises."""
-    if not os.path.isfile(regular_file(file)):  # False for a name that is too long, too
+    try:
+        is_file, is_directory = regular_file(file).is_file(), file.is_dir()
+    except OSError as error:  # of a name that is too long, for example
+        raise UserError(f"--import {brief(str(file))}: {error.strerror}", exit_code=1) from error
+    if not is_file:
         raise UserError(
-            f"--import {file}: {'it is a directory' if os.path.isdir(file) else 'no such file'}"
+            f"--import {file}: {'it is a directory' if is_directory else 'no such file'}"
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None:

@@ -81,12 +81,12 @@ def test_the_check_of_layouts_trains_with_it():
 
 def test_the_planner_counts_half_of_the_state_and_the_products(monkeypatch, capsys):
     """A momentum of 4 bytes where AdamW has two; and of two replicas each half of the FLOPs."""
-    words = "--preset gpt2-124m --layers 2 --tp 2 --global-batch-size 2 --json -".split()
+    words = "--preset gpt2-124m --layers 2 --tp 2 --json -".split()
     found = {}
     for name, more in (
-        ("adamw", ""),
-        ("muon", "--optimizer muon"),
-        ("muon, dp 2", "--optimizer muon --dp 2"),
+        ("adamw", "--global-batch-size 1"),
+        ("muon", "--global-batch-size 1 --optimizer muon"),
+        ("muon, dp 2", "--global-batch-size 2 --optimizer muon --dp 2"),
     ):
         _, out, _ = run_main(plan, monkeypatch, capsys, *words, *more.split())
         found[name] = json.loads(out)["ranks"][0]
