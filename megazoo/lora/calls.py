@@ -56,14 +56,16 @@ def add(
         raise UserError(f"targets must be names such as ('q', 'v'), not {targets!r}")
     names = targets.split(",") if isinstance(targets, str) else map(str, targets)
     names = tuple(name.strip() for name in names)
-    if seed is not None:
-        check_number("seed", seed, 0, whole=True)
     return add_by(model, LoRASettings(rank, alpha, dropout, names, rslora), seed)
 
 
 def add_by(model: nn.Module, settings: LoRASettings, seed: int | None = None) -> nn.Module:
     """Give a model the adapters that the settings say: see `add`."""
-    with propagate_errors(_context_of(model)):
+    with propagate_errors(_context_of(model)) as call:
+        if seed is not None:
+            check_number("seed", seed, 0, whole=True)
+        if call and isinstance(model, Model):
+            call.agree("lora.add", model, {"seed": seed})
         if has_adapters(model):
             raise UserError("the model has adapters already: merge them first (megazoo.lora.merge)")
         refuse_rounded(model, "adapted")

@@ -26,7 +26,7 @@ class Saving:
             merge_checkpoints: write a Hugging Face directory instead: see `save_pretrained`.
             max_shard_size: as in `save_pretrained`; without merge_checkpoints it has no effect.
 
-        Files: manifest.json and one .safetensors file per (tp, pp) rank; tokenizer files that came
+        Files: megazoo.json and one .safetensors file per (tp, pp) rank; tokenizer files that came
         with the weights.
         Errors: UserError, on every rank, if one of them fails, if the directory holds other files,
         or if the model has adapters.
@@ -56,7 +56,7 @@ class Saving:
         can't represent.
 
         Example:
-            model = megazoo.from_pretrained("gpt2", ctx)
+            model = megazoo.from_pretrained("path/to/gpt2", ctx)
             model.train_batch(ids, labels=ids)
             model.save_pretrained("tuned")
         """
