@@ -31,7 +31,7 @@ from megazoo.cli.settings import resolve
 from megazoo.cli.summary import introduce, show, summary
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data import Batches, check_data, check_template, json_files
-from megazoo.environment import is_rank_zero, world_size
+from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation import Tally, evaluate_rows
 from megazoo.models.base import Model
@@ -41,7 +41,7 @@ from megazoo.optim.adamw import AdamW
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.device import choose_device, set_fp32_precision
+from megazoo.parallel.device import set_fp32_precision
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.timing import Stopwatch, spent
@@ -91,8 +91,7 @@ def start_ranks(run: Run) -> ParallelContext:
     """Start the ranks that are missing, wait for the tokens of the data, and meet the others."""
     parallel = run.options.parallel
     dp = parallel.dp or 1
-    local_ranks = parallel.replica * dp if world_size() == 1 else None
-    device = choose_device(parallel.device, local_ranks)
+    device = run.device()
     if run.options.training.compile:
         check_compiler(device.type)
     start_missing_ranks(parallel.tp, parallel.pp, parallel.cp, dp)

@@ -1,17 +1,20 @@
 """Defaults of the settings that depend on the model: lengths, batches, steps and learning rates."""
 
+import math
 from dataclasses import dataclass
 
 from megazoo.cli.adapters import NO_WEIGHTS, Weights
 from megazoo.cli.options import Options
-from megazoo.errors import UserError
 from megazoo.models.counts import parameter_count
 from megazoo.models.published import pretraining_defaults
 from megazoo.models.registry import FAMILIES, family_of, presets, tiny_preset
 
 LONGEST = 4096  # tokens of a sequence, for models with more positions
 DEMO_STEPS = 400
-DEMO_PARAMETERS = 10_000_000  # above them the demo's learning rate is too high
+DEMO_PARAMETERS = 10_000_000  # larger models are not a demo, whatever preset they begin with
+SIZES = ("layers", "hidden_size", "heads", "ffn_size")  # which decide the learning rate
+# Settings that follow from others.
+FOLLOWING = {"dtype", "min_lr", "muon_lr", "warmup_steps", "lr_decay_steps"}
 FINE_TUNING_LR, LORA_LR = 1e-5, 2e-4
 MUON_LR = 2e-2
 
@@ -20,8 +23,8 @@ MUON_LR = 2e-2
 class Defaults:
     """Settings of a run where neither the user nor a resumed run sets them.
 
-    steps, epochs: one of them. warmup: fraction of the steps, of which 2000 at most warm up.
-    rate: where the learning rate comes from, for the first lines of a run.
+    steps, epochs: one of them. warmup: fraction of the steps, at most 2000 of them. rate: where the
+    learning rate comes from, for the first lines of a run. demo: whether these are of the demo.
     """
 
     seq_length: int
@@ -32,11 +35,12 @@ class Defaults:
     warmup: float = 0.03
     steps: int | None = None
     epochs: int | None = None
+    demo: bool = False
 
 
 def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Defaults:
     """Return the defaults of a run: of the demo, where a tiny preset starts from random weights; of
-    fine-tuning, where weights are loaded; otherwise those that the preset was pretrained with.
+    fine-tuning, where weights are loaded; otherwise of the preset's pretraining.
 
     options: as given. config: the model's. weights: what the run starts from.
     """
@@ -49,20 +53,22 @@ def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Def
         is_lora = weights.settings or options.lora.lora_load
         lr, kind = (LORA_LR, "LoRA") if is_lora else (FINE_TUNING_LR, "all weights")
         return Defaults(longest, 1, 32, lr, f"for fine-tuning, {kind}", **duration)
-    known = name if presets().get(name) == config else None
-    usual = pretraining_defaults(parameter_count(config), known, length)
-    if name.endswith("-tiny"):
-        demo = {"warmup": 0.25, "steps": DEMO_STEPS}
-        lr, source = usual.lr, usual.source
-        if parameter_count(config) < DEMO_PARAMETERS:
-            lr, source = 5e-3, "for the demo"
-        return Defaults(min(128, longest), 16, 32, lr, source, **demo)
+    parameters, preset = parameter_count(config), presets().get(name)
+    if name.endswith("-tiny") and parameters < DEMO_PARAMETERS:
+        demo = {"warmup": 0.25, "steps": DEMO_STEPS, "demo": True}
+        return Defaults(min(128, longest), 16, 32, 5e-3, "for the demo", **demo)
+    same = preset and all(getattr(preset, size) == getattr(config, size) for size in SIZES)
+    usual = pretraining_defaults(parameters, name if same else None, length)
     return Defaults(longest, 1, usual.global_batch_size, usual.lr, usual.source, **duration)
 
 
 def fill_in(options: Options, defaults: Defaults, weights: Weights = NO_WEIGHTS) -> list[str]:
     """Set what neither the user nor a resumed run has set; return the flags of it that matter, as a
-    command line has them. UserError for Muon on loaded weights without a rate."""
+    command line has them.
+
+    The global batch is a multiple of the replicas, and the micro-batch a divisor of each one's
+    share, so that the same defaults train the same run on any number of ranks that divides it.
+    """
     training, optimizer = options.training, options.optimizer
     filled = []
 
@@ -72,8 +78,12 @@ def fill_in(options: Options, defaults: Defaults, weights: Weights = NO_WEIGHTS)
             filled.append(f"--{name.replace('_', '-')} {value}")
 
     fill(training, "seq_length", defaults.seq_length)
-    fill(training, "micro_batch_size", defaults.micro_batch_size)
-    fill(training, "global_batch_size", defaults.global_batch_size)
+    together = options.replicas * (training.micro_batch_size or 1)
+    rows = math.ceil(defaults.global_batch_size / together) * together
+    fill(training, "global_batch_size", rows)
+    share = max(1, training.global_batch_size // options.replicas)
+    sizes = range(1, defaults.micro_batch_size + 1)
+    fill(training, "micro_batch_size", max(size for size in sizes if share % size == 0))
     if training.steps is None:
         fill(training, "epochs", defaults.epochs)
     if not training.epochs:
@@ -81,12 +91,7 @@ def fill_in(options: Options, defaults: Defaults, weights: Weights = NO_WEIGHTS)
     fill(optimizer, "lr", defaults.lr)
     if filled and filled[-1].startswith("--lr "):
         filled[-1] += f" ({defaults.rate})"
-    if optimizer.muon_lr is None and optimizer.optimizer == "muon" and weights.described:
-        raise UserError(
-            "fine-tuning with Muon needs --muon-lr: its default for random weights, "
-            f"{MUON_LR}, would destroy the loaded ones"
-        )
-    if optimizer.muon_lr is None:
+    if optimizer.muon_lr is None and not weights.described:
         optimizer.muon_lr = MUON_LR
     if optimizer.min_lr is None:
         optimizer.min_lr = optimizer.lr / 10

@@ -11,6 +11,7 @@ import tyro
 
 from megazoo.cli.flags import File, Name, optional, positional
 from megazoo.data.conversations import CHATML
+from megazoo.environment import world_size
 from megazoo.parallel.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -128,16 +129,33 @@ class ParallelOptions:
 class TrainingOptions:
     """How long and on how much at once."""
 
-    steps: optional(int, "INT", "400 for tiny presets, otherwise one epoch") = None
+    steps: optional(
+        int,
+        "INT",
+        "400 for a tiny preset from random weights and for mock data, otherwise one epoch",
+    ) = None
     """Number of optimizer steps, including those before a resume."""
-    epochs: optional(int, "INT", "1 without --steps, except for tiny presets") = None
+    epochs: optional(int, "INT", "1 where --steps has no default") = None
     """Number of passes over the training data, instead of --steps. The last step may go beyond the
     end of the data."""
-    global_batch_size: optional(int, "INT", "32, or that of the preset's pretraining") = None
+    global_batch_size: optional(
+        int,
+        "INT",
+        "32 for a tiny preset from random weights and for fine-tuning, otherwise that of the "
+        "preset's pretraining, or of GPT-3's model of this size; a multiple of dp",
+    ) = None
     """Sequences per optimizer step, over all replicas and micro-batches."""
-    micro_batch_size: optional(int, "INT", "16 for tiny presets, otherwise 1") = None
+    micro_batch_size: optional(
+        int,
+        "INT",
+        "16 for a tiny preset from random weights, otherwise 1; at most a replica's share",
+    ) = None
     """Sequences that a pipeline stage processes at once."""
-    seq_length: optional(int, "INT", "the model's maximum up to 4096; 128 for tiny presets") = None
+    seq_length: optional(
+        int,
+        "INT",
+        "128 for a tiny preset from random weights, otherwise the model's maximum, at most 4096",
+    ) = None
     """Tokens per sequence."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, BY_DEVICE] = None
     """Type of weights and activations. The shorter ones have fp32 master weights, gradients and
@@ -218,7 +236,7 @@ class OptimizerOptions:
         float,
         "FLOAT",
         "fine-tuning: 2e-4 with LoRA, 1e-5 for all weights; otherwise that of the preset's "
-        "pretraining, or of GPT-3's model of this size; tiny presets: 5e-3",
+        "pretraining, or of GPT-3's model of this size; 5e-3 for a tiny preset",
     ) = None
     """Peak learning rate. The first lines of a run print the default that it uses."""
     muon_lr: optional(float, "FLOAT", "2e-2; fine-tuning needs a value") = None
@@ -234,7 +252,9 @@ class OptimizerOptions:
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
     warmup_steps: optional(
-        int, "INT", "3 % of the steps, a quarter for tiny presets; at most 2000"
+        int,
+        "INT",
+        "3 % of the steps, a quarter for a tiny preset from random weights; at most 2000",
     ) = None
     """Number of steps in which the learning rate rises linearly from 0."""
     lr_decay_steps: optional(int, "INT", "steps; after --load, as before") = None
@@ -397,6 +417,11 @@ class Options:
     """Print the settings of the run and its plan (memory, traffic, bubble), without training."""
     print_config: bool = False
     """Print the settings of the run as a TOML file for --config, without training."""
+
+    @property
+    def replicas(self) -> int:
+        """The data-parallel size: as given, or as follows from a launcher's ranks."""
+        return self.parallel.dp or max(1, world_size() // max(1, self.parallel.replica))
 
     @property
     def values(self) -> dict:

@@ -24,7 +24,7 @@ from megazoo.environment import world_size
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, regular_file
 
-# Settings that take each other's place: the one that has a default, and the other.
+# Settings that take each other's place: the usual one, and the other.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
 ONE_START = ("config", "dry_run", "print_config")  # flags that no file has
 LARGEST_FILE = 1 << 20  # bytes of settings
@@ -55,16 +55,11 @@ class CommandLine:
         flags = {flag_of(word)[2:].replace("-", "_") for word in words if word.startswith("--")}
         line = cls(words, kind(), file, flags)
         line.parsed = parse_flags(kind, words, description, line._below_flags({}))
-        if is_pipe and line.parsed.parallel.replica > 1:
+        if is_pipe and line.parsed.parallel.replica * line.parsed.replicas > 1:
             raise UserError(
                 f"--config {name} is a pipe, which several ranks can't read: give a file"
             )
         return line
-
-    @property
-    def given(self) -> set[str]:
-        """The names of the settings that the command line or the file gives."""
-        return self.flags | self.file.keys()
 
     def options(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
         """Return the settings, each checked. The arguments are those of `merged`."""

@@ -2,7 +2,11 @@
 
 from megazoo.cli.options import Options, default_dtype
 from megazoo.cli.rules import parse_stage_layers
+from megazoo.cli.settings import Settings
 from megazoo.cli.text import ranges, size, table, without
+from megazoo.lora.settings import LoRASettings
+from megazoo.lora.source import open_adapter
+from megazoo.models.counts import whole_model
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.sizes import product_of
@@ -27,6 +31,14 @@ PLAN_COLUMNS = [
     "sent cp",
     "sent dp",
 ]
+
+
+def adapters_of(settings: Settings) -> LoRASettings | None:
+    """Return what adapters a run has, those of a PEFT directory included; None without."""
+    directory, known = settings.options.lora.lora_load, settings.weights.settings
+    if known or not directory:
+        return known
+    return open_adapter(directory, whole_model(settings.config)).settings
 
 
 def planned_run(options: Options, device: str) -> PlannedRun:

@@ -129,7 +129,13 @@ def check_run(
     """
     parallel, training = options.parallel, options.training
     check_offload(options.optimizer.optimizer, parallel.offload_optimizer)
-    if options.optimizer.optimizer == "muon" and not options.optimizer.muon_lr:
+    is_muon, muon_lr = options.optimizer.optimizer == "muon", options.optimizer.muon_lr
+    if is_muon and muon_lr is None:
+        raise UserError(
+            "fine-tuning with Muon needs --muon-lr: its default for random weights, "
+            "2e-2, would destroy the loaded ones"
+        )
+    if is_muon and not muon_lr:
         raise UserError("muon-lr must be above 0: AdamW's rate rises and falls in proportion to it")
     layout = ParallelContext.virtual(
         parallel.tp,

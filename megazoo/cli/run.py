@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass, field, fields
 
+import torch
+
 from megazoo.cli.options import DataOptions, default_dtype
 from megazoo.cli.rules import check_steps, settle_steps
 from megazoo.cli.run_record import InputFile
 from megazoo.cli.settings import Settings
 from megazoo.data.dataset import Sources
 from megazoo.data.labels import Labels
-from megazoo.environment import restarts
+from megazoo.environment import restarts, world_size
 from megazoo.models.source import ModelSource
 from megazoo.optim.learning_rate import learning_rate
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.device import choose_device
 from megazoo.tokenizer import Tokenizer
 
 # Settings of the samples and their order: a resumed run says which of them have changed.
@@ -80,6 +83,12 @@ class Run(Settings):
             self.finished = True
         else:
             check_steps(self.options, self.first_step)
+
+    def device(self) -> torch.device:
+        """Return the device of this rank. UserError if the machine has too few."""
+        parallel = self.options.parallel
+        to_start = parallel.replica * self.options.replicas
+        return choose_device(parallel.device, to_start if world_size() == 1 else None)
 
     def settle_dtype(self, device: str) -> None:
         """Choose the dtype for a device, "cuda" or "cpu", if the settings name none.

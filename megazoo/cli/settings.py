@@ -29,12 +29,13 @@ KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
 
 @dataclass
 class Settings:
-    """What a start of the training program goes by.
+    """The settings of one start of the training program.
 
     arguments: the command line, with what a restart adds to it. options: its settings, over those
-    of the TOML file, those of the run that is resumed, and the defaults. weights: what the run
-    begins with. resuming: whether it goes on from a checkpoint. state: see `resumed_state`. config:
-    the model's. defaults: of what none of the others sets. filled: the flags that have them.
+    of the TOML file, those of the resumed run, and the defaults. weights: the initial weights.
+    resuming: whether a checkpoint's run continues. state: see `resumed_state`. config: the model's.
+    unset: names of settings that neither the user nor the resumed run sets. defaults: the defaults
+    that depend on the model. filled: the flags that take them.
     """
 
     arguments: list[str]
@@ -43,6 +44,7 @@ class Settings:
     resuming: bool
     state: dict
     config: object
+    unset: set[str]
     defaults: Defaults
     filled: list[str]
 
@@ -71,12 +73,13 @@ def resolve(arguments: list[str], description: str, kind: type = Options) -> Set
     origin = str(resumed.path / TRAINER) if resumed else "the checkpoint"
     options = line.options(state["settings"], origin)
     config = model_config(options.model, weights.described)
+    unset = {name for name, value in options.values.items() if value is None}
     defaults = defaults_for(options, config, weights)
     filled = fill_in(options, defaults, weights)
     check_values(options)
     settle_steps(options, defaults.warmup)
     return Settings(
-        line.words, options, weights, resumed is not None, state, config, defaults, filled
+        line.words, options, weights, resumed is not None, state, config, unset, defaults, filled
     )
 
 

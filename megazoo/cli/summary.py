@@ -5,10 +5,9 @@ import json
 
 from megazoo.cli.adapters import flag_to_go_on
 from megazoo.cli.commands import command_line, torchrun_line
-from megazoo.cli.defaults import DEMO_STEPS
-from megazoo.cli.options import Options
+from megazoo.cli.defaults import FOLLOWING
 from megazoo.cli.parsing import each_once
-from megazoo.cli.plan_report import plan_lines, plan_of
+from megazoo.cli.plan_report import adapters_of, plan_lines, plan_of
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.run import Run
 from megazoo.data.labels import count_of
@@ -16,7 +15,6 @@ from megazoo.environment import is_rank_zero
 from megazoo.models.counts import parameter_count
 from megazoo.models.registry import family_of
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.device import choose_device
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import Planner, note_on_mfu
 from megazoo.terminal import print_rank_0
@@ -24,25 +22,37 @@ from megazoo.terminal import print_rank_0
 
 def show(run: Run, dp: int) -> None:
     """Print what --print-config and --dry-run ask for: the settings as TOML, and the plan."""
-    options = run.options
-    device = choose_device(options.parallel.device, options.parallel.replica * dp).type
+    options, device = run.options, run.options.parallel.device
+    if not options.dry_run or device == "auto":
+        device = run.device().type
+    print_rank_0(toml_of(run), end="")
+    if not options.dry_run:
+        return
+    print_rank_0(f"\n{defaults_line(run)}")
+    if run.config.num_labels:
+        print_rank_0("no plan: classifiers are not planned")
+        return
     run.settle_dtype(device)
-    print_rank_0(toml_of(options), end="")
-    if options.dry_run:
-        plan = plan_of(Planner(run.config, attached=run.weights.settings), options, dp, device)
-        print_rank_0("\n".join(["", defaults_line(run), *plan_lines(plan)]))
+    planner = Planner(run.config, attached=adapters_of(run))
+    print_rank_0("\n".join([f"on {device}:", *plan_lines(plan_of(planner, options, dp, device))]))
 
 
-def toml_of(options: Options) -> str:
-    """Return settings as a TOML file, which --config reads; None is left out."""
-    values = options.values
+def toml_of(run: Run) -> str:
+    """Return a run's settings as a TOML file for --config, without those that are None and those
+    that follow from others (min-lr from lr)."""
+    values = run.options.values
     if values["mock_data"]:
         values["data"] = None
+    for name in FOLLOWING & run.unset:
+        values[name] = None
     return "".join(
-        f"{name} = {json.dumps(value, default=str)}\n"
-        for name, value in values.items()
-        if value is not None
+        f"{name} = {_toml(value)}\n" for name, value in values.items() if value is not None
     )
+
+
+def _toml(value: object) -> str:
+    """Return a value as TOML: JSON, except that it takes no surrogates and no raw DEL."""
+    return json.dumps(value, default=str, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def defaults_line(run: Run) -> str:
@@ -60,7 +70,7 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
         + (", sequence parallel" if ctx.sequence_parallel else "")
         + run.note_on_precision(ctx.device.type)
     )
-    if run.defaults.steps != DEMO_STEPS and run.filled:
+    if run.filled and not run.defaults.demo:
         print_rank_0(defaults_line(run))
     if run.options.model.import_ and is_rank_zero():
         note = note_on_mfu(run.config, run.options.training.seq_length)

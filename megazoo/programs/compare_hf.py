@@ -47,12 +47,14 @@ class Options(ImportOption):
     theirs: File = None
     """Hugging Face directory that transformers reads; the same by default."""
     layouts: Annotated[
-        str,
+        str | None,
         tyro.conf.arg(
+            metavar="NAMES",
             help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
-            f"on: {switches()}."
+            f"on: {switches()}.",
+            help_behavior_hint="(default: tp1)",
         ),
-    ] = "tp1"
+    ] = None
     tp: optional(int, "INT", "1") = None
     """Tensor-parallel size, for one layout without --layouts."""
     pp: optional(int, "INT", "1") = None
@@ -124,9 +126,9 @@ def layouts_of(options: Options) -> str:
     """Return the names of the layouts: of --layouts, or the one of --tp, --pp and --cp."""
     sizes = {"tp": options.tp, "cp": options.cp, "pp": options.pp}
     one = "".join(f"{name}{size}" for name, size in sizes.items() if size is not None)
-    if one and options.layouts != Options.layouts:
+    if one and options.layouts is not None:
         raise UserError("--layouts and --tp, --pp or --cp exclude each other: pass one of them")
-    return one or options.layouts
+    return one or options.layouts or "tp1"
 
 
 def input_ids(source: ModelSource, options: Options) -> torch.Tensor:

@@ -28,7 +28,7 @@ from megazoo.cli.options import (
     ParallelOptions,
 )
 from megazoo.cli.options import Options as TrainingProgram
-from megazoo.cli.plan_report import plan_lines, plan_of, planned_run
+from megazoo.cli.plan_report import adapters_of, plan_lines, plan_of, planned_run
 from megazoo.cli.settings import resolve
 from megazoo.cli.text import size, table, without
 from megazoo.errors import UserError
@@ -70,10 +70,9 @@ class PlanParallelOptions(ParallelOptions):
 
     dp: optional(int, "INT", "1") = None
     """Data-parallel size: replicas."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Device of the ranks, which the defaults of --dtype and --sequence-parallel depend on: the
-    defaults of training on that device."""
-    timeout: tyro.conf.Suppress[float] = 600.0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks, which the defaults of --dtype and --sequence-parallel depend on. auto:
+    cuda, whatever this machine has."""
 
 
 @dataclass
@@ -83,17 +82,6 @@ class Options(TrainingProgram):
     parallel: tyro.conf.OmitArgPrefixes[PlanParallelOptions] = field(
         default_factory=PlanParallelOptions
     )
-    data: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[DataOptions]] = field(
-        default_factory=DataOptions
-    )
-    evaluation: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[EvaluationOptions]] = field(
-        default_factory=EvaluationOptions
-    )
-    logging: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[LoggingOptions]] = field(
-        default_factory=LoggingOptions
-    )
-    dry_run: tyro.conf.Suppress[bool] = False
-    print_config: tyro.conf.Suppress[bool] = False
     json: File = None
     """File for the same as JSON; - is stdout, without the table."""
     search: bool = False
@@ -105,20 +93,44 @@ class Options(TrainingProgram):
     memory: str = "80GB"
     """Memory of a device in a search."""
 
+    @property
+    def replicas(self) -> int:
+        return max(1, self.gpus) if self.search else self.parallel.dp or 1
+
+
+@dataclass
+class ShownOptions(Options):
+    """What is planned: the settings of the training program, and those below."""
+
+    data: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[DataOptions]] = field(
+        default_factory=DataOptions
+    )
+    evaluation: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[EvaluationOptions]] = field(
+        default_factory=EvaluationOptions
+    )
+    logging: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[LoggingOptions]] = field(
+        default_factory=LoggingOptions
+    )
+    dry_run: tyro.conf.Suppress[bool] = False
+    print_config: tyro.conf.Suppress[bool] = False
+
 
 def main(arguments: list[str]) -> None:
-    settings = resolve(arguments, __doc__, Options)
+    # The help omits the groups that no plan depends on; their flags are accepted as in training.
+    is_help = {"--help", "-h"} & set(arguments)
+    settings = resolve(arguments, __doc__, ShownOptions if is_help else Options)
     options = settings.options
     if options.gpus < 1:
         raise UserError(f"gpus {options.gpus} must be at least 1")
+    if options.parallel.device == "auto":
+        options.parallel.device = "cuda"
     parse_size(options.memory)
     if settings.config.num_labels:
         raise UserError(
             "classifiers are not planned: plan the language model, which takes a little more "
             "memory, for its logits"
         )
-    adapters = settings.weights.settings
-    planner = Planner(settings.config, quick=options.search, attached=adapters)
+    planner = Planner(settings.config, quick=options.search, attached=adapters_of(settings))
     values, lines = (searched if options.search else planned)(planner, options)
     text = json.dumps(values, indent=1)
     if str(options.json) == "-":
@@ -137,7 +149,8 @@ def searched(planner: Planner, options: Options) -> tuple[list[dict], list[str]]
     layouts = fastest_layouts(found)[:LISTED]
     if not layouts:
         raise UserError(f"no layout of {options.gpus} GPUs fits into {options.memory}", exit_code=1)
-    return [asdict(layout) for layout in layouts], search_lines(layouts, options.gpu)
+    batch = f"global batch {run.global_batch_size} x {run.seq_length} tokens"
+    return [asdict(layout) for layout in layouts], [*search_lines(layouts, options.gpu), batch]
 
 
 def planned(planner: Planner, options: Options) -> tuple[dict, list[str]]:
