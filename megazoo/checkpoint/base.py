@@ -108,9 +108,9 @@ def check_base_on_disk(
     process."""
     base = checkpoint.manifest["base"]
     dtype = next(dtype for dtype, text in DTYPES.items() if text == base["dtype"])
-    total = 0
+    total, there = 0, {*weights.specs, *checkpoint.tensors}
     for entry in entries:
-        if entry.name not in {*weights.specs, *checkpoint.tensors}:
+        if entry.name not in there:
             raise UserError(
                 f"{weights.path} has no {entry.name}: it is not the base of {checkpoint.path}"
             )

@@ -44,7 +44,7 @@ def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Def
 
     options: as given. config: the model's. weights: what the run starts from.
     """
-    name = tiny_preset(options.model.preset or options.model.model or "gpt2")
+    name = options.model.preset or tiny_preset(options.model.model or "gpt2")
     longest = min(FAMILIES[family_of(config)].longest_sequence(config), LONGEST)
     length = options.training.seq_length or longest
     is_mock = options.data.data == ("mock",)

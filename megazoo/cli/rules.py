@@ -94,7 +94,7 @@ def model_config(options: ModelOptions, source=None):
     sizes = {key: value for key, value in given.items() if value is not None}
     labels = given.pop("num_labels")
     saved = source and with_labels(source, labels)
-    base = saved if saved and not preset else find_config(tiny_preset(preset or name or "gpt2"))
+    base = saved if saved and not preset else find_config(preset or tiny_preset(name or "gpt2"))
     if name and type(find_config(tiny_preset(name))) is not type(base):
         origin = f"preset {preset}" if preset else f"the checkpoint {source.path}"
         raise UserError(f"{origin} is not of the family {name}")

@@ -292,8 +292,11 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
                 layer.recompute = mode == "selective"
         return self
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute every layer in backward: recompute("full"), by the name in transformers."""
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict | None = None
+    ) -> None:
+        """Recompute every layer in backward: recompute("full"), by the name in transformers, whose
+        keyword arguments have no effect here."""
         self.recompute("full")
 
     def compile(self, **options: Any) -> "Model":
@@ -342,7 +345,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's parameters: that of the context."""
+        """The context's device, where this rank's parameters are."""
         return self.ctx.device
 
     @on_all_ranks

@@ -12,6 +12,7 @@ from megazoo.errors import UserError
 from megazoo.models.attachment import Attachment
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import on_all_ranks
 from megazoo.parallel.module import NamedParameter
 
 
@@ -32,16 +33,18 @@ class Freezing(nn.Module):
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Return the number of parameters of the whole model, of all its stages and shards; a tied
-        one counts once. Adapters count, too.
+        one counts once. Adapters are included, modules that were added to the model are not.
 
-        only_trainable: without those that any rank has frozen; all ranks must call it.
+        only_trainable: count only those that no rank has frozen; a collective call.
         """
-        frozen = set()
-        if only_trainable:
-            frozen = {e.name for e in self.entries() if not e.parameter.requires_grad}
-            if self.ctx.mesh is not None:
-                frozen = frozen.union(*all_gather_objects(frozen, self.ctx))
+        frozen = self._frozen_names() if only_trainable else set()
         return sum(e.parameter.numel() for e in self._whole().entries() if e.name not in frozen)
+
+    @on_all_ranks
+    def _frozen_names(self) -> set[str]:
+        """Return the names of the parameters that any rank has frozen."""
+        frozen = {e.name for e in self.entries() if not e.parameter.requires_grad}
+        return frozen.union(*all_gather_objects(frozen, self.ctx))
 
     def train_only(self, pattern: str) -> Self:
         """Freeze every parameter whose global name does not match the pattern; returns self.

@@ -39,6 +39,7 @@ class Saving:
             max_shard_size=max_shard_size,
         )
 
+    @on_all_ranks
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: int | str = "5GB"
     ) -> None:

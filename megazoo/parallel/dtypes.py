@@ -8,6 +8,7 @@ NAMED = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "float64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -17,17 +18,12 @@ NAMED = {
 def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype of weights that a user names; None for "auto" and None.
 
-    dtype: a floating-point torch.dtype, or a name such as "bfloat16", "bf16", "torch.bfloat16".
+    dtype: a torch.dtype of 16 bits or more, or a name such as "bfloat16", "bf16", "torch.bfloat16".
     UserError, with the names, for anything else.
     """
     if dtype is None or dtype == "auto":
         return None
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else None
     if name not in NAMED:
-        raise UserError(
-            f"dtype {dtype!r} is not supported: use auto, {', '.join(NAMED)}, or a floating-point "
-            "torch.dtype"
-        )
+        raise UserError(f"dtype {dtype!r} is not supported: use auto, {', '.join(NAMED)}")
     return NAMED[name]

@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
     if options.load:
         config = open_source(options.load).config
     else:
-        config = find_config(tiny_preset(options.model or options.preset))
+        config = find_config(tiny_preset(options.model) if options.model else options.preset)
     if options.shrink:
         config = shrink(config)
     if options.layouts == "all":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megazoo.errors import UserError, check_number
-from megazoo.models.registry import family_of, find_config
+from megazoo.models.registry import family_of, find_config, tiny_preset
 from megazoo.testing import usual
 from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Comparison
@@ -75,7 +75,8 @@ def check_parallel(
     """Train a model in one process, then in each layout, on the CPU of this machine; yield a
     verdict for each.
 
-    model: a config object, or a name as `from_config` takes it. load: a checkpoint or Hugging Face
+    model: a config object, or a name as `from_config` takes it, except that a family's means its
+    tiny preset. load: a checkpoint or Hugging Face
     directory of it, for its weights; biases and norms are random in any case, so that zeros hide
     nothing. import_: the Python file that registers the model, if one does. lora_rank: train
     adapters of this rank, of all linear layers, instead of the weights. optimizer: adamw or muon.
@@ -88,7 +89,7 @@ def check_parallel(
     check_number("lora-rank", lora_rank, 0, whole=True)
     if optimizer not in OPTIMIZERS:
         raise UserError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
-    config = find_config(model) if isinstance(model, str) else model
+    config = find_config(tiny_preset(model)) if isinstance(model, str) else model
     if getattr(config, "num_labels", 0):
         raise UserError("the check trains language models, and no classifier: num_labels must be 0")
     subject = Subject(

@@ -2,6 +2,7 @@
 names them and what differs, within seconds."""
 
 import re
+import tempfile
 import time
 from datetime import timedelta
 from unittest import mock
@@ -145,6 +146,24 @@ def drawn_otherwise(model, ctx, is_odd):
     stepped(model, ctx)
 
 
+def other_seed_of_adapters(model, ctx, is_odd):
+    megazoo.lora.add(model, seed=5 + is_odd)
+
+
+def saved_alone(model, ctx, is_odd):
+    """The usual `if rank == 0` of one process."""
+    if is_odd:
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+    model.train_batch(batch(ctx), labels=batch(ctx))
+
+
+def counted_alone(model, ctx, is_odd):
+    if is_odd:
+        model.num_parameters(only_trainable=True)
+    model.train_batch(batch(ctx), labels=batch(ctx))
+
+
 # what differs, over which axes it must not, and what the message says
 CASES = [
     (own_rows, ("tp", "cp"), "input_ids is one tensor on .*, another of the same shape on"),
@@ -157,6 +176,9 @@ CASES = [
     (other_seed, ("tp", "cp", "dp", "pp"), "the model's seed is 3 on .*, 4 on"),
     (other_model, ("tp", "cp", "dp", "pp"), "the model's heads is 4 on .*, 2 on"),
     (other_mode, ("tp", "cp", "dp", "pp"), "the model's training mode is True on .*, False on"),
+    (other_seed_of_adapters, ("tp", "cp", "dp", "pp"), "in lora.add: seed is 5 on .*, 6 on"),
+    (saved_alone, ("tp", "cp", "dp", "pp"), "call is 'train_batch' on .*, 'save_pretrained' on"),
+    (counted_alone, ("tp", "cp", "dp", "pp"), "call is 'train_batch' on .*, '_frozen_names' on"),
     (own_loop, ("tp", "cp"), "disagree in microbatches: input_ids is one tensor"),
     (other_prompts, ("tp", "cp"), "disagree in generate: input_ids is one tensor"),
     (other_length, ("tp", "cp", "dp", "pp"), "max_new_tokens is 2 on .*, 3 on"),

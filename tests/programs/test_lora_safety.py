@@ -16,6 +16,7 @@ from megazoo.checkpoint.base import check_base_on_disk
 from megazoo.errors import UserError
 from megazoo.lora.source import SavedAdapters
 from megazoo.models.pretrained import open_source
+from megazoo.parallel.context import ParallelContext
 from megazoo.programs import evaluate, generate
 from tests.support.inference import run_main
 from tests.support.peft_oracle import base_model, edit_config, settings_for, with_adapters
@@ -140,11 +141,12 @@ def test_python_refuses_a_base_of_another_config(runs, other_norms):
 def test_a_base_without_a_weight_that_the_adapters_leave_out_is_refused(runs):
     """As a classifier's frozen head would be."""
     adapters = SavedAdapters(runs / "lora")
-    check_base_on_disk(adapters, open_source(runs / "hf"))
+    whole = adapters.on_meta(ParallelContext())
+    check_base_on_disk(adapters, whole.entries(), open_source(runs / "hf"))
     weights = open_source(runs / "hf")
     del weights.specs["norm.weight"]
     with pytest.raises(UserError, match=r"has no norm.weight: it is not the base of"):
-        check_base_on_disk(adapters, weights)
+        check_base_on_disk(adapters, whole.entries(), weights)
 
 
 def test_a_base_of_too_long_a_name_is_told(runs, tmp_path):

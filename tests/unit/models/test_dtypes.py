@@ -13,6 +13,7 @@ NAMES = {
     torch.float32: ("float32", "fp32", "torch.float32"),
     torch.bfloat16: ("bfloat16", "bf16", "torch.bfloat16"),
     torch.float16: ("float16", "fp16", "torch.float16"),
+    torch.float64: ("float64", "torch.float64"),
 }
 
 
@@ -35,8 +36,10 @@ def test_auto_is_the_dtype_of_a_config_of_transformers():
     assert megazoo.from_config(config).dtype == torch.float32
 
 
-@pytest.mark.parametrize("wrong", ["float8", "bfloat", torch.int8, torch.complex64, int, 16])
+@pytest.mark.parametrize(
+    "wrong", ["float8", "bfloat", torch.float8_e4m3fn, torch.int8, torch.complex64, int, 16]
+)
 def test_another_dtype_is_refused_with_those_there_are(tmp_path, wrong):
     for load in (megazoo.from_config, megazoo.from_pretrained, megazoo.from_parallelized):
-        with pytest.raises(UserError, match=r"^dtype .* use auto, float32, bfloat16, float16, fp"):
+        with pytest.raises(UserError, match=r"^dtype .* use auto, float32, bfloat16, float16, flo"):
             load(CONFIG if load is megazoo.from_config else tmp_path, dtype=wrong)
