@@ -1,5 +1,6 @@
-"""Write into the pages what they take from the code: the table of flags in docs/training.md and the
-file of Qwen3 in docs/new_model.md; with --self-test, which takes a minute, also the gallery of
+"""Write into the pages what they take from the code: the table of flags in docs/training.md, of
+commands in docs/command.md, of presets in docs/models.md, and the file of Qwen3 in
+docs/new_model.md; with --self-test, which takes a minute, also the gallery of
 mistakes in docs/proof.md.
 
 $ python -m tests.docs.refresh_docs
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megazoo.cli import options as settings  # noqa: E402
+from megazoo.cli.commands import COMMANDS  # noqa: E402
+from megazoo.programs import models  # noqa: E402
 
 TRAINING = ROOT / "docs" / "training.md"
 NEW_MODEL = ROOT / "docs" / "new_model.md"
@@ -87,6 +90,54 @@ def written(default) -> str:
     return "ChatML" if default == settings.CHATML else str(default)
 
 
+def command_table() -> str:
+    """Return a table of the commands, and of the scripts of a clone that are the same."""
+    table = "| command | in a clone | what it does |\n|---|---|---|\n"
+    for each in COMMANDS:
+        script = f"`{each.script}`" if each.script else ""
+        table += f"| `megazoo {each.name}` | {script} | {each.summary} |\n"
+    return table
+
+
+def model_tables() -> str:
+    """Return one table of presets for each family."""
+    tables, columns = {}, ["layers", "hidden_size", "heads", "max_positions", "vocab_size"]
+    for row in models.found(None):
+        config = row["config"]
+        sizes = [f"{config[name]:,}" for name in columns]
+        hub = f"`{row['hub']}`" if row["hub"] else ""
+        cells = [f"`{row['preset']}`", f"{row['parameters']:,}", *sizes, hub]
+        tables.setdefault(row["family"], []).append(f"| {' | '.join(cells)} |\n")
+    head = (
+        "| preset | parameters | layers | hidden | heads | positions | vocabulary | on the hub |\n"
+    )
+    head += "|---|---|---|---|---|---|---|---|\n"
+    return "\n".join(f"## {name}\n\n{head}{''.join(rows)}" for name, rows in tables.items())
+
+
+# Page, what it takes, and the marks around it.
+TAKEN = {
+    TRAINING: (flag_table, BEGIN, END),
+    ROOT / "docs" / "command.md": (
+        command_table,
+        "<!-- commands: from megazoo/cli/commands.py -->\n",
+        "<!-- end of commands -->\n",
+    ),
+    ROOT / "docs" / "models.md": (
+        model_tables,
+        "<!-- models: from megazoo models -->\n",
+        "<!-- end of models -->\n",
+    ),
+}
+
+
+def refreshed(page: Path) -> str:
+    """Return the text of one of the pages above as it should be."""
+    written_by, begin, end = TAKEN[page]
+    before, _, rest = page.read_text().partition(begin)
+    return f"{before}{begin}\n{written_by()}\n{end}{rest.partition(end)[2]}"
+
+
 def gallery_rows() -> list[str]:
     """Return the lines of the gallery in docs/proof.md, without the table's head."""
     table = PROOF.read_text().partition(GALLERY)[2].partition(END_OF_GALLERY)[0]
@@ -103,9 +154,8 @@ def write_gallery() -> None:
 
 
 def main() -> None:
-    before, _, rest = TRAINING.read_text().partition(BEGIN)
-    TRAINING.write_text(before + BEGIN + "\n" + flag_table() + "\n" + END + rest.partition(END)[2])
-
+    for taking in TAKEN:
+        taking.write_text(refreshed(taking))
     page = NEW_MODEL.read_text()
     NEW_MODEL.write_text(FIRST_BLOCK.sub(lambda _: QWEN3.read_text(), page, count=1))
     if "--self-test" in sys.argv[1:]:
