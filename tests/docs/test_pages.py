@@ -36,9 +36,10 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"(?<![\w/.])(?:megazoo|tests|tools|configs)/[\w/]+\.(?:py|toml|sbatch)")
 NAMED = re.compile(r"# ([\w./-]+\.\w+)\n")  # a block's first line, where it is a file
 SECONDS = 300  # for one block
-# Slurm's, pip's, and Megatron-LM's in an example of a refusal.
+# Those of Slurm, pip and hf, and of Megatron-LM in an example of a refusal.
 FOREIGN = {
     "--index-url",
+    "--local-dir",
     "--train-iters",
     "--nodes",
     "--ntasks-per-node",
