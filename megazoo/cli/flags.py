@@ -292,6 +292,13 @@ def _in_our_words(message: str, kinds: dict) -> str:
         value, flag = found.groups()
         choices = choices_of(kinds[flag.removeprefix("--").replace("-", "_")]) or ("True", "False")
         return f"{flag} is {value!r}: there are {', '.join(map(str, choices))}"
+    if found := re.match(
+        r"Error parsing (--\S+): Could not parse arguments (\[.*\]) into tuple", message
+    ):
+        flag, values = found.groups()
+        return f"{flag} is {values}: it must be whole numbers"
+    if found := re.match(r"Unrecognized options: (.*)", message):
+        return f"unexpected {found[1]}: it belongs to no flag (--help lists all)"
     if found := re.match(r"Missing value for argument '(--\S+)'. Expected (\d+)", message):
         flag, count = found.groups()
         return f"{flag} needs {'a value' if count == '1' else count + ' values'}"

@@ -26,6 +26,7 @@ from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.outputs import CLASSIFIER_HEAD
+from megazoo.models.published import download_hint
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
 from megazoo.models.source import ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
@@ -55,7 +56,8 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
     try:
         step = find_checkpoint(path)
     except NoCheckpoint as error:
-        missing = f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
+        missing = f"{path} is not a directory{download_hint(str(path))}"
+        missing = f"{error}, nor {CONFIG}" if path.is_dir() else missing
         raise UserError(missing) from None
     return SavedModel(step, verify=verify)
 
@@ -142,7 +144,7 @@ def open_directory(path: str | Path, *, verify: bool = True) -> ModelSource:
         raise UserError(
             f"{path} is not a directory: there is no {Path(path).absolute()}; "
             "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
-            f"{random if is_preset else ''}"
+            f"{random if is_preset else download_hint(str(path))}"
         )
     return open_source(path, verify=verify)
 

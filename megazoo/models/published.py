@@ -10,7 +10,7 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class Published:
-    """A preset's origin.
+    """Where a preset comes from.
 
     hub: its name on the Hugging Face hub, if it is there. lr: the peak learning rate of AdamW in
     its pretraining, batch_tokens: tokens per optimizer step there; None where not published.
@@ -23,7 +23,7 @@ class Published:
 
 # GPT-2: Radford et al. 2019, section 2.3 (512 sequences of 1024 tokens; no rate).
 _GPT2_TOKENS = 512 * 1024
-# LLaMA: Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, section 2.2. Llama 3:
+# LLaMA: Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, table 1. Llama 3:
 # Grattafiori et al. 2024, table 3 (no batch for 8B and 70B). Pythia: Biderman et al. 2023.
 _PYTHIA_TOKENS = 1024 * 2048
 PUBLISHED = {
@@ -43,7 +43,7 @@ PUBLISHED = {
     "llama3-70b": Published("meta-llama/Meta-Llama-3-70B", 1.5e-4),
     "llama3.2-1b": Published("meta-llama/Llama-3.2-1B"),
     "mpt-1b": Published("mosaicml/mpt-1b-redpajama-200b"),
-    "mpt-7b": Published("mosaicml/mpt-7b"),  # trained by Lion
+    "mpt-7b": Published("mosaicml/mpt-7b"),  # MPT was trained with Lion, whose rates differ
     "mpt-30b": Published("mosaicml/mpt-30b"),
     "mistral-7b-v0.1": Published("mistralai/Mistral-7B-v0.1"),
     "mistral-7b-v0.3": Published("mistralai/Mistral-7B-v0.3"),
@@ -81,6 +81,17 @@ GPT3 = (
     (13_000, 1e-4, 2),
     (175_000, 0.6e-4, 3.2),
 )
+
+
+def download_hint(name: str) -> str:
+    """Return "; ..." with what to do with a name on the Hugging Face hub; nothing for others."""
+    owners = {each.hub.split("/")[0] for each in PUBLISHED.values() if each.hub}
+    if name.count("/") != 1 or name.split("/")[0] not in owners:
+        return ""
+    return (
+        f"; it is on the Hugging Face hub: download it (hf download {name} --local-dir DIR), then "
+        "load DIR"
+    )
 
 
 class Pretraining(NamedTuple):

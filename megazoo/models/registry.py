@@ -14,6 +14,7 @@ import torch
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert, json_object, read_bytes
 from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.published import download_hint
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.dtypes import dtype_named
 
@@ -114,10 +115,10 @@ def find_config(what: Any) -> Any:
                 f"{name} is a family: name a preset, {', '.join(FAMILIES[name].presets)}"
             )
         if name not in known:
-            names = dict.fromkeys([*known, *FAMILIES])
+            hint = download_hint(name) or nearest(name, {*known, *FAMILIES})
             raise UserError(
-                f"unknown model or preset {name!r}{nearest(name, names)}; "
-                f"there are {', '.join(names)}"
+                f"unknown model or preset {name!r}{hint}; there are presets of "
+                f"{', '.join(FAMILIES)}, which `megazoo models` lists"
             )
         return known[name]
     if hasattr(what, "model_type") and hasattr(what, "to_dict") and not isinstance(what, type):

@@ -98,16 +98,19 @@ def lines_of(rows: list[dict]) -> list[str]:
                     [row["preset"], f"{row['parameters']:,}", *map(str, sizes), row["hub"] or ""]
                 )
         lines += [f"{family} (--model {family} is {family}-tiny)", *table(cells, left=(0, -1)), ""]
-    return [*lines, "`hf download NAME --local-dir DIR` brings the weights; --load DIR reads them."]
+    return [
+        *lines,
+        "`hf download NAME --local-dir DIR` downloads the weights; --load DIR loads them.",
+    ]
 
 
 def details(row: dict) -> list[str]:
     """Write all that is known of a preset."""
     lines = [f"{row['preset']}: {row['family']}, {row['parameters']:,} parameters"]
     lines += [f"  {name:22} {value}" for name, value in row["config"].items()]
-    rate = f"learning rate {row['lr']:g}" if row["lr"] else "learning rate not published"
+    rate = f"learning rate {row['lr']:g}" if row["lr"] else "learning rate not recorded"
     tokens = row["batch_tokens"]
-    batch = f"{tokens:,} tokens per step" if tokens else "batch not published"
+    batch = f"{tokens:,} tokens per step" if tokens else "batch not recorded"
     lines += [f"  {'pretrained with':22} {rate}, {batch}"]
     lines += [f"from random weights: megazoo pretrain --preset {row['preset']}"]
     if row["hub"]:

@@ -161,7 +161,12 @@ BAD_INPUT = {
     "--dropout 1": "dropout 1.0 must be below 1",
     "--schedule 2f2b": "unknown schedule '2f2b': there are gpipe, 1f1b, zb-h1",
     "--steps": "--steps needs a value",
-    "stray": "Unrecognized options: stray",
+    "stray": "unexpected stray: it belongs to no flag (--help lists all)",
+    "--compile x": "unexpected x: it belongs to no flag (--help lists all)",
+    "--profile-steps a b": "--profile-steps is ['a', 'b']: it must be whole numbers",
+    "--preset Qwen/Qwen3-1B": "unknown model or preset 'Qwen/Qwen3-1B'; it is on the Hugging Face "
+    "hub: download it (hf download Qwen/Qwen3-1B --local-dir DIR), then load DIR; there are",
+    "--load Qwen/Qwen3-1B": "Qwen/Qwen3-1B is not a directory; it is on the Hugging Face hub: ",
     "--data wikitext": "unknown data 'wikitext': there is stdlib",
     "--split 1": "split '1' is not two or three shares such as 95,5 or 98,1,1",
     "--tokenizer bpe": "unknown tokenizer 'bpe': there is byte",
