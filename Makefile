@@ -1,6 +1,6 @@
 # make pretrain   the environment, and the main job: a small GPT-2 at tp 2 x pp 2 on the text of Python's library
-# make check      ruff, and half a minute of tests: for the loop of someone who edits
-# make test       the environment, ruff, and the tests
+# make check      ruff, pyrefly, and half a minute of tests: for the loop of someone who edits
+# make test       the environment, ruff, pyrefly, and the tests
 # make test-all   the slow sweeps, too
 
 PYTHON ?= python3
@@ -35,6 +35,7 @@ test-all: lint
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m pyrefly check --python-interpreter-path $(RUN) --output-format min-text --min-severity error
 
 # What runs need; and what the tests need, in the same environment.
 $(PLAIN): pyproject.toml constraints.txt

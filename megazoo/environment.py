@@ -3,7 +3,7 @@
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from megazoo.errors import UserError
 
@@ -130,7 +130,7 @@ def is_child_of_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or megazoos_launcher() is not None
 
 
-def adopt_launcher(arguments: list[str], environment: dict[str, str]) -> list[str]:
+def adopt_launcher(arguments: list[str], environment: MutableMapping[str, str]) -> list[str]:
     """Understand launchers other than torchrun: put its variables into the environment.
 
     Returns the arguments without those that are the launcher's. `srun` alone says with SLURM_* who
@@ -168,7 +168,7 @@ def _check(environment: Mapping[str, str]) -> None:
         whole_number("MASTER_PORT", 0, most=65_535, environment=environment)
 
 
-def _adopt_slurm(environment: dict[str, str]) -> None:
+def _adopt_slurm(environment: MutableMapping[str, str]) -> None:
     """Put torchrun's variables beside Slurm's, if these tell of several ranks."""
 
     def number(name: str, **limits: int) -> int:

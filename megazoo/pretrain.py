@@ -70,7 +70,7 @@ def prepare(arguments: list[str]) -> Run:
     settings = resolve(arguments, __doc__)
     options, weights = settings.options, settings.weights
     source, parallel = weights.described, options.parallel
-    named = options.data.tokenizer or (source and source.tokenizer) or "byte"
+    named = options.data.tokenizer or (source.tokenizer if source else None) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
     sources = check_data(options.data.data, options.data.split)
     config, labels = settle_labels(settings.config, source, tokenizer, sources)
@@ -145,8 +145,8 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
     if training.compile:
         model.compile()
     optimizer = make_optimizer(options, model)
-    if run.resuming:
-        load(adapters or run.source, model, optimizer)
+    if resumed := run.weights.resumed(options):
+        load(resumed, model, optimizer)
     if is_rank_zero():
         take_along_tokenizer(run, model)
     return model, optimizer

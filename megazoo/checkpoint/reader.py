@@ -191,7 +191,7 @@ class Checkpoint(TensorSource):
         """Return the bytes of each file, as the manifest has them."""
         return {name: info["size"] for name, info in self._file_infos.items()}
 
-    def verify(self, progress: Callable[[int], None] = lambda _: None) -> None:
+    def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
         """Read every file; UserError names the first whose checksum is not the manifest's.
 
         progress: is called with the number of bytes that were just read.

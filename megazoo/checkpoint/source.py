@@ -1,6 +1,6 @@
 """What all places have in common that tensors are read from: of each global tensor, any box."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -48,6 +48,13 @@ class TensorSource:
         """What the manifest of a checkpoint says of adapters, if it holds these alone: see
         format.py."""
         return {}
+
+    def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
+        """Read every file. UserError for one that is not as it was written, as far as is known.
+
+        progress: is called with the number of bytes that were just read.
+        """
+        raise NotImplementedError
 
     def states_of(self, name: str) -> list[str]:
         """Return the names of the optimizer's states of a parameter."""

@@ -143,7 +143,7 @@ def pieces_of_file(path: Path, size: int = 1 << 24) -> Iterator[bytes]:
 
 def crc32_of(
     path: Path,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
     *,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> int:

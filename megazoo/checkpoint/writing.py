@@ -21,7 +21,7 @@ from megazoo.parallel.staging import pinned
 PIECE_BYTES = 8 << 20  # of a tensor that are in memory at a time while it is written
 BLOCK = 4096  # of a disk, or a multiple of it
 METADATA = {"format": "pt", "writer": "megazoo"}  # of every safetensors file that is written here
-BytesWritten = Callable[[int], None]  # is called with the number of bytes that were just written
+BytesWritten = Callable[[int], object]  # is called with the number of bytes that were just written
 
 
 class LazyTensor(NamedTuple):

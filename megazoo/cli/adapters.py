@@ -13,11 +13,12 @@ from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.lora.settings import LoRASettings
 from megazoo.lora.source import SavedAdapters, check_configs, open_model_or_adapters
+from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.pretrained import open_source
-from megazoo.models.source import ModelSource, SavedModel
+from megazoo.models.source import ModelSource, SavedModel, SavedSource
 
 
 class Weights(NamedTuple):
@@ -42,7 +43,7 @@ class Weights(NamedTuple):
         """Say whether a model of so many labels gets a head that is drawn from the seed."""
         return bool(num_labels and not (self.base and self.base.config.num_labels))
 
-    def resumed(self, options: Options) -> ModelSource | None:
+    def resumed(self, options: Options) -> SavedSource | None:
         """Return the checkpoint from which the run goes on, if it goes on from one."""
         if options.checkpoint.load_weights_only:
             return None
@@ -102,6 +103,7 @@ def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
 def _open_named_base(adapters: SavedAdapters, verify: bool) -> ModelSource:
     """Open the base that a checkpoint names."""
     path = adapters.base_path
+    assert path, "SavedAdapters without a directory of its base"
     try:
         is_there = present(path).is_dir()
     except OSError as error:  # of a name that is too long, say
@@ -174,7 +176,7 @@ def add_adapters(model: Model, options: Options, settings: LoRASettings | None) 
         lora.load(model, options.lora.lora_load)
 
 
-def note_on_trained(config, settings: LoRASettings | None, pattern: str | None) -> str | None:
+def note_on_trained(config, settings: Attachment | None, pattern: str | None) -> str | None:
     """Return what to say of the parameters that are trained; nothing where all are."""
     if settings is None and pattern is None:
         return None
@@ -183,6 +185,7 @@ def note_on_trained(config, settings: LoRASettings | None, pattern: str | None) 
         return f"training {count:,} of them: {pattern}"
     model = whole_model(config, attached=settings)
     total = sum(parameter.numel() for parameter in model.parameters())
+    assert isinstance(settings, LoRASettings)
     what = f"adapters of {describe(settings)}"
     if pattern:
         what = f"{pattern}, of a model with {what}"

@@ -91,7 +91,8 @@ def documentation(command: Command) -> str:
     import ast
 
     spec = find_spec(command.module)
-    return ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    text = Path(spec.origin).read_text() if spec and spec.origin else ""
+    return ast.get_docstring(ast.parse(text)) or ""
 
 
 def program_name() -> str:

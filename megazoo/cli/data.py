@@ -51,7 +51,7 @@ def open_data(run: Run, model: Model) -> Data:
         take_fingerprints(run)
     if options.training.epochs:
         samples = torch.tensor(len(blends[0]) if blends[0] else 0)
-        run.settle_epochs(broadcast_from_stage(samples, ctx.placement.first_rank, ctx).item())
+        run.settle_epochs(int(broadcast_from_stage(samples, ctx.placement.first_rank, ctx)))
     rows, pad = options.training.global_batch_size, run.config.pad_token_id
     return Data(*(Batches(blend, rows, ctx, pad) for blend in blends))
 

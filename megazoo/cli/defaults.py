@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megazoo.cli.adapters import NO_WEIGHTS, Weights
 from megazoo.cli.options import Options
@@ -48,14 +49,14 @@ def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Def
     longest = min(FAMILIES[family_of(config)].longest_sequence(config), LONGEST)
     length = options.training.seq_length or longest
     is_mock = options.data.data == ("mock",)
-    duration = {"steps": DEMO_STEPS} if is_mock else {"epochs": 1}
+    duration: dict[str, Any] = {"steps": DEMO_STEPS} if is_mock else {"epochs": 1}
     if weights.described:
         is_lora = weights.settings or options.lora.lora_load
         lr, kind = (LORA_LR, "LoRA") if is_lora else (FINE_TUNING_LR, "all weights")
         return Defaults(longest, 1, 32, lr, f"for fine-tuning, {kind}", **duration)
     parameters, preset = parameter_count(config), presets().get(name)
     if name.endswith("-tiny") and parameters < DEMO_PARAMETERS:
-        demo = {"warmup": 0.25, "steps": DEMO_STEPS, "demo": True}
+        demo: dict[str, Any] = {"warmup": 0.25, "steps": DEMO_STEPS, "demo": True}
         return Defaults(min(128, longest), 16, 32, 5e-3, "for the demo", **demo)
     same = preset and all(getattr(preset, size) == getattr(config, size) for size in SIZES)
     usual = pretraining_defaults(parameters, name if same else None, length)

@@ -7,12 +7,22 @@ import inspect
 import io
 import re
 import textwrap
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
+from tyro.conf import Positional
 
 from megazoo.cli.commands import program_name
 from megazoo.cli.elsewhere import instead_of
@@ -20,27 +30,30 @@ from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert
 
 
-def optional(kind: type, metavar: str, default: str):
-    """Return the kind of an option that may be left out. default: what the help says of that."""
+def unset(metavar: str, default: str = "") -> Any:
+    """Return how the help shows an option that may be left out; default: what it is then."""
     hint = f"(default: {default})" if default else ""
-    return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
 
 
-def positional(metavar: str, kind: type = Path, hint: str = "(required)"):
-    """Return the kind of an argument without a flag. hint: what the help says after its text."""
-    described = tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
-    return tyro.conf.Positional[Annotated[kind | None, described]]
-
-
-def required_flag(kind: type, metavar: str):
-    """Return the kind of a flag that must be given; the program checks it."""
-    return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help_behavior_hint="(required)")]
+def mandatory(metavar: str) -> Any:
+    """Return how the help shows an argument that must be given; the program checks it."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="(required)")
 
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-Name = optional(str, "NAME", "")
-Text = optional(str, "TEXT", "none")
-File = optional(Path, "PATH", "none")
+# What `cli.defaults` fills in before a run reads it: until then it may be None.
+T = TypeVar("T")
+if TYPE_CHECKING:
+    Filled = Annotated[T, "filled in"]
+else:
+    Filled = T | None
+TO_FILL: Any = None
+
+Name = Annotated[str | None, unset("NAME")]
+Text = Annotated[str | None, unset("TEXT", "none")]
+File = Annotated[Path | None, unset("PATH", "none")]
+Source = Positional[Annotated[Path | None, mandatory("SOURCE")]]
 
 
 def parse_flags(kind: type, arguments: list[str], description: str, settings: dict | None = None):
@@ -93,11 +106,17 @@ def kinds_of(kind: type) -> dict:
     """Return the name and type of every setting of a dataclass, those of its groups included."""
     kinds, hints = {}, get_type_hints(kind, include_extras=True)
     for f in fields(kind):
-        if f.default_factory is not MISSING and is_dataclass(f.default_factory):
-            kinds |= kinds_of(f.default_factory)
+        if group := _group_of(f):
+            kinds |= kinds_of(group)
         else:
             kinds[f.name.rstrip("_")] = hints[f.name]
     return kinds
+
+
+def _group_of(field: Field) -> type | None:
+    """Return the dataclass of a group of settings; None for a single setting."""
+    made: Any = field.default_factory
+    return made if is_dataclass(made) else None
 
 
 def typed_settings(kind: type, settings: dict, origin: str, *, words: bool = False) -> dict:
@@ -138,14 +157,15 @@ def _typed(name: str, value, kind, words: bool):
         value = [value]
     if several and str in get_args(kind):
         value = [str(v) if type(v) in (int, float) else v for v in value]
-    for word in value if several else [value]:
+    values = value if several else [value]
+    for word in values:
         if isinstance(word, str):
             check_text(name, word)
             _check_empty(name, word, kind)
         _check_integer(name, word)
     value = _spelled_out(value, kind)
     if words and not _takes_text(kind):
-        value = [_number_in(v) for v in value] if several else _number_in(value)
+        value = [_number_in(v) for v in values] if several else _number_in(value)
     return convert(value, kind, name, dec_hook=_as_path)
 
 
@@ -187,7 +207,7 @@ def _is_path(kind) -> bool:
 
 def _check_words(arguments: list[str], kinds: dict) -> None:
     """Refuse words that are no text, and those that are empty where a path or a name is meant."""
-    name, values = "", 0
+    name, values, kind = "", 0, None
     for argument in arguments:
         check_text("an argument" if argument.startswith("--") else name or "an argument", argument)
         if argument.startswith("--"):
@@ -224,16 +244,16 @@ def _give_help(kind: type) -> None:
     tyro finds the docstrings by itself, but shows every line of one as a paragraph of its own.
     """
     for part in (part for part in kind.__mro__ if is_dataclass(part)):
-        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body
-        for setting, below in pairwise(body):
+        parsed: Any = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        for setting, below in pairwise(parsed.body[0].body):
             documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
             if isinstance(setting, ast.AnnAssign) and documented:
-                name, text = setting.target.id, " ".join(below.value.value.split())
+                name, text = ast.unparse(setting.target), " ".join(below.value.value.split())
                 described = Annotated[part.__annotations__[name], tyro.conf.arg(help=text)]
                 part.__annotations__[name] = described
     for f in fields(kind):
-        if f.default_factory is not MISSING and is_dataclass(f.default_factory):
-            _give_help(f.default_factory)
+        if group := _group_of(f):
+            _give_help(group)
 
 
 def _with_values(arguments: list[str], kinds: dict) -> list[str]:
@@ -262,7 +282,7 @@ def _spelled_out(value, kind):
     """Return the full name of a dtype that is given by a short one, where the kind has dtypes."""
     names = choices_of(kind)
     full = SHORT_DTYPES.get(value) if isinstance(value, str) else None
-    return full if full in names and value not in names else value
+    return full if full and full in names and value not in names else value
 
 
 def choices_of(kind) -> tuple:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 
 from megazoo.cli.classifier import with_pad_token
-from megazoo.cli.flags import File, Name, positional
+from megazoo.cli.flags import File, Name, Source
 from megazoo.cli.launch.starting import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption, VerifyOption
 from megazoo.cli.parsing import required
@@ -29,7 +29,7 @@ from megazoo.tokenizer import Tokenizer, open_tokenizer
 class InferenceOptions(ImportOption, VerifyOption):
     """What the tools that run a model take."""
 
-    source: positional("SOURCE") = None
+    source: Source = None
     """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
     Face directory."""
     adapter: File = None

@@ -10,13 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megazoo.errors import UserError, advise
 from megazoo.files import open_at_once, reason_of
 from megazoo.terminal import clock
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # TFLOP/s of dense bf16 products (fp16 on the V100), by a part of the device's name; the first that
 # fits counts.
@@ -113,7 +119,7 @@ class Metrics:
             if value is not None:
                 named[f"{kind}/{name}"] = value
         if self.board and not kept(
-            "--tensorboard", step, self.lost, lambda: self._show(named, step)
+            "--tensorboard", step, self.lost, partial(self._show, self.board, named, step)
         ):
             self.board = None
         if self.wandb_run:
@@ -126,9 +132,10 @@ class Metrics:
         if self.wandb_run:
             self.wandb_run.finish()
 
-    def _show(self, named: dict, step: int) -> None:
+    @staticmethod
+    def _show(board: "SummaryWriter", named: dict, step: int) -> None:
         for name, value in named.items():
-            self.board.add_scalar(name, value, step)
+            board.add_scalar(name, value, step)
 
 
 def kept(flag: str, step: int | None, lost: dict[str, str], write: Callable[[], None]) -> bool:
@@ -179,8 +186,7 @@ def _open_board(directory: Path, step: int):
 
 def _open_run(project: str, run: str | None, settings: dict | None):
     """Open a run in a project of Weights & Biases: a new one, or the one of an id."""
-    import wandb
-
+    wandb: Any = import_module("wandb")  # of an extra
     try:
         opened = wandb.init(project=project, id=run, resume="allow", config=settings)
     except wandb.Error as error:  # there is no login, or no connection, say

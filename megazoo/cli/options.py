@@ -5,11 +5,13 @@ The fields' docstrings are the flags' help. Nothing here loads torch, which --he
 """
 
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from tyro.conf import Positional
 
-from megazoo.cli.flags import File, Name, optional, positional
+from megazoo.cli.flags import TO_FILL, File, Filled, Name, Source, mandatory, unset
 from megazoo.data.conversations import CHATML
 from megazoo.environment import world_size
 from megazoo.parallel.schedule import SCHEDULES
@@ -19,10 +21,11 @@ if TYPE_CHECKING:
 
     from megazoo.lora.settings import LoRASettings
 
-Size = optional(int, "INT", "the preset's")
-Rate = optional(float, "FLOAT", "the preset's")
-Switch = optional(bool, "{True,False}", "the preset's")
+Size = Annotated[int | None, unset("INT", "the preset's")]
+Rate = Annotated[float | None, unset("FLOAT", "the preset's")]
+Switch = Annotated[bool | None, unset("{True,False}", "the preset's")]
 ScheduleName = Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(SCHEDULES)},...}}")]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES = "{float32,bfloat16,float16}"
 AS_STORED = tyro.conf.arg(metavar=DTYPES, help_behavior_hint="(default: as stored)")
 BY_DEVICE = tyro.conf.arg(
@@ -30,7 +33,7 @@ BY_DEVICE = tyro.conf.arg(
 )
 
 
-def default_dtype(device: str) -> str:
+def default_dtype(device: str) -> DtypeName:
     """Return what --dtype is for a new run where it is left out. device: "cuda" or "cpu"."""
     return "bfloat16" if device == "cuda" else "float32"
 
@@ -74,7 +77,7 @@ class ModelOptions:
     """Probability, in all the places where the model has dropout."""
     tie_embeddings: Switch = None
     """Whether the output head is the embedding."""
-    num_labels: optional(int, "INT", "the checkpoint's") = None
+    num_labels: Annotated[int | None, unset("INT", "the checkpoint's")] = None
     """Train a classifier of so many labels, on JSONL with text and label in each line. The head of
     a language model that --load names gives way to a new one. 1: a regression."""
 
@@ -85,7 +88,7 @@ class ParallelOptions:
 
     tp: int = 1
     """Tensor-parallel size: ranks that share each layer."""
-    dp: optional(int, "INT", "world / (tp x pp x cp)") = None
+    dp: Annotated[int | None, unset("INT", "world / (tp x pp x cp)")] = None
     """Data-parallel size: replicas. In one process it is the number of replicas to start on this
     machine; under a launcher it must be what follows from the number of ranks."""
     pp: int = 1
@@ -101,7 +104,9 @@ class ParallelOptions:
     stage_layers: str = "balanced"
     """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
     stage: 5,6,6,5."""
-    sequence_parallel: optional(bool, "", "on for CUDA with tp above 1, otherwise off") = None
+    sequence_parallel: Annotated[
+        bool | None, unset("", "on for CUDA with tp above 1, otherwise off")
+    ] = None
     """Split the activations between tensor-parallel layers along the sequence: 1 / tp of their
     memory and of the work there. --no-sequence-parallel turns it off."""
     schedule: ScheduleName = "1f1b"
@@ -129,35 +134,44 @@ class ParallelOptions:
 class TrainingOptions:
     """How long and on how much at once."""
 
-    steps: optional(
-        int,
-        "INT",
-        "400 for a tiny preset from random weights and for mock data, otherwise one epoch",
-    ) = None
+    steps: Annotated[
+        Filled[int],
+        unset(
+            "INT",
+            "400 for a tiny preset from random weights and for mock data, otherwise one epoch",
+        ),
+    ] = TO_FILL
     """Number of optimizer steps, including those before a resume."""
-    epochs: optional(int, "INT", "1 where --steps has no default") = None
+    epochs: Annotated[int | None, unset("INT", "1 where --steps has no default")] = None
     """Number of passes over the training data, instead of --steps. The last step may go beyond the
     end of the data."""
-    global_batch_size: optional(
-        int,
-        "INT",
-        "32 for a tiny preset from random weights and for fine-tuning, otherwise that of the "
-        "preset's pretraining, or of GPT-3's model of this size; a multiple of dp",
-    ) = None
+    global_batch_size: Annotated[
+        Filled[int],
+        unset(
+            "INT",
+            "32 for a tiny preset from random weights and for fine-tuning, otherwise that of the "
+            "preset's pretraining, or of GPT-3's model of this size; a multiple of dp",
+        ),
+    ] = TO_FILL
     """Sequences per optimizer step, over all replicas and micro-batches."""
-    micro_batch_size: optional(
-        int,
-        "INT",
-        "16 for a tiny preset from random weights, otherwise 1; at most a replica's share",
-    ) = None
+    micro_batch_size: Annotated[
+        Filled[int],
+        unset(
+            "INT",
+            "16 for a tiny preset from random weights, otherwise 1; at most a replica's share",
+        ),
+    ] = TO_FILL
     """Sequences that a pipeline stage processes at once."""
-    seq_length: optional(
-        int,
-        "INT",
-        "128 for a tiny preset from random weights, otherwise the model's maximum, at most 4096",
-    ) = None
+    seq_length: Annotated[
+        Filled[int],
+        unset(
+            "INT",
+            "128 for a tiny preset from random weights, otherwise the model's maximum, at most "
+            "4096",
+        ),
+    ] = TO_FILL
     """Tokens per sequence."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, BY_DEVICE] = None
+    dtype: Annotated[Filled[DtypeName], BY_DEVICE] = TO_FILL
     """Type of weights and activations. The shorter ones have fp32 master weights, gradients and
     moments beside them, and float16 a dynamic loss scale. A resumed run keeps its own."""
     fp32_precision: Literal["tf32", "ieee"] = "tf32"
@@ -176,7 +190,7 @@ class TrainingOptions:
     """Layers that are recomputed as one unit under full."""
     compile: bool = False
     """Run the layers under torch.compile: slow to start (a minute or so), faster afterwards."""
-    train_only: optional(str, "PATTERN", "everything, or the adapters") = None
+    train_only: Annotated[str | None, unset("PATTERN", "everything, or the adapters")] = None
     """Regular expression: parameters in whose name it is not found stay frozen: head, norm,
     layers[.]3[.], or several: "head|norm". They get no gradient, no optimizer state and no weight
     decay."""
@@ -190,16 +204,16 @@ class LoRAOptions:
     """Low-rank adapters: with them the weights stay as --load gives them, and a small change of
     some matrices is trained."""
 
-    lora_rank: optional(int, "INT", "no adapters") = None
+    lora_rank: Annotated[int | None, unset("INT", "no adapters")] = None
     """Rank of the change of each matrix; 0: no adapters."""
-    lora_alpha: optional(float, "FLOAT", "16") = None
+    lora_alpha: Annotated[float | None, unset("FLOAT", "16")] = None
     """The change is multiplied by lora-alpha / lora-rank."""
-    lora_dropout: optional(float, "FLOAT", "0") = None
+    lora_dropout: Annotated[float | None, unset("FLOAT", "0")] = None
     """Probability of dropout on the adapters' inputs."""
-    lora_targets: optional(str, "NAMES", "q,v") = None
+    lora_targets: Annotated[str | None, unset("NAMES", "q,v")] = None
     """What is adapted, by our names or Hugging Face's: q, k, v, output, gate, up, down; or
     all-linear. Where q, k and v are one matrix there (GPT-2, MPT), each means that one."""
-    lora_rslora: optional(bool, "", "off") = None
+    lora_rslora: Annotated[bool | None, unset("", "off")] = None
     """Multiply by lora-alpha / sqrt(lora-rank) instead. --no-lora-rslora turns it off."""
     lora_load: File = None
     """Begin with the adapters of a directory, PEFT's or a checkpoint's of a run with adapters; from
@@ -221,7 +235,7 @@ class LoRAOptions:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lora_load"}
         given = {name: value for name, value in values.items() if value is not None}
         if "lora_targets" in given:
-            names = self.lora_targets.split(",")
+            names = given["lora_targets"].split(",")
             given["lora_targets"] = tuple(name.strip() for name in names)
         return given
 
@@ -232,14 +246,16 @@ class OptimizerOptions:
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: the matrices of linear layers by Muon, with --muon-lr; all else by AdamW, with --lr."""
-    lr: optional(
-        float,
-        "FLOAT",
-        "fine-tuning: 2e-4 with LoRA, 1e-5 for all weights; otherwise that of the preset's "
-        "pretraining, or of GPT-3's model of this size; 5e-3 for a tiny preset",
-    ) = None
+    lr: Annotated[
+        Filled[float],
+        unset(
+            "FLOAT",
+            "fine-tuning: 2e-4 with LoRA, 1e-5 for all weights; otherwise that of the preset's "
+            "pretraining, or of GPT-3's model of this size; 5e-3 for a tiny preset",
+        ),
+    ] = TO_FILL
     """Peak learning rate. The first lines of a run print the default that it uses."""
-    muon_lr: optional(float, "FLOAT", "2e-2; fine-tuning needs a value") = None
+    muon_lr: Annotated[Filled[float], unset("FLOAT", "2e-2; fine-tuning needs a value")] = TO_FILL
     """Peak learning rate of Muon, with the schedule of --lr."""
     muon_momentum: float = 0.95
     """Momentum of Muon (Nesterov)."""
@@ -247,17 +263,18 @@ class OptimizerOptions:
     """Iterations of Newton-Schulz with which Muon orthogonalises."""
     ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """In which Newton-Schulz is computed; auto: float32 on CPUs, bfloat16 on CUDA."""
-    min_lr: optional(float, "FLOAT", "lr / 10") = None
+    min_lr: Annotated[Filled[float], unset("FLOAT", "lr / 10")] = TO_FILL
     """Learning rate at the end of its fall."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
-    warmup_steps: optional(
-        int,
-        "INT",
-        "3 % of the steps, a quarter for a tiny preset from random weights; at most 2000",
-    ) = None
+    warmup_steps: Annotated[
+        Filled[int],
+        unset(
+            "INT", "3 % of the steps, a quarter for a tiny preset from random weights; at most 2000"
+        ),
+    ] = TO_FILL
     """Number of steps in which the learning rate rises linearly from 0."""
-    lr_decay_steps: optional(int, "INT", "steps; after --load, as before") = None
+    lr_decay_steps: Annotated[Filled[int], unset("INT", "steps; after --load, as before")] = TO_FILL
     """Step at which the learning rate has fallen to min-lr."""
     weight_decay: float = 0.1
     """Decoupled; biases and norms have none."""
@@ -283,7 +300,9 @@ class DataOptions:
     split: str = "95,5"
     """Shares of the documents for training, validation and, if there is a third, the test at the
     end."""
-    tokenizer: optional(str, "NAME", "what is beside the model of --load, or byte") = None
+    tokenizer: Annotated[
+        str | None, unset("NAME", "what is beside the model of --load, or byte")
+    ] = None
     """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer:
     see docs/data.md."""
     separate_documents: bool = False
@@ -356,7 +375,7 @@ class LoggingOptions:
     """Directory for the same numbers in TensorBoard."""
     wandb: Name = None
     """Project of Weights & Biases for the same numbers. WANDB_MODE=offline keeps them here."""
-    peak_tflops: optional(float, "FLOAT", "the device's in bf16, where known") = None
+    peak_tflops: Annotated[float | None, unset("FLOAT", "the device's in bf16, where known")] = None
     """TFLOP/s of one rank's device: what mfu, the model FLOPs utilization, is a share of."""
     profile: File = None
     """Directory that gets a trace of a few steps from each rank, to look at in Perfetto or
@@ -377,12 +396,12 @@ class ImportOption:
 class ConversionOptions(ImportOption, VerifyOption):
     """What the tools that write a model take."""
 
-    source: positional("SOURCE") = None
+    source: Source = None
     """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
     Face directory."""
-    output: positional("OUTPUT") = None
+    output: Positional[Annotated[Path | None, mandatory("OUTPUT")]] = None
     """Directory to write."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
+    dtype: Annotated[DtypeName | None, AS_STORED] = None
     """Type of the weights that are written."""
     overwrite: bool = False
     """Replace the output if it is there, and megazoo wrote all that it holds."""

@@ -51,7 +51,7 @@ class CommandLine:
         `Options`, or a class that adds to it."""
         name = _value_of("--config", words)
         file, is_pipe = _toml_settings(name) if name else ({}, False)
-        file = typed_settings(Options, file, name, words=True)
+        file = typed_settings(Options, file, name or "", words=True)
         flags = {flag_of(word)[2:].replace("-", "_") for word in words if word.startswith("--")}
         line = cls(words, kind(), file, flags)
         line.parsed = parse_flags(kind, words, description, line._below_flags({}))
@@ -141,10 +141,10 @@ def run_file(file: Path) -> None:
             f"--import {file}: {'it is a directory' if is_directory else 'no such file'}"
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None:
+    if spec is None or spec.loader is None:
         raise UserError(f"--import {file}: the name of a Python file ends in .py")
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
-    user_files.append(spec.origin)
+    user_files.append(str(spec.origin))
     try:
         spec.loader.exec_module(module)
     except UserError:

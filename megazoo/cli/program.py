@@ -6,8 +6,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NoReturn
 
 from megazoo.cli.commands import Command, command_named, documentation, program_name
@@ -52,6 +53,21 @@ def _alone_if_it_fails():
         raise
 
 
+def _print_plainly() -> None:
+    """Print advice as a line of its own, and any file's name."""
+    usual = warnings.formatwarning
+
+    def formatted(message, category, filename, lineno, line=None) -> str:
+        if category is Advice:
+            return f"warning: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a notebook's is not
+            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
+
+
 @_alone_if_it_fails()
 def run_program(main: Callable[[list[str]], None]) -> None:
     """Run main(arguments) and exit: 0, or after one line on stderr for a mistake, with a
@@ -59,15 +75,7 @@ def run_program(main: Callable[[list[str]], None]) -> None:
 
     A mistake that all ranks find is printed by rank 0; the launcher ends the others, which wait.
     """
-    usual = warnings.formatwarning
-
-    def formatted(message, category, *where) -> str:
-        return f"warning: {message}\n" if category is Advice else usual(message, category, *where)
-
-    warnings.formatwarning = formatted
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError):  # a notebook's can't be
-            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
+    _print_plainly()
     try:
         sys.argv[1:] = adopt_launcher(sys.argv[1:], os.environ)
         end_with_launcher()

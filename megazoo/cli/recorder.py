@@ -5,6 +5,7 @@ import math
 import uuid
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from typing import Any
 
 from megazoo.checkpoint import Saver
 from megazoo.cli import callbacks
@@ -47,12 +48,13 @@ class Recorder:
 
     def __init__(self, run: Run, model: Model, optimizer: AdamW):
         self.run, self.model, self.optimizer = run, model, optimizer
-        self.step, self.losses, self.stopped_by = run.first_step, {}, None
+        self.step, self.losses = run.first_step, {}
+        self.stopped_by: str | None = None
         self.consumed_samples = run.state["consumed_samples"]
         self.consumed_tokens = run.state["consumed_tokens"]
         # A checkpoint of an older version has none: then its steps count as another run's.
         self.run_id = run.state.get("run") or uuid.uuid4().hex
-        self.loss_scale = optimizer.loss_scale and optimizer.loss_scale.value
+        self.loss_scale = scale_of(optimizer)
         training, log, attached = run.options.training, run.options.logging, model.attached
         # FLOPs that a token takes of each rank, and FLOP/s that its device has at most
         flops = flops_per_token(run.config, training.seq_length, training.train_only, attached)
@@ -106,7 +108,7 @@ class Recorder:
         if self.optimizer.skipped:
             print_rank_0(
                 f"step {step}: the gradients overflowed, step skipped; "
-                f"loss scale {self.optimizer.loss_scale.value:g}"
+                f"loss scale {self.loss_scale:g}"
             )
         if line := self.lines.line(step, tokens, loss, norm, self.optimizer.lr):
             print_rank_0(line)
@@ -122,7 +124,8 @@ class Recorder:
         kept = measures if self.run.labels else {"perplexity": math.exp(min(loss, 700.0))}
         values = {f"{KEYS[name]}_{key}": value for key, value in {"loss": loss, **kept}.items()}
         self.metrics.write(step, values)
-        self._record(Step(step, **{f"{name}_loss": loss}))
+        measured: dict[str, Any] = {f"{name}_loss": loss}
+        self._record(Step(step, **measured))
         steps = self.run.options.training.steps
         also = "".join(f"  {key} {value:.4f}" for key, value in measures.items())
         print_rank_0(f"step {step:>{len(str(steps))}}/{steps}  {name} loss {loss:.4f}{also}")
@@ -161,7 +164,7 @@ class Recorder:
         """Refuse to go on from a loss or a gradient that is not finite. A gradient may overflow
         where a smaller loss scale can mend it."""
         before = self.loss_scale
-        self.loss_scale = self.optimizer.loss_scale and self.optimizer.loss_scale.value
+        self.loss_scale = scale_of(self.optimizer)
         diverged = not math.isfinite(norm) and not (self.optimizer.skipped and before > 1)
         if diverged or not math.isfinite(loss):
             raise UserError(
@@ -191,8 +194,13 @@ class Recorder:
         values["consumed_tokens"] = self.consumed_tokens
         values["peak_memory"] = peak_memory(self.model.ctx.device)
         if optimizer.loss_scale:
-            values |= {"skipped": optimizer.skipped, "loss_scale": optimizer.loss_scale.value}
+            values |= {"skipped": optimizer.skipped, "loss_scale": self.loss_scale}
         return values
+
+
+def scale_of(optimizer: AdamW) -> float:
+    """Return the loss scale of the next step: 1 without one."""
+    return optimizer.loss_scale.value if optimizer.loss_scale else 1.0
 
 
 def _open_metrics(run: Run, ctx: ParallelContext) -> Metrics:

@@ -93,10 +93,10 @@ def model_config(options: ModelOptions, source=None):
     name, preset, dropout = given.pop("model"), given.pop("preset"), given.pop("dropout")
     sizes = {key: value for key, value in given.items() if value is not None}
     labels = given.pop("num_labels")
-    saved = source and with_labels(source, labels)
+    saved, path = source and with_labels(source, labels), source and source.path
     base = saved if saved and not preset else find_config(preset or tiny_preset(name or "gpt2"))
     if name and type(find_config(tiny_preset(name))) is not type(base):
-        origin = f"preset {preset}" if preset else f"the checkpoint {source.path}"
+        origin = f"preset {preset}" if preset else f"the checkpoint {path}"
         raise UserError(f"{origin} is not of the family {name}")
     if "heads" in sizes and getattr(base, "kv_heads", None) == base.heads:
         sizes.setdefault("kv_heads", sizes["heads"])
@@ -116,7 +116,7 @@ def model_config(options: ModelOptions, source=None):
     for f in fields(config) if saved else ():
         if f.name not in rates and getattr(config, f.name) != getattr(saved, f.name):
             ours, theirs = getattr(config, f.name), getattr(saved, f.name)
-            raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {source.path}")
+            raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {path}")
     return config
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.places import TRAINER, has_checkpoint
@@ -43,7 +44,7 @@ class Settings:
     weights: Weights
     resuming: bool
     state: dict
-    config: object
+    config: Any
     unset: set[str]
     defaults: Defaults
     filled: list[str]

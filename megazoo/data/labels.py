@@ -136,7 +136,7 @@ def encode_texts(tokenizer: Tokenizer, value: dict) -> tuple[list[int], list[int
 
 
 def kept_tokens(
-    first: np.ndarray, second: np.ndarray, before: int, seq_length: int
+    first: np.ndarray | int, second: np.ndarray | int, before: int, seq_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return how many of the ids that `encode_texts` returns are kept in a row of seq_length.
 

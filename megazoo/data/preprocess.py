@@ -90,7 +90,7 @@ def preprocess(
     prefix: Path,
     workers: int,
     *,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
     report: Callable[[str], None] = lambda _: None,
 ) -> CorpusProgress:
     """Write PREFIX_KEY_document.bin and .idx for each key, whole or not at all.

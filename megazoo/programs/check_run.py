@@ -24,16 +24,17 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tyro.conf import Positional
 
 from megazoo.checkpoint.places import find_checkpoint, has_checkpoint
 from megazoo.cli.adapters import Weights, open_weights
 from megazoo.cli.flags import (
     File,
     Name,
-    optional,
+    mandatory,
     parse_flags,
-    positional,
     typed_settings,
+    unset,
     with_settings,
 )
 from megazoo.cli.launch.local_ranks import PASSED_ON, LocalRanks
@@ -73,10 +74,10 @@ REQUIRED = (
 class Options(ImportOption):
     """What is checked."""
 
-    record: positional("RECORD") = None
+    record: Positional[Annotated[Path | None, mandatory("RECORD")]] = None
     """Directory of --record."""
     layouts: Annotated[
-        optional(str, "NAMES", "the record's own"),
+        Annotated[str | None, unset("NAMES", "the record's own")],
         tyro.conf.arg(
             help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
             f"on: {switches()}."
@@ -95,7 +96,7 @@ class Options(ImportOption):
     """Where the weights are now that --load of the run named."""
     lora_load: File = None
     """Where the adapters are now that --lora-load of the run named."""
-    tolerance: optional(float, "FLOAT", "1e-5; in half precision 0.02") = None
+    tolerance: Annotated[float | None, unset("FLOAT", "1e-5; in half precision 0.02")] = None
     """Relative difference of a loss above which a layout parts; of a gradient norm, which rounding
     moves more, ten times as much."""
 
@@ -161,21 +162,22 @@ def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
 def moved_directories(settings: dict, options: Options) -> dict:
     """Return where the weights are, and the tokenizer if it was beside them. UserError if they
     are gone."""
-    moved = {}
+    moved: dict[str, str | Path] = {}
     for name, flag in (("load", "--load"), ("lora_load", "--lora-load")):
         old, new = settings.get(name), getattr(options, name)
         if new and not old:
             raise UserError(f"{flag} {new}: the run had no {flag}")
+        if not old:
+            continue
         if new and has_checkpoint(new):  # a record names the step
             new = find_checkpoint(new)
         tokenizer = Path(settings.get("tokenizer", "byte"))
         if new and tokenizer.is_relative_to(old):
             moved["tokenizer"] = str(new / tokenizer.relative_to(old))
-        if new or old:
-            moved[name] = new or old
-        if old and not moved[name].is_dir():
+        moved[name] = directory = new or old
+        if not directory.is_dir():
             raise UserError(
-                f"no directory {shown(str(moved[name]))}, where the weights were: {flag} says where"
+                f"no directory {shown(str(directory))}, where the weights were: {flag} says where"
             )
     return moved
 
@@ -245,7 +247,7 @@ def check_files(recorded: Recorded, settings: dict, weights: Weights, import_: P
     changed, whose names are printed."""
     data = settings.get("data", ("mock",))
     inputs = {
-        "data": check_data(tuple(data), settings["split"]).names,
+        "data": list(check_data(tuple(data), settings["split"]).names),
         "tokenizer": [settings["tokenizer"]],
         "weights": directories_of(weights, settings.get("lora_load")),
         "import": [str(import_)] if import_ else [],

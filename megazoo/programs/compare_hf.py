@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from megazoo.checkpoint.places import CONFIG
-from megazoo.cli.flags import File, Name, Text, optional, parse_flags, positional
+from megazoo.cli.flags import File, Name, Source, Text, parse_flags, unset
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.cli.tokenizer import find_tokenizer
@@ -42,7 +42,7 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}
 class Options(ImportOption):
     """What is compared."""
 
-    source: positional("SOURCE") = None
+    source: Source = None
     """Hugging Face directory, or a checkpoint of any layout."""
     theirs: File = None
     """Hugging Face directory that transformers reads; the same by default."""
@@ -55,11 +55,11 @@ class Options(ImportOption):
             help_behavior_hint="(default: tp1)",
         ),
     ] = None
-    tp: optional(int, "INT", "1") = None
+    tp: Annotated[int | None, unset("INT", "1")] = None
     """Tensor-parallel size, for one layout without --layouts."""
-    pp: optional(int, "INT", "1") = None
+    pp: Annotated[int | None, unset("INT", "1")] = None
     """Pipeline-parallel size, for one layout without --layouts."""
-    cp: optional(int, "INT", "1") = None
+    cp: Annotated[int | None, unset("INT", "1")] = None
     """Context-parallel size, for one layout without --layouts."""
     prompt: Text = None
     """A row to run, instead of random ids."""
@@ -67,7 +67,9 @@ class Options(ImportOption):
     """A text whose first tokens are run, in rows of seq-length, instead of random ids."""
     tokenizer: Name = None
     """Of the text: byte, or a directory or file; by default what is beside the model."""
-    seq_length: optional(int, "INT", "the model's max-positions, 1024 at most") = None
+    seq_length: Annotated[int | None, unset("INT", "the model's max-positions, 1024 at most")] = (
+        None
+    )
     """Tokens of a row."""
     batch_size: int = 2
     """Rows."""
@@ -79,7 +81,9 @@ class Options(ImportOption):
     """Type of weights and activations, of both."""
     gradients: bool = True
     """Compare the gradients of the loss, too: as much memory again as the weights of both take."""
-    tolerance: optional(float, "FLOAT", "1e-5; in bfloat16 0.05, in float16 0.005") = None
+    tolerance: Annotated[
+        float | None, unset("FLOAT", "1e-5; in bfloat16 0.05, in float16 0.005")
+    ] = None
     """Largest difference that passes, over the largest value; of gradients, over their norm."""
 
 
@@ -149,7 +153,7 @@ def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
         raise UserError(
             f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
         )
-    text = options.prompt if options.text is None else read_text(options.text)
+    text = read_text(options.text) if options.text else options.prompt or ""
     ids = torch.tensor(open_tokenizer(find_tokenizer(where)).encode(text))
     if len(ids) < 2:
         raise UserError("the text has less than two tokens: nothing is predicted")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated
 
-import tyro
+from tyro.conf import Positional
 
 from megazoo.cli.commands import COMMANDS
-from megazoo.cli.flags import choices_of, flag_of, kinds_of, optional, parse_flags
+from megazoo.cli.flags import choices_of, flag_of, kinds_of, parse_flags, unset
 from megazoo.cli.options import Options as TrainingOptions
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, presets
@@ -34,9 +34,7 @@ complete -o default -F _megazoo megazoo"""
 class Options:
     """Which shell."""
 
-    shell: tyro.conf.Positional[
-        Annotated[optional(str, "{bash,zsh,fish}", ""), tyro.conf.arg(name="shell")]
-    ] = None
+    shell: Positional[Annotated[str | None, unset("{bash,zsh,fish}")]] = None
     """The shell that reads the script."""
 
 
@@ -52,7 +50,7 @@ def flags_of(module: str) -> dict[str, list[str]]:
     """Return the flags of a command, each with the values that it may have, if those are few."""
     kinds = kinds_of(getattr(import_module(module), "Options", TrainingOptions))
     names = {"model": sorted(FAMILIES), "preset": sorted(presets().keys() - FAMILIES.keys())}
-    positional = tyro.conf.Positional
+    positional = Positional
     return {
         flag_of(name): names.get(name) or [str(choice) for choice in choices_of(kind)]
         for name, kind in kinds.items()

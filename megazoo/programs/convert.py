@@ -15,10 +15,10 @@ Training and loading convert a layout themselves; shards for the layout load fas
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from megazoo.checkpoint.ownership import check_replaceable
-from megazoo.cli.flags import File, optional, parse_flags
+from megazoo.cli.flags import File, parse_flags, unset
 from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError
@@ -38,17 +38,19 @@ class Options(ConversionOptions):
 
     to: Literal["shards", "hf"] = "shards"
     """shards: a megazoo checkpoint, a file per (tp, pp) rank. hf: a Hugging Face directory."""
-    tp: optional(int, "INT", "1") = None
+    tp: Annotated[int | None, unset("INT", "1")] = None
     """Tensor-parallel size of the shards. They load in any other layout too."""
-    pp: optional(int, "INT", "1") = None
+    pp: Annotated[int | None, unset("INT", "1")] = None
     """Pipeline-parallel size of the shards."""
     adapter: File = None
     """LoRA adapter to merge into the weights: a PEFT directory, or the checkpoint of a LoRA run."""
-    max_shard_size: optional(str, "SIZE", "5GB") = None
+    max_shard_size: Annotated[str | None, unset("SIZE", "5GB")] = None
     """Size of the largest file of a Hugging Face directory: bytes, or with a unit (MB, GiB)."""
-    iteration: optional(int, "INT", "the last") = None
+    iteration: Annotated[int | None, unset("INT", "the last")] = None
     """Iteration to read from a Megatron-LM directory."""
-    vocab_size: optional(int, "INT", "the arguments', the tokenizer's, or the padded size") = None
+    vocab_size: Annotated[
+        int | None, unset("INT", "the arguments', the tokenizer's, or the padded size")
+    ] = None
     """Vocabulary size of a Megatron-LM checkpoint, which stores a padded one."""
 
 

@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from megazoo.cli.classifier import measures_of
-from megazoo.cli.flags import File, Name, flag_of, optional, parse_flags
+from megazoo.cli.flags import File, Name, flag_of, parse_flags, unset
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, labels_of
 from megazoo.environment import is_rank_zero
@@ -54,15 +55,15 @@ class Options(InferenceOptions):
     tasks: Name = None
     """Tasks of lm-evaluation-harness, with commas between them: names, which the harness downloads;
     YAML files; directories of them."""
-    num_fewshot: optional(int, "INT", "the task's") = None
+    num_fewshot: Annotated[int | None, unset("INT", "the task's")] = None
     """Solved examples before each question of the tasks."""
-    limit: optional(float, "NUMBER", "all") = None
+    limit: Annotated[float | None, unset("NUMBER", "all")] = None
     """How many documents of each task are taken; below 1, which share of them."""
     apply_chat_template: bool = False
     """Ask the tasks' questions as turns of a conversation, by the tokenizer's chat template."""
-    seq_length: optional(int, "INT", "max-positions of the model; 2048 at most, but for tasks") = (
-        None
-    )
+    seq_length: Annotated[
+        int | None, unset("INT", "max-positions of the model; 2048 at most, but for tasks")
+    ] = None
     """Tokens that are read at once; those that a classifier reads of a row."""
     stride: int = 0
     """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without
@@ -106,7 +107,7 @@ def main(arguments: list[str]) -> None:
     elif documents is not None:
         lines = [scored_texts(model, tokenizer, documents, options)]
     else:
-        lines = scored_choices(model, tokenizer, requests, options.batch_size)
+        lines = scored_choices(model, tokenizer, requests or [], options.batch_size)
     if options.output and is_rank_zero():
         write_text("--output", options.output, "".join(json.dumps(line) + "\n" for line in lines))
     if dist.is_initialized():
@@ -244,7 +245,7 @@ def classified(model, tokenizer, numbered: list[tuple[int, dict]], options: Opti
 
 
 def rows_of(
-    tokenizer, numbered: list[tuple[int, dict]], labels: Labels, length: int, file: Path
+    tokenizer, numbered: list[tuple[int, dict]], labels: Labels, length: int, file: Path | None
 ) -> tuple[list[torch.Tensor], dict[int, list[float]]]:
     """Return the ids of each row, cut to so many, and by its place the label of each that has
     one. UserError names the line of the file that can't be."""

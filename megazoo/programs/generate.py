@@ -13,11 +13,12 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 
-from megazoo.cli.flags import File, Text, optional, parse_flags
+from megazoo.cli.flags import File, Text, parse_flags, unset
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
@@ -53,11 +54,11 @@ class Options(InferenceOptions):
     """Tokens of an answer at most."""
     min_new_tokens: int = 0
     """And at least."""
-    temperature: optional(float, "FLOAT", "1") = None
+    temperature: Annotated[float | None, unset("FLOAT", "1")] = None
     """Divides the scores: below 1 for likelier tokens, above for others."""
-    top_k: optional(int, "INT", "all") = None
+    top_k: Annotated[int | None, unset("INT", "all")] = None
     """Draw from so many of the likeliest tokens."""
-    top_p: optional(float, "FLOAT", "1") = None
+    top_p: Annotated[float | None, unset("FLOAT", "1")] = None
     """Draw from the likeliest tokens that together have this probability."""
     seed: int = 0
     """Of the draws: the same tokens in any layout."""
@@ -154,7 +155,8 @@ def main(arguments: list[str]) -> None:
     session = Session(model, tokenizer, settings_of(options, model, tokenizer))
     if prompts is None:
         converse(session)
-    for first in range(0, len(prompts or ()), options.batch_size):
+        prompts = []
+    for first in range(0, len(prompts), options.batch_size):
         session.answer(prompts[first : first + options.batch_size])
     print_rank_0(f"\n{session}")
     if dist.is_initialized():

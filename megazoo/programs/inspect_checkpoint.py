@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from megazoo.checkpoint import Checkpoint
 from megazoo.cli.adapters import describe
-from megazoo.cli.flags import parse_flags, positional
+from megazoo.cli.flags import Source, parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.lora.source import SavedAdapters, open_model_or_adapters
@@ -22,7 +22,7 @@ from megazoo.terminal import byte_bar
 class Options(ImportOption):
     """What a checkpoint holds."""
 
-    source: positional("SOURCE") = None
+    source: Source = None
     """Checkpoint of any layout, or a Hugging Face directory."""
     verify: bool = False
     """Read every file and check its size and, of ours, its checksum."""

@@ -7,8 +7,11 @@ $ megazoo models qwen3-8b
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from megazoo.cli.flags import File, parse_flags, positional
+from tyro.conf import Positional
+
+from megazoo.cli.flags import File, parse_flags, unset
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import run_file
 from megazoo.cli.text import table
@@ -34,7 +37,7 @@ COLUMNS = [
 class Options(ImportOption):
     """What to list."""
 
-    name: positional("NAME", str, "(default: all)") = None
+    name: Positional[Annotated[str | None, unset("NAME", "all")]] = None
     """A family or a preset."""
     json: File = None
     """File for the same as JSON; - is stdout, without the table."""
@@ -62,7 +65,7 @@ def found(name: str | None) -> list[dict]:
         for preset in model.presets
         if preset != family and name in (None, family, preset)  # a family's name means its tiny one
     ]
-    if not rows:
+    if name is not None and not rows:
         known = {*FAMILIES, *(preset for model in FAMILIES.values() for preset in model.presets)}
         raise UserError(f"unknown model or preset {name!r}{nearest(name, known)}")
     return rows

@@ -16,11 +16,11 @@ recomputation; the rest is as given. Of layouts that differ in virtual-pp only t
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from megazoo.cli.flags import File, optional
+from megazoo.cli.flags import File, unset
 from megazoo.cli.options import (
     DataOptions,
     EvaluationOptions,
@@ -68,7 +68,7 @@ SEARCH_COLUMNS = [
 class PlanParallelOptions(ParallelOptions):
     """How ranks share the work."""
 
-    dp: optional(int, "INT", "1") = None
+    dp: Annotated[int | None, unset("INT", "1")] = None
     """Data-parallel size: replicas."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks, which the defaults of --dtype and --sequence-parallel depend on. auto:
@@ -120,6 +120,7 @@ def main(arguments: list[str]) -> None:
     is_help = {"--help", "-h"} & set(arguments)
     settings = resolve(arguments, __doc__, ShownOptions if is_help else Options)
     options = settings.options
+    assert isinstance(options, Options)
     if options.gpus < 1:
         raise UserError(f"gpus {options.gpus} must be at least 1")
     if options.parallel.device == "auto":

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from megazoo.cli.flags import parse_flags, required_flag
+from megazoo.cli.flags import mandatory, parse_flags
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.data.encoding import Recipe
 from megazoo.data.indexed import IndexedTokens
@@ -37,7 +37,7 @@ class Options:
         tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint="(required)"),
     ] = ()
     """Files and folders."""
-    output_prefix: required_flag(Path, "PREFIX") = None
+    output_prefix: Annotated[Path | None, mandatory("PREFIX")] = None
     """What the files' names begin with: PREFIX_KEY_document.bin and .idx."""
     tokenizer: str = "byte"
     """byte, or the directory or file of a tokenizer."""

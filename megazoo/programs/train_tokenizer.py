@@ -9,10 +9,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import sentencepiece
 
-from megazoo.cli.flags import parse_flags, required_flag
+from megazoo.cli.flags import mandatory, parse_flags
 from megazoo.data.corpus import standard_library
 from megazoo.errors import UserError
 from megazoo.files import regular_file
@@ -36,7 +37,7 @@ class Options:
 
     input: str = "stdlib"
     """Text file in UTF-8, or stdlib: the source of Python's standard library."""
-    output: required_flag(Path, "DIR") = None
+    output: Annotated[Path | None, mandatory("DIR")] = None
     """Directory to write tokenizer.model and tokenizer_config.json into."""
     vocab_size: int = 4096
     """Tokens, the 256 bytes and the three special ones among them."""

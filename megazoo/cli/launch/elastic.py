@@ -48,7 +48,8 @@ class StopSignal:
         self.ctx, self.noted, self._answered = ctx, 0, Event()
         self._parent = os.getppid()
         # when `agreed` was last asked, and whether it was said that this is too seldom
-        self._asked, self._said = None, False
+        self._asked: float | None = None
+        self._said = False
 
     def __enter__(self) -> "StopSignal":
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}

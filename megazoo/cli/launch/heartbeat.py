@@ -109,7 +109,7 @@ class _Heart:
 
     def _leave(self) -> None:
         with suppress(RuntimeError):
-            self._store.set(self._keys[self._rank], LEFT)
+            self._store.set(self._keys[self._rank], LEFT.decode())
 
 
 class Watch:
@@ -148,10 +148,10 @@ class Watch:
                 self._moved[rank] = now
         self._beats, self._calls = beats, calls
         where = _call(beats[calls.index(furthest)])
-        lines = {rank: self._line(rank, where) for rank in range(len(self.names))}
-        absent = {rank for rank, line in lines.items() if line}
-        told = [lines[rank] for rank in sorted(absent - self._named)]
-        self._named = absent
+        every = ((rank, self._line(rank, where)) for rank in range(len(self.names)))
+        absent = {rank: line for rank, line in every if line}
+        told = [line for rank, line in absent.items() if rank not in self._named]
+        self._named = set(absent)
         return told
 
     def _line(self, rank: int, where: str) -> str | None:

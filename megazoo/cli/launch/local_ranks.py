@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 import torch
@@ -37,7 +38,8 @@ class Fork:
     """A child that this process has forked, with what is used here of a subprocess.Popen."""
 
     def __init__(self, pid: int):
-        self.pid, self.returncode = pid, None
+        self.pid = pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code, below 0 the signal, of a child that has ended; else None."""
@@ -70,7 +72,7 @@ class LocalRanks:
         self.processes: list[subprocess.Popen | Fork] = []
         self.told: int | None = None  # the first signal that was sent to the launcher
         self.at_once = False
-        self._first_interrupt: float | None = None
+        self._first_interrupt = float("inf")
 
     def run(self) -> int | None:
         """Start the ranks, wait for their end, and return the exit code of them all. In a rank that
@@ -104,7 +106,7 @@ class LocalRanks:
     def _wait(self) -> int | None:
         """Wait until all ranks have ended. Return the first that failed, after which the others are
         ended."""
-        failed, deadline, running = None, None, True
+        failed, deadline, running = None, float("inf"), True
         while running:
             time.sleep(POLL)
             running = self._running()  # before the look at who failed, which then misses none
@@ -153,7 +155,8 @@ class LocalRanks:
             for number in caught:
                 usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, usual)
-            sys.stdout.reconfigure(line_buffering=True)
+            if isinstance(sys.stdout, TextIOWrapper):
+                sys.stdout.reconfigure(line_buffering=True)
             return False
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -165,7 +168,7 @@ class LocalRanks:
         """Pass a signal on to the ranks. A second Ctrl-C ends them."""
         now = time.monotonic()
         self.told = self.told or number
-        if number == signal.SIGINT and self._first_interrupt is None:
+        if number == signal.SIGINT and self._first_interrupt > now:
             self._first_interrupt = now
         elif number == signal.SIGINT and now > self._first_interrupt + SAME:
             self.at_once, number = True, signal.SIGKILL
@@ -188,10 +191,16 @@ class LocalRanks:
     def _report(self, rank: int) -> None:
         """Tell which rank has failed first, unless they were told to end, or it has told why
         itself: a program of megazoo's ends with 1 or 2 after a line of its own."""
-        code = self.processes[rank].returncode
+        code = self._code(rank)
         if self.told is None and code not in (1, 2):
             what = death_by(-code) if code < 0 else f"ended with exit code {code}"
             print_error(f"{name_of(rank, self.layout)} on {os.uname().nodename} {what}")
+
+    def _code(self, rank: int) -> int:
+        """Return the exit code of a rank that has ended, below 0 the signal."""
+        code = self.processes[rank].poll()
+        assert code is not None
+        return code
 
     def _exit_code(self, failed: int | None) -> int:
         """Return 0 if all ranks ended well, what the first that failed ended with, and of a signal
@@ -199,10 +208,9 @@ class LocalRanks:
         if self.at_once:
             return 128 + signal.SIGINT
         if failed is None:
-            return 0 if len(self.processes) == self.layout.world_size else 128 + self.told
-        code = self.processes[failed].returncode
-        ended = (-signal.SIGTERM, -self.told, 128 + signal.SIGTERM) if self.told else ()
-        if self.told and code in ended:
+            return 0 if len(self.processes) == self.layout.world_size else 128 + (self.told or 0)
+        code = self._code(failed)
+        if self.told and code in (-signal.SIGTERM, -self.told, 128 + signal.SIGTERM):
             return 128 + self.told
         return 128 - code if code < 0 else code
 

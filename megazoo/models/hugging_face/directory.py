@@ -80,7 +80,7 @@ class HuggingFaceDirectory(ModelSource):
         files = sorted(set(self._file_of.values()))
         return {name: (self.path / name).stat().st_size for name in files}
 
-    def verify(self, progress: Callable[[int], None] = lambda _: None) -> None:
+    def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
         """Read every file; UserError names the first that can't be read. There are no checksums to
         compare.
 

@@ -140,7 +140,7 @@ class MegatronCheckpoint(ModelSource):
         files = {chunk.path for part in parts for chunk in self._wholes[part].chunks}
         return {str(file.relative_to(self.path)): file.stat().st_size for file in sorted(files)}
 
-    def verify(self, progress: Callable[[int], None] = lambda _: None) -> None:
+    def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
         """Read every file; UserError names the first that can't be read. There are no checksums to
         compare.
 
