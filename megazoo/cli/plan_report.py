@@ -114,7 +114,8 @@ def plan_lines(plan: Plan) -> list[str]:
         rows = without(rows, "trainable")
     return [
         f"{plan.model}, {plan.parameters:,} parameters{trained}, on {sizes}",
-        f"  {plan.microbatches} micro-batches of {batch['micro_batch_size']} x "
+        f"  {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} of "
+        f"{batch['micro_batch_size']} x "
         f"{batch['seq_length']} tokens a replica, {batch['dtype']}, recompute {batch['recompute']}",
         f"  bubble {plan.bubble:.2%} of the work, "
         f"{plan.bubble_of_stages:.2%} with what each stage really has to do",
