@@ -182,7 +182,7 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     total = torch.zeros(16, 16, dtype=torch.float32, device=device)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # the latter of torch 2.11 for the device meta
         return False
     return True
 

@@ -22,14 +22,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+(TORCH,) = find_spec("torch").submodule_search_locations
 WHY_NOT = None if COMPILER else "needs a C++ compiler for the fake CUDA device"
+if Path(TORCH, "lib", "libtorch_cuda.so").exists():
+    WHY_NOT = "needs torch's build for CPUs: this build has a CUDA device of its own"
 
 
 def build(directory: Path) -> Path:
     """Compile the device against the installed torch, without importing it; returns the library."""
-    (parts,) = find_spec("torch").submodule_search_locations
     library = directory / "libfakecuda.so"
-    flags = f"-std=c++20 -shared -fPIC -I{parts}/include -L{parts}/lib -Wl,-rpath,{parts}/lib"
+    flags = f"-std=c++20 -shared -fPIC -I{TORCH}/include -L{TORCH}/lib -Wl,-rpath,{TORCH}/lib"
     command = [COMPILER, *flags.split(), str(HERE / "guard.cpp"), "-o", str(library)]
     subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
     return library
