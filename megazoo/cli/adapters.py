@@ -1,6 +1,7 @@
 """Low-rank adapters of a run: what the flags and a checkpoint say of them, and the base that they
 are trained on."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.pretrained import open_source
+from megazoo.models.published import download_hint
 from megazoo.models.source import ModelSource, SavedModel, SavedSource
 
 
@@ -61,7 +63,12 @@ def open_weights(options: Options) -> Weights:
     """Open what --load and --lora-load name. UserError if they don't belong together, or if flags
     say something else of the adapters than the checkpoint does."""
     load, flags, verify = options.checkpoint.load, options.lora, options.checkpoint.verify
-    base = open_model_or_adapters(load, verify=verify) if load else None
+    try:
+        base = open_model_or_adapters(load, verify=verify) if load else None
+    except UserError as error:
+        if not load or os.path.exists(load) or download_hint(str(load)):
+            raise
+        raise UserError(f"{error}: leave --load out to start from random weights") from None
     adapters = None
     if flags.lora_load and isinstance(base, SavedAdapters):
         raise UserError(

@@ -1,5 +1,9 @@
 """Flags of Megatron-LM, of transformers' Trainer, and of torchtitan, and what they are here."""
 
+from collections.abc import Iterable
+
+from megazoo.errors import nearest
+
 # Theirs -> what to write instead; in brackets, where the value means something else. Flags of
 # torchtitan have a section and a dot.
 MEGATRON = {
@@ -33,9 +37,16 @@ MEGATRON = {
     "recompute-granularity": "--recompute",
     "recompute-num-layers": "--recompute-interval",
     "data-path": "--data",
-    "tokenizer-type": "--tokenizer",
+    "tokenizer-type": "--tokenizer (byte, or a directory or file)",
     "tokenizer-model": "--tokenizer",
-    "vocab-file": "--tokenizer",
+    "vocab-file": "--tokenizer (the directory of vocab.json and merges.txt)",
+    "merge-file": "--tokenizer (the directory of vocab.json and merges.txt)",
+    "untie-embeddings-and-output-weights": "--tie-embeddings False",
+    "cp-comm-type": "--cp-method",
+    "pipeline-model-parallel-layout": "--stage-layers",
+    "muon-num-ns-steps": "--ns-steps",
+    "use-checkpoint-args": "--load",
+    "log-params-norm": "--metrics FILE",
     "num-workers": "--data-workers",
     "reset-attention-mask": "--separate-documents",
     "tensorboard-dir": "--tensorboard",
@@ -95,11 +106,63 @@ TORCHTITAN = {
 }
 KNOWN = {**TORCHTITAN, **TRAINER, **MEGATRON}
 
+# What needs no flag, and why.
+KERNELS = "torch chooses the kernels, and --compile fuses more"
+PARALLEL = "it is always done"
+ARCHITECTURE = "the model's family and preset have it, such as --model llama or --preset llama3-8b"
+WHOLE = "a checkpoint always holds all; --load-weights-only takes the weights alone"
+NEEDLESS = {
+    KERNELS: """use-flash-attn attention-backend transformer-impl no-masked-softmax-fusion
+        no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
+        no-gradient-accumulation-fusion cross-entropy-loss-fusion attn-implementation
+        use-mcore-models""",
+    PARALLEL: """accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 overlap-grad-reduce
+        overlap-param-gather tp-comm-overlap async-tensor-model-parallel-allreduce
+        exit-signal-handler log-throughput do-train do-eval no-create-attention-mask-in-dataloader
+        use-dist-ckpt""",
+    ARCHITECTURE: """swiglu normalization position-embedding-type use-rotary-position-embeddings
+        rotary-base rotary-percent disable-bias-linear group-query-attention norm-epsilon
+        layernorm-epsilon qk-layernorm add-qkv-bias squared-relu kv-channels init-method-std
+        apply-layernorm-1p no-position-embedding""",
+    WHOLE: "no-load-optim no-load-rng no-save-optim no-save-rng",
+    "the vocabulary is never padded": "make-vocab-size-divisible-by",
+    "there is one format, which loads in any layout": "ckpt-format auto-detect-ckpt-format",
+    "the device decides: NCCL on CUDA, gloo on CPUs": "distributed-backend",
+    "documents begin at position 0 with --separate-documents": "reset-position-ids eod-mask-loss",
+    "--recompute-interval says how many layers share a stored input": "recompute-method",
+    "the order of samples is computed from --seed": "data-cache-path dataloader-type",
+    "--eval-interval and --save-interval decide": "eval-strategy evaluation-strategy save-strategy",
+    "--micro-batch-size holds for evaluation, too": "per-device-eval-batch-size",
+    "--log-interval decides": "timing-log-level tensorboard-log-interval log-timers-to-tensorboard",
+}
+REASONS = {flag: reason for reason, flags in NEEDLESS.items() for flag in flags.split()}
 
-def instead_of(flag: str, flags: set[str]) -> str:
-    """Return "; write --steps instead" for another trainer's --train-iters, or nothing.
 
-    flags: those that the program has: what it has not is not suggested.
+def about_unknown(kind: str, names: Iterable[str], known: set[str]) -> str:
+    """Return the message about unknown flags or keys: what to write in place of each.
+
+    kind: what they are, such as flag. known: those that the program has.
     """
-    ours = KNOWN.get(flag.removeprefix("--"), "")
-    return f"; write {ours} instead" if ours.split(" ")[0] in flags else ""
+    hints = {name: _hint(name, known) for name in names}
+    if len(hints) == 1:
+        ((name, hint),) = hints.items()
+        return f"unknown {kind} {name}" + f"; {hint}" * bool(hint)
+    listed = [f"{name}: {hint}" if hint else name for name, hint in hints.items()]
+    return f"unknown {kind}s: " + "; ".join(listed)
+
+
+def _hint(name: str, known: set[str]) -> str:
+    """Return "write --steps instead" for another trainer's --train-iters, "leave it out" and why,
+    or the nearest name; nothing, if there is none. What a program has not is not suggested."""
+    theirs = _plain(name)
+    ours = KNOWN.get(theirs, "")
+    if ours and ours.split()[0].removeprefix("--") in map(_plain, known):
+        return f"write {ours} instead"
+    if theirs in REASONS:
+        return f"leave it out: {REASONS[theirs]}"
+    return nearest(name, known).removeprefix("; ")
+
+
+def _plain(name: str) -> str:
+    """Return the name of a flag, or of a key of a file, as the tables have it."""
+    return name.removeprefix("--").replace("_", "-")

@@ -25,7 +25,7 @@ import tyro
 from tyro.conf import Positional
 
 from megazoo.cli.commands import program_name
-from megazoo.cli.elsewhere import instead_of
+from megazoo.cli.elsewhere import about_unknown
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert
 
@@ -293,13 +293,10 @@ def choices_of(kind) -> tuple:
 
 
 def _check_names(arguments: list[str], flags: set[str]) -> None:
-    for argument in arguments:
-        if not argument.startswith("--"):
-            continue
-        flag = flag_of(argument)
-        if flag not in flags and flag.replace("--no-", "--", 1) not in flags:
-            hint = instead_of(flag, flags) or nearest(flag, flags)
-            raise UserError(f"unknown flag {flag}{hint} (--help lists all)")
+    given = [flag_of(argument) for argument in arguments if argument.startswith("--")]
+    unknown = [each for each in given if not {each, each.replace("--no-", "--", 1)} & flags]
+    if unknown:
+        raise UserError(f"{about_unknown('flag', unknown, flags)} (--help lists all)")
 
 
 def _in_our_words(message: str, kinds: dict) -> str:

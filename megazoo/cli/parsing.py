@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazoo.cli.elsewhere import instead_of
+from megazoo.cli.elsewhere import about_unknown
 from megazoo.cli.flags import (
     flag_of,
     parse_flags,
@@ -21,7 +21,7 @@ from megazoo.cli.mistakes import user_files
 from megazoo.cli.options import ImportOption, Options
 from megazoo.cli.rules import check_value, check_values
 from megazoo.environment import world_size
-from megazoo.errors import UserError, nearest
+from megazoo.errors import UserError
 from megazoo.files import brief, regular_file
 
 # Settings that take each other's place: the usual one, and the other.
@@ -205,10 +205,9 @@ def _toml_settings(file: str) -> tuple[dict, bool]:
         raise
     except (ValueError, RecursionError) as error:  # of what is no TOML, and of TOML too deep
         raise UserError(f"--config {file} is not TOML: {error}") from error
+    if unknown := [key for key in settings if key not in known]:
+        raise UserError(f"{file}: {about_unknown('key', unknown, set(known))}")
     for key, value in settings.items():
-        if key not in known:
-            hint = instead_of(flag_of(key), set(map(flag_of, known))) or nearest(key, known)
-            raise UserError(f"{file}: unknown key {key}{hint}")
         several = isinstance(value, list) and not isinstance(known[key], tuple)
         if isinstance(value, dict) or several:
             words = several and all(isinstance(each, str) for each in value)

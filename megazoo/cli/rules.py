@@ -159,7 +159,7 @@ def check_run(
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
         raise UserError(
             f"vocab-size {config.vocab_size} is smaller than the {tokenizer.vocab_size} "
-            f"of the tokenizer {tokenizer.source}"
+            f"of the tokenizer {tokenizer.source}: give --vocab-size {tokenizer.vocab_size}"
         )
     _check_outputs(options)
     _check_weights_stay(options, weights)

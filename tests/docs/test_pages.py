@@ -41,6 +41,7 @@ FOREIGN = {
     "--index-url",
     "--local-dir",
     "--train-iters",
+    "--use-flash-attn",
     "--nodes",
     "--ntasks-per-node",
     "--gpus-per-node",

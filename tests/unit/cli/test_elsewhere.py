@@ -1,9 +1,11 @@
 """Flags of other trainers, and short names of dtypes."""
 
+import re
+
 import pytest
 
 from megazoo import UserError
-from megazoo.cli.elsewhere import KNOWN, MEGATRON, TORCHTITAN, TRAINER
+from megazoo.cli.elsewhere import KNOWN, MEGATRON, REASONS, TORCHTITAN, TRAINER
 from megazoo.cli.flags import flag_of, parse_flags, settings_of
 from megazoo.cli.options import ConversionOptions, Options
 from megazoo.cli.parsing import CommandLine
@@ -22,6 +24,33 @@ def test_every_flag_of_another_trainer_names_one_of_ours():
             parse_flags(Options, words, "")
         with pytest.raises(UserError, match=f"unknown flag --{theirs}; write {words[0]}"):
             parse_flags(Options, [f"--{theirs.replace('-', '_')}", "1"], "")
+
+
+def test_what_needs_no_flag_is_said_with_its_reason():
+    assert not REASONS.keys() & KNOWN.keys()
+    for theirs, reason in REASONS.items():
+        assert flag_of(theirs) not in FLAGS, theirs
+        mentioned = set(re.findall(r"--[a-z][a-z-]+", reason))
+        assert mentioned <= FLAGS, theirs
+        with pytest.raises(UserError) as error:
+            parse_flags(Options, [f"--{theirs}"], "")
+        assert f"unknown flag --{theirs}; leave it out: {reason}" in str(error.value)
+
+
+def test_all_unknown_flags_of_a_line_are_named_at_once(tmp_path):
+    line = "--tensor-model-parallel-size 2 --swiglu --hiden-size 64 --xqzw --train_iters=5 --tp 2"
+    with pytest.raises(UserError) as error:
+        parse_flags(Options, line.split(), "")
+    start, *hints, end = str(error.value).split("; ")
+    assert start == "unknown flags: --tensor-model-parallel-size: write --tp instead"
+    assert hints[0].startswith("--swiglu: leave it out: the model's family")
+    assert hints[1:] == ["--hiden-size: did you mean --hidden-size?", "--xqzw"]
+    assert end == "--train-iters: write --steps instead (--help lists all)"
+    (tmp_path / "run.toml").write_text("train_iters = 5\nhiden_size = 4\n")
+    with pytest.raises(
+        UserError, match=r"run\.toml: unknown keys: train_iters: write .*; hiden_size"
+    ):
+        CommandLine.read(["--config", f"{tmp_path}/run.toml"], "")
 
 
 def test_a_program_suggests_only_what_it_has():

@@ -145,7 +145,9 @@ BAD_INPUT = {
         "seq-length 512 exceeds the model's max-positions 256: "
         "use at most that, or a larger --max-positions"
     ),
-    "--vocab-size 100": "vocab-size 100 is smaller than the 257 of the tokenizer byte",
+    "--vocab-size 100": (
+        "vocab-size 100 is smaller than the 257 of the tokenizer byte: give --vocab-size 257"
+    ),
     "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
     "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
     "--model bert": "unknown model or preset 'bert'; there are",
