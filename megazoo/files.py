@@ -3,12 +3,14 @@ once."""
 
 import codecs
 import errno
+import fcntl
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -171,6 +173,15 @@ def open_own(path: Path, *, create: bool = True, truncate: bool = False) -> Bina
         os.close(descriptor)
         raise UserError(f"{path} is not a file: remove it", exit_code=1)
     return os.fdopen(descriptor, "r+b")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of megazoo's own and hold its lock within this block, which no other process has
+    then. A process that dies gives it back."""
+    with open_own(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
 
 
 def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:

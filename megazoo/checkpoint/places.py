@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megazoo.errors import UserError
+from megazoo.hub import local_directory
 
 MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"  # of a Hugging Face directory
@@ -66,6 +67,13 @@ def present(directory: Path) -> Path:
     ]
     # A new one, if it is known to be whole.
     return max(whole, key=lambda aside: aside.suffix == f".{PARTIAL}", default=directory)
+
+
+def named_directory(where: str | Path, *, tokenizer_alone: bool = False) -> Path:
+    """Return the directory that a user names: a path, or org/name[@revision] on the Hugging Face
+    hub. See `present` and `megazoo.hub.local_directory`."""
+    path = present(Path(where))
+    return path if path.exists() else local_directory(where, tokenizer_alone=tokenizer_alone)
 
 
 class NoCheckpoint(UserError):

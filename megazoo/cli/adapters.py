@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megazoo import lora
 from megazoo.checkpoint.ownership import ADAPTER_CONFIG
-from megazoo.checkpoint.places import MANIFEST, find_checkpoint, present
+from megazoo.checkpoint.places import MANIFEST, find_checkpoint, named_directory
 from megazoo.cli.flags import flag_of
 from megazoo.cli.options import LoRAOptions, Options
 from megazoo.errors import UserError
@@ -19,7 +19,6 @@ from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.pretrained import open_source
-from megazoo.models.published import download_hint
 from megazoo.models.source import ModelSource, SavedModel, SavedSource
 
 
@@ -66,9 +65,9 @@ def open_weights(options: Options) -> Weights:
     try:
         base = open_model_or_adapters(load, verify=verify) if load else None
     except UserError as error:
-        if not load or os.path.exists(load) or download_hint(str(load)):
+        if not load or os.path.exists(load) or error.exit_code == 1:
             raise
-        raise UserError(f"{error}: leave --load out to start from random weights") from None
+        raise UserError(f"{error}; leave --load out to start from random weights") from None
     adapters = None
     if flags.lora_load and isinstance(base, SavedAdapters):
         raise UserError(
@@ -92,6 +91,7 @@ def open_weights(options: Options) -> Weights:
 
 def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
     """Open the checkpoint that --lora-load names; None for a directory of PEFT's."""
+    path = named_directory(path)
     if (path / ADAPTER_CONFIG).is_file() and not (path / MANIFEST).is_file():
         return None
     try:
@@ -112,7 +112,7 @@ def _open_named_base(adapters: SavedAdapters, verify: bool) -> ModelSource:
     path = adapters.base_path
     assert path, "SavedAdapters without a directory of its base"
     try:
-        is_there = present(path).is_dir()
+        is_there = named_directory(path).is_dir()
     except OSError as error:  # of a name that is too long, say
         raise UserError(
             f"the base of {adapters.path}, {brief(str(path))}: {error.strerror}"

@@ -30,8 +30,8 @@ class InferenceOptions(ImportOption, VerifyOption):
     """What the tools that run a model take."""
 
     source: Source = None
-    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
-    Face directory."""
+    """Checkpoint of any layout (a step's directory, or the one above for the latest), Hugging Face
+    directory, or org/name[@revision] on the Hugging Face hub."""
     adapter: File = None
     """Directory of a LoRA adapter to run the model with, PEFT's or megazoo.lora.save's, or the
     checkpoint of a run with adapters."""
@@ -55,8 +55,8 @@ class InferenceOptions(ImportOption, VerifyOption):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
     tokenizer: Name = None
-    """byte, or the directory or file of a tokenizer; by default what is beside the model, or what
-    it was trained on."""
+    """byte, the directory or file of a tokenizer, or org/name on the Hugging Face hub; by default
+    what is beside the model, or what it was trained on."""
 
     @property
     def one_rank(self) -> bool:

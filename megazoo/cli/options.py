@@ -303,8 +303,8 @@ class DataOptions:
     tokenizer: Annotated[
         str | None, unset("NAME", "what is beside the model of --load, or byte")
     ] = None
-    """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer:
-    see docs/data.md."""
+    """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer,
+    or org/name on the Hugging Face hub: see docs/data.md."""
     separate_documents: bool = False
     """Documents packed into one sample don't see each other, and positions begin anew in each."""
     chat_template: str = CHATML
@@ -344,7 +344,8 @@ class CheckpointOptions(VerifyOption):
     """
     load: File = None
     """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face
-    directory, or beside --lora-rank or --lora-load, take the weights alone."""
+    directory, org/name[@revision] on the Hugging Face hub, or beside --lora-rank or --lora-load,
+    take the weights alone."""
     load_weights_only: bool = False
     """Take only the weights of --load, and start a new run with them."""
 

@@ -1,10 +1,8 @@
 """Token files are made from JSONL when it is first trained on, and kept beside it."""
 
-import fcntl
 import hashlib
 import json
 import os
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from megazoo.data.labels import LABELLED, Labels
 from megazoo.data.preprocess import preprocess
 from megazoo.data.text_files import first_object
 from megazoo.errors import UserError
-from megazoo.files import open_own
+from megazoo.files import locked
 from megazoo.terminal import byte_bar
 from megazoo.tokenizer import tokenizer_files
 
@@ -41,7 +39,7 @@ def cached_tokens(
     try:
         if not _whole(files):
             directory.mkdir(exist_ok=True)
-            with _locked(Path(f"{prefix}.lock")):
+            with locked(Path(f"{prefix}.lock")):
                 if not _whole(files):  # another process may have made them meanwhile
                     with byte_bar(path.stat().st_size, "tokenize") as bar:
                         preprocess(recipe, prefix, workers=0, progress=bar.update)
@@ -91,12 +89,3 @@ def _name(recipe: Recipe) -> str:
     for name, data in sorted(tokenizer_files(recipe.tokenizer).items()):
         digest.update(hashlib.blake2b(data, person=name.encode()[:16]).digest())
     return digest.hexdigest()
-
-
-@contextmanager
-def _locked(path: Path):
-    """Hold a lock within this block, which no other process has then. A process that dies gives it
-    back."""
-    with open_own(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -15,6 +15,7 @@ from megazoo.checkpoint.saving import run_together, write_together
 from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError, check_number
+from megazoo.hub import name_alone
 from megazoo.layers.linear import refuse_rounded
 from megazoo.lora.matrices import AdapterSource, adaptable_matrices, adapted
 from megazoo.lora.peft import write_adapters
@@ -86,7 +87,8 @@ def save(
     PeftModel.from_pretrained loads, and `load`. The files are the same in every layout.
 
     A classifier's head is written beside them. base_model_name_or_path: what PEFT is told of the
-    model that they are for. The tensors have the dtype of the parameters. An adapter that megazoo
+    model that they are for; by default its name on the Hugging Face hub, if it came from there. The
+    tensors have the dtype of the parameters. An adapter that megazoo
     wrote there before is replaced; UserError, on every rank, for a directory that holds anything
     else, if there are no adapters, if other weights of a megazoo model are trained, which would be
     lost, and if one rank fails.
@@ -98,6 +100,8 @@ def save(
     if not isinstance(model, Model) and ctx.pp_size > 1:
         raise UserError("adapters of a module of your own are saved with pp 1 only")
     settings = settings_of(model)
+    if isinstance(model, Model) and not base_model_name_or_path:
+        base_model_name_or_path = name_alone(model.weights_path or "")
 
     def begin() -> AbstractContextManager[Path]:
         return output_directory(directory, lambda: _check_place(directory))

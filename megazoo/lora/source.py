@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megazoo.checkpoint.places import has_checkpoint, present
+from megazoo.checkpoint.places import has_checkpoint, named_directory
 from megazoo.checkpoint.shards import saved_entries
 from megazoo.errors import UserError
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted
@@ -79,7 +79,7 @@ def open_beside(
 ) -> tuple[AdapterSource, object]:
     """Open adapters for a model on disk; returns them, and the model's config: of a classifier, if
     its head is among them. Arguments and errors as in `open_adapter`."""
-    path = present(Path(path))
+    path = named_directory(path)
     if _is_checkpoint(path):
         adapters = SavedAdapters(path, verify=verify)
         check_configs(base, adapters)
@@ -101,7 +101,7 @@ def open_adapter(path: str | Path, whole: Any, *, verify: bool = True) -> Adapte
     files are compared with its checksums. UserError if there are no adapters, none of this model,
     or of a kind that is not supported.
     """
-    path = present(Path(path))
+    path = named_directory(path)
     if not _is_checkpoint(path):
         return PEFTDirectory(path, whole)
     source = SavedAdapters(path, verify=verify)

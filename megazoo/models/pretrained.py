@@ -15,18 +15,18 @@ from megazoo.checkpoint.places import (
     TRAINER,
     NoCheckpoint,
     find_checkpoint,
-    present,
+    named_directory,
 )
 from megazoo.checkpoint.saving import write_together
 from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
+from megazoo.hub import name_of
 from megazoo.layers.linear import refuse_rounded
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.outputs import CLASSIFIER_HEAD
-from megazoo.models.published import download_hint
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
 from megazoo.models.source import ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
@@ -45,9 +45,10 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
     of Megatron-LM. UserError if it is none of them; HoldsAdapters, which says what to do, for a
     checkpoint that holds adapters alone.
 
-    verify: compare what is read with the checkpoint's checksums; the others have none.
+    path: a directory, or org/name[@revision] on the Hugging Face hub. verify: compare what is read
+    with the checkpoint's checksums; the others have none.
     """
-    path = present(Path(path))
+    path = named_directory(path)
     if not (path / MANIFEST).is_file():
         if is_megatron(path):
             return MegatronCheckpoint(path)
@@ -56,9 +57,10 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
     try:
         step = find_checkpoint(path)
     except NoCheckpoint as error:
-        missing = f"{path} is not a directory{download_hint(str(path))}"
-        missing = f"{error}, nor {CONFIG}" if path.is_dir() else missing
-        raise UserError(missing) from None
+        is_there = path.is_dir()
+        raise UserError(
+            f"{error}, nor {CONFIG}" if is_there else f"{path} is not a directory"
+        ) from None
     return SavedModel(step, verify=verify)
 
 
@@ -75,13 +77,14 @@ def from_pretrained(
     """Build this rank's part of a model that is on disk; each rank reads only what it owns,
     straight into its parameters. The model is in evaluation mode until `train_batch` or `train()`.
 
-    path: a checkpoint of any layout, or a Hugging Face directory. ctx: the ambient context by
+    path: a checkpoint of any layout, a Hugging Face directory, or org/name[@revision] on the
+    Hugging Face hub, which is downloaded into its cache. ctx: the ambient context by
     default. dtype: of the weights: a torch.dtype, or its name such as "bfloat16" or "bf16"; by
     default "auto", the stored one. seed: of the dropout. num_labels: make a classifier of sequences
     of it; the head of a language model gives way to one that is drawn from the seed. pad_token_id:
     of such a classifier, if the files don't say it. verify: compare what is read with the
     checkpoint's checksums, beside the reading. Every rank of the context calls it. Raises
-    UserError, with what is wrong, if it can't be read or cut; a name is never downloaded.
+    UserError, with what is wrong, if it can't be read or cut.
     """
     ctx = ctx or current_context()
     with propagate_errors(ctx):
@@ -138,13 +141,13 @@ def open_directory(path: str | Path, *, verify: bool = True) -> ModelSource:
             f"weights are read from a directory, not from {type(path).__name__}: "
             "for random ones, megazoo.from_config"
         )
-    if not present(Path(path)).exists():
+    if not named_directory(path).exists():
         is_preset = str(path) in presets()
         random = f"; for random weights call megazoo.from_config({str(path)!r}, ctx)"
         raise UserError(
             f"{path} is not a directory: there is no {Path(path).absolute()}; "
             "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
-            f"{random if is_preset else download_hint(str(path))}"
+            f"{random if is_preset else ''}"
         )
     return open_source(path, verify=verify)
 
@@ -178,7 +181,7 @@ def load_weights(source: ModelSource, model: Any) -> None:
                 bar.update(entry.parameter.nbytes)
             model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
             model.generation = source.generation
-            model.weights_path = str(source.path.absolute())
+            model.weights_path = name_of(source.path) or str(source.path.absolute())
         source.close()
         model.read_from = (source,)
 

@@ -83,17 +83,6 @@ GPT3 = (
 )
 
 
-def download_hint(name: str) -> str:
-    """Return "; ..." with what to do with a name on the Hugging Face hub; nothing for others."""
-    owners = {each.hub.split("/")[0] for each in PUBLISHED.values() if each.hub}
-    if name.count("/") != 1 or name.split("/")[0] not in owners:
-        return ""
-    return (
-        f"; it is on the Hugging Face hub: download it (hf download {name} --local-dir DIR), then "
-        "load DIR"
-    )
-
-
 class Pretraining(NamedTuple):
     """How to pretrain a model. source: where the learning rate comes from, in a few words."""
 

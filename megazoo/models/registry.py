@@ -13,8 +13,8 @@ import torch
 
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert, json_object, read_bytes
+from megazoo.hub import hint_to_load
 from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.published import download_hint
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.dtypes import dtype_named
 
@@ -115,7 +115,7 @@ def find_config(what: Any) -> Any:
                 f"{name} is a family: name a preset, {', '.join(FAMILIES[name].presets)}"
             )
         if name not in known:
-            hint = download_hint(name) or nearest(name, {*known, *FAMILIES})
+            hint = hint_to_load(name) or nearest(name, {*known, *FAMILIES})
             raise UserError(
                 f"unknown model or preset {name!r}{hint}; there are presets of "
                 f"{', '.join(FAMILIES)}, which `megazoo models` lists"

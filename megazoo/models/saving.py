@@ -1,14 +1,22 @@
 """The calls by which users write a model's weights, and read others into it."""
 
+import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
+from megazoo.errors import UserError
+from megazoo.hub import upload
 from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
+from megazoo.parallel.collectives import all_gather_objects
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import on_all_ranks
 
 
 class Saving:
     """The part of `Model` that writes its weights to files and reads them."""
+
+    ctx: ParallelContext
 
     def save_parallelized(
         self,
@@ -64,6 +72,44 @@ class Saving:
         save_parallelized(
             self, save_directory, merge_checkpoints=True, max_shard_size=max_shard_size
         )
+
+    @on_all_ranks
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        commit_message: str = "Upload model",
+        max_shard_size: int | str = "5GB",
+    ) -> str:
+        """Write a Hugging Face directory to a repository of the Hugging Face hub; return its
+        address. Every rank calls it; all must see the temporary directory of rank 0.
+
+        Args:
+            repo_id: org/name; made if it is not there.
+            private: whether a new repository is private; by default the hub's setting.
+            commit_message: of the commit.
+            max_shard_size: as in `save_pretrained`.
+
+        Errors: as in `save_pretrained`; UserError, exit code 1, if the upload fails. It needs
+        huggingface_hub (pip install 'megazoo[hub]'), whose token is used.
+        """
+        ctx = self.ctx
+        patient = ctx.new_cpu_group(timeout=timedelta(days=30))  # the others wait for the upload
+        with tempfile.TemporaryDirectory(prefix="megazoo-push-") as directory:
+            place = Path(all_gather_objects(directory, ctx)[0]) / "model"
+            save_parallelized(self, place, merge_checkpoints=True, max_shard_size=max_shard_size)
+            address, error = "", None
+            if ctx.rank == 0:
+                try:
+                    address = upload(place, repo_id, private=private, message=commit_message)
+                except UserError as failure:
+                    error = failure
+            found = all_gather_objects((address, error and str(error)), ctx, patient)
+        address, message = found[0]
+        if message:
+            raise error or UserError(message, exit_code=1)
+        return address
 
     @on_all_ranks
     def from_parallelized(

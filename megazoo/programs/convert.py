@@ -2,13 +2,15 @@
 Face directory, a tensor at a time.
 
 $ megazoo convert path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
+$ megazoo convert EleutherAI/pythia-160m shards
 $ megazoo convert runs/a resharded --tp 4
 $ megazoo convert runs/a merged --to hf
 $ megazoo convert path/to/llama merged --to hf --adapter adapter
 $ megazoo convert path/to/megatron-checkpoints shards --vocab-size 50257
 
-SOURCE is a Hugging Face directory, a megazoo checkpoint of any layout (shards include the state of
-its optimizer), or a Megatron-LM checkpoint (torch_dist or torch; without its optimizer state).
+SOURCE is a Hugging Face directory, org/name[@revision] on the Hugging Face hub, a megazoo
+checkpoint of any layout (shards include the state of its optimizer), or a Megatron-LM checkpoint
+(torch_dist or torch; without its optimizer state).
 Training and loading convert a layout themselves; shards for the layout load faster.
 --adapter adds a LoRA adapter to the weights, in fp32, rounded once.
 """

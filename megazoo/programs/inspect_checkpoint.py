@@ -23,7 +23,7 @@ class Options(ImportOption):
     """What a checkpoint holds."""
 
     source: Source = None
-    """Checkpoint of any layout, or a Hugging Face directory."""
+    """Checkpoint of any layout, Hugging Face directory, or org/name on the Hugging Face hub."""
     verify: bool = False
     """Read every file and check its size and, of ours, its checksum."""
 

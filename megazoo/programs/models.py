@@ -103,7 +103,7 @@ def lines_of(rows: list[dict]) -> list[str]:
         lines += [f"{family} (--model {family} is {family}-tiny)", *table(cells, left=(0, -1)), ""]
     return [
         *lines,
-        "`hf download NAME --local-dir DIR` downloads the weights; --load DIR loads them.",
+        "--load NAME downloads and loads the weights of a name on the Hugging Face hub.",
     ]
 
 
@@ -117,8 +117,5 @@ def details(row: dict) -> list[str]:
     lines += [f"  {'pretrained with':22} {rate}, {batch}"]
     lines += [f"from random weights: megazoo pretrain --preset {row['preset']}"]
     if row["hub"]:
-        lines += [
-            f"from its weights:    hf download {row['hub']} --local-dir DIR",
-            "                     megazoo pretrain --load DIR",
-        ]
+        lines += [f"from its weights:    megazoo pretrain --load {row['hub']}"]
     return lines

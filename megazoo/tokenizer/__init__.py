@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megazoo.errors import UserError
 from megazoo.files import json_object, read_bytes
+from megazoo.hub import local_directory
 from megazoo.tokenizer.base import EncodedBatch, Stream, Tokenizer
 from megazoo.tokenizer.byte import ByteTokenizer
 from megazoo.tokenizer.hugging_face import Unsupported, from_tokenizer_json, from_vocab_and_merges
@@ -29,7 +30,8 @@ TOKENIZER_SIDECARS = ("merges.txt", *SETTINGS_FILES)  # files that may lie besid
 
 
 def open_tokenizer(where: str | Path) -> Tokenizer:
-    """Open the tokenizer "byte", or the one whose files are in a directory, or that of one file.
+    """Open the tokenizer "byte", or the one whose files are in a directory, or that of one file, or
+    that of org/name[@revision] on the Hugging Face hub.
 
     Files: tokenizer.json, vocab.json with merges.txt beside it, or tokenizer.model, sentencepiece's
     or LLaMA-3's. The JSON files beside them say which tokens are special. Raises UserError for what
@@ -75,7 +77,7 @@ def tokenizer_files(where: str | Path) -> dict[str, bytes]:
 def _located(where: str | Path) -> tuple[Path, list[Path]]:
     """Return the directory of a tokenizer and which of TOKENIZER_FILES are in it; or the directory
     of one file, and that file."""
-    path = Path(where)
+    path = local_directory(where, tokenizer_alone=True)
     if path.is_file():
         return path.parent, [path]
     if not path.is_dir():

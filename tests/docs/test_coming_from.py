@@ -93,6 +93,7 @@ ELSEWHERE = {
     "`ds_to_universal.py`": "test_resume_in_another_layout",
     "`--num-layers-per-virtual-pipeline-stage`": ("test_layers_of_a_virtual_stage_follow"),
     "`--exit-signal-handler`": "test_a_signal_to_one_rank_saves_and_ends_all",
+    '`model.push_to_hub("me/tuned")`': "test_refusals_are_one_line_and_a_token_opens",
     "`model.compile()`": "test_the_graphs_of_a_pipeline_with_full_recomputation_train_alike",
 }
 

@@ -20,6 +20,7 @@ ORDER = [
     ("errors",),
     ("files", "lazy", "environment", "torch_internals"),
     ("terminal",),
+    ("hub",),
     ("tokenizer", "parallel"),
     ("layers",),
     ("engine", "optim"),

@@ -132,7 +132,7 @@ def test_models_are_listed_with_the_sizes_of_their_files(monkeypatch, capsys):
     assert "llama3-8b" in out
     assert "qwen" not in out
     _, out, _ = run_main(models, monkeypatch, capsys, "qwen3-8b")
-    assert "hf download Qwen/Qwen3-8B --local-dir DIR" in out
+    assert "megazoo pretrain --load Qwen/Qwen3-8B" in out
     code, _, error = run_main(models, monkeypatch, capsys, "qwen3-8")
     assert (code, error.count("\n")) == (2, 1)
     assert "did you mean qwen3-8b?" in error
