@@ -30,7 +30,8 @@ from megazoo.cli.run import Run, notes_on_changes
 from megazoo.cli.settings import resolve
 from megazoo.cli.summary import introduce, show, summary
 from megazoo.cli.tokenizer import find_tokenizer
-from megazoo.data import Batches, check_data, check_template, json_files
+from megazoo.data import Batches, check_data, json_files
+from megazoo.data.conversations import template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation import Tally, evaluate_rows
@@ -74,7 +75,7 @@ def prepare(arguments: list[str]) -> Run:
     tokenizer = open_tokenizer(find_tokenizer(named))
     sources = check_data(options.data.data, options.data.split)
     config, labels = settle_labels(settings.config, source, tokenizer, sources)
-    check_template(options.data.chat_template)
+    options.data.chat_template = template_of(options.data.chat_template, tokenizer)
     dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp, parallel.dp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, weights)
     settings.config = config

@@ -1,18 +1,29 @@
 """The data of a run: its tokens, its batches, and what it was like when the run began."""
 
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from megazoo.cli.run import Run
 from megazoo.cli.run_record import checksums, inputs_of
-from megazoo.data import Batches, changes, fingerprints, open_datasets, prepare_datasets
+from megazoo.data import (
+    Batches,
+    changes,
+    fingerprints,
+    json_files,
+    open_datasets,
+    prepare_datasets,
+)
+from megazoo.data.conversations import as_jinja
+from megazoo.data.text_files import first_object
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.terminal import print_rank_0
 from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS, tokenizer_files
+from megazoo.tokenizer.settings import CHAT_TEMPLATE
 
 
 class Data(NamedTuple):
@@ -71,6 +82,10 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
     resumed run finds them there."""
     source = run.tokenizer.source
     run.options.data.tokenizer = "byte" if source == "byte" else None
-    others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS)
+    others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
     kept = {name: data for name, data in model.sidecar_files.items() if name not in others}
-    model.sidecar_files = tokenizer_files(source) | kept
+    template = run.tokenizer.chat_template
+    if any("messages" in first_object(Path(name))[1] for name in json_files(run.sources)):
+        template = as_jinja(run.options.data.chat_template, run.tokenizer)
+    files = tokenizer_files(source) | ({CHAT_TEMPLATE: template.encode()} if template else {})
+    model.sidecar_files = files | kept

@@ -23,6 +23,7 @@ from megazoo.models.pretrained import load_weights, open_source
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.tokenizer import Tokenizer, open_tokenizer
+from megazoo.tokenizer.settings import chat_template_in
 
 
 @dataclass
@@ -74,6 +75,8 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
             f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
         )
     tokenizer = open_tokenizer(find_tokenizer(where))
+    if tokenizer.chat_template is None:  # that of byte, which has no files, lies with the model
+        tokenizer.chat_template = chat_template_in(source.path)
     config, adapters = source.config, None
     if options.adapter:
         adapters, config = open_beside(options.adapter, source, verify=options.verify)

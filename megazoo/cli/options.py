@@ -12,7 +12,6 @@ import tyro
 from tyro.conf import Positional
 
 from megazoo.cli.flags import TO_FILL, File, Filled, Name, Source, mandatory, unset
-from megazoo.data.conversations import CHATML
 from megazoo.environment import world_size
 from megazoo.parallel.schedule import SCHEDULES
 
@@ -307,8 +306,11 @@ class DataOptions:
     or org/name on the Hugging Face hub: see docs/data.md."""
     separate_documents: bool = False
     """Documents packed into one sample don't see each other, and positions begin anew in each."""
-    chat_template: str = CHATML
-    """What a message of a conversation looks like, with {role} and {content}."""
+    chat_template: Annotated[Filled[str], unset("TEXT|FILE", "the tokenizer's, or ChatML")] = (
+        TO_FILL
+    )
+    """What a conversation looks like: a template of Jinja in a .jinja file, or a message as text
+    with {role} and {content}. It is saved with the model."""
     packing: bool = False
     """Conversations, as many as fit, share a sample without seeing each other; else each is a row,
     padded to the longest of its batch."""

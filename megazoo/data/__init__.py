@@ -7,7 +7,6 @@ from megazoo.lazy import lazy_attributes
 if TYPE_CHECKING:
     from megazoo.data.dataset import (
         check_data,
-        check_template,
         json_files,
         open_datasets,
         prepare_datasets,
@@ -24,7 +23,6 @@ _PLACES = {
     "MockDataset": "samples",
     "PackedDataset": "samples",
     "check_data": "dataset",
-    "check_template": "dataset",
     "changes": "fingerprint",
     "fingerprints": "fingerprint",
     "json_files": "dataset",
@@ -42,7 +40,6 @@ __all__ = [
     "PackedDataset",
     "changes",
     "check_data",
-    "check_template",
     "documents_of",
     "fingerprints",
     "json_files",

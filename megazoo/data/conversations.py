@@ -1,13 +1,56 @@
 """Fine-tuning data becomes tokens: prompts with completions, and conversations, of which only the
 answers carry a loss."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
-from megazoo.tokenizer.base import Tokenizer
+from megazoo.errors import UserError
+from megazoo.files import read_bytes
+from megazoo.tokenizer.base import Tokenizer, as_text
+from megazoo.tokenizer.chat import ANSWERS
 
 ROLE, CONTENT = "{role}", "{content}"
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
-ANSWERS = "assistant"  # the role whose words carry a loss
+
+
+def template_of(given: str | None, tokenizer: Tokenizer) -> str:
+    """Return the chat template that a setting names: that of a .jinja file, or the setting itself;
+    without one the tokenizer's own, or else ChatML. UserError if it has no place for messages."""
+    if given is None:
+        return tokenizer.chat_template or CHATML
+    if given.endswith(".jinja"):
+        given = as_text(read_bytes(Path(given)))
+    if not is_jinja(given) and given.count(CONTENT) != 1:
+        raise UserError(
+            f"chat-template {given!r} must be Jinja, or have {CONTENT} once; it may have {ROLE}"
+        )
+    return given
+
+
+def as_jinja(template: str, tokenizer: Tokenizer) -> str:
+    """Return a chat template in Jinja, as generation reads it: of a text with {role} and {content},
+    what `encode_conversation` encodes, but for the end of the document."""
+    if is_jinja(template):
+        return template
+    before, after = (_in_jinja(part) for part in template.split(CONTENT))
+    begin = "{{ bos_token }}" if tokenizer.bos_token_id in tokenizer.before else ""
+    asked = _in_jinja(template.split(CONTENT)[0].replace(ROLE, ANSWERS))
+    return (
+        f"{begin}{{% for message in messages %}}{before}{{{{ message['content'] }}}}{after}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{asked}{{% endif %}}"
+    )
+
+
+def _in_jinja(text: str) -> str:
+    """Return an expression of Jinja for a text, in which {role} stands for a message's."""
+    parts = [f"{{{{ {json.dumps(part, ensure_ascii=False)} }}}}" for part in text.split(ROLE)]
+    return "{{ message['role'] }}".join(parts)
+
+
+def is_jinja(template: str) -> bool:
+    """Say whether a chat template is Jinja, and no plain text with {role} and {content}."""
+    return "{%" in template or "{{" in template
 
 
 def encode_conversation(
@@ -17,14 +60,16 @@ def encode_conversation(
     its loss mask: 1 for each id that carries a loss.
 
     The ids are those of the whole text, so that an answer is cut as the tokenizer cuts it there; a
-    token that prompt and completion share carries a loss. The tokenizer's bos goes before the text
-    if it has one, the end of a document after it. template: what a message looks like, with {role}
-    and {content}; what follows the content of an answer carries a loss with it. Only the template's
-    special tokens are tokens; those in messages are refused. Raises ValueError for what can't be
-    encoded.
+    token that prompt and completion share carries a loss. template: Jinja, which decides how the
+    text begins and ends, and which is given the object's `tools`, too; or what a message looks
+    like, with {role} and {content}: then the tokenizer's bos goes before the text if it has one,
+    the end of a document after it, and what follows the content of an answer carries a loss with
+    it. Only the template's special tokens are tokens; those in messages are refused. Raises
+    ValueError or UserError for what can't be encoded.
     """
     chat = "messages" in value
-    pieces = list(_messages(tokenizer, value["messages"], template) if chat else _completion(value))
+    whole_text = chat and is_jinja(template)
+    pieces = list(_pieces(tokenizer, value, template) if chat else _completion(value))
     whole = "".join(piece for piece, _ in pieces)
     ids = tokenizer.encode(whole, add_special_tokens=False, parse_special=chat)
     text, loss_mask, last = "", [], 0
@@ -41,8 +86,47 @@ def encode_conversation(
         raise ValueError(
             f"nothing to learn: no words of the {ANSWERS}" if chat else "the completion is empty"
         )
+    if whole_text:
+        return ids, loss_mask
     before, last_carries_loss = tokenizer.before, int(pieces[-1][1])
     return [*before, *ids, tokenizer.eod], [0] * len(before) + loss_mask + [last_carries_loss]
+
+
+def _pieces(tokenizer: Tokenizer, value: dict, template: str) -> Iterator[tuple[str, bool]]:
+    """Yield the pieces of the conversation's text, and whether they carry a loss."""
+    messages = value["messages"]
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise ValueError("messages is no list of objects")
+    _check_words(tokenizer, messages, plain=not is_jinja(template))
+    if is_jinja(template):
+        tools = value.get("tools")
+        text, spans = tokenizer.answers_in(messages, chat_template=template, tools=tools)
+        done = 0
+        for start, end in spans:
+            yield text[done:start], False
+            yield text[start:end], True
+            done = end
+        yield text[done:], False
+        return
+    before, after = template.split(CONTENT)
+    for message in messages:
+        role, content = message["role"], message["content"]
+        yield before.replace(ROLE, role), False
+        yield content + after.replace(ROLE, role), role == ANSWERS
+
+
+def _check_words(tokenizer: Tokenizer, messages: list[dict], *, plain: bool) -> None:
+    """Refuse messages without a role or words, and words that have a special token's name in them.
+    plain: a message has nothing but a text; otherwise its content is the template's affair."""
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or (plain and not isinstance(content, str)):
+            raise ValueError("a message has no role or no content")
+        for text in (role, content):
+            if not isinstance(text, str):
+                continue
+            if tokenizer.encode(text) != tokenizer.encode(text, parse_special=False):
+                raise ValueError(f"{text[:40]!r} has a special token's name in it")
 
 
 def _completion(value: dict) -> Iterator[tuple[str, bool]]:
@@ -51,23 +135,6 @@ def _completion(value: dict) -> Iterator[tuple[str, bool]]:
         if not isinstance(value.get(key), str):
             raise ValueError(f"no text under {key!r}")
         yield value[key], key == "completion"
-
-
-def _messages(tokenizer: Tokenizer, messages, template: str) -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of the conversation's text, and whether they carry a loss."""
-    before, after = template.split(CONTENT)
-    if not isinstance(messages, list):
-        raise ValueError("messages is no list")
-    for message in messages:
-        fields = message if isinstance(message, dict) else {}
-        role, content = fields.get("role"), fields.get("content")
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError("a message has no role or no content")
-        for text in (role, content):
-            if tokenizer.encode(text) != tokenizer.encode(text, parse_special=False):
-                raise ValueError(f"{text[:40]!r} has a special token's name in it")
-        yield before.replace(ROLE, role), False
-        yield content + after.replace(ROLE, role), role == ANSWERS
 
 
 def _common(a: list[int], b: list[int]) -> int:

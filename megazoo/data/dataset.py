@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megazoo.data.cache import cached_tokens
-from megazoo.data.conversations import CHATML, CONTENT
+from megazoo.data.conversations import template_of
 from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
@@ -49,7 +49,7 @@ def open_datasets(
     vocab_size: int,
     seed: int,
     separate_documents: bool = False,
-    chat_template: str = CHATML,
+    chat_template: str | None = None,
     packing: bool = False,
     labels: Labels | None = None,
     report: Callable[[str], None] = lambda _: None,
@@ -63,7 +63,7 @@ def open_datasets(
     report: is told what is cut. The other arguments are as the settings of
     those names say. Raises UserError for what can't be opened, or leaves nothing to train on.
     """
-    check_template(chat_template)
+    chat_template = template_of(chat_template, tokenizer)
     eod = tokenizer.eod if separate_documents else None
     datasets = [
         _open_labelled(name, tokenizer, sources.shares, seq_length, vocab_size, labels)
@@ -170,14 +170,6 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             )
     training, validation, test = (share / sum(shares) for share in (*shares, 0.0)[:3])
     return Sources(names, weights, (training, validation, test))
-
-
-def check_template(template: str) -> None:
-    """Raise UserError unless a chat template has a place for the content."""
-    if template.count(CONTENT) != 1:
-        raise UserError(
-            f"chat-template {template!r} must have {CONTENT} once, and may have {{role}}"
-        )
 
 
 def _is_json_file(name: str) -> bool:

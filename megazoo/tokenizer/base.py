@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from megazoo.errors import UserError
-from megazoo.tokenizer.chat import render
+from megazoo.tokenizer.chat import render, render_answers
 
 if TYPE_CHECKING:
     import torch
@@ -134,27 +134,49 @@ class Tokenizer:
         self,
         messages: list[dict],
         *,
+        chat_template: str | None = None,
+        tools: list | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the text of a conversation by the chat template of the tokenizer's files.
+        """Return the text of a conversation by the chat template of the tokenizer's files, or by
+        another that is given.
 
         Encode it with add_special_tokens=False: a template writes bos itself. Arguments and errors:
         see `megazoo.tokenizer.chat.render`. UserError, too, if there is no template.
         """
-        if self.chat_template is None:
-            raise UserError(
-                f"the tokenizer {self.source} has no chat template: neither a chat_template.jinja "
-                "nor a chat_template in tokenizer_config.json"
-            )
-        ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
         return render(
-            self.chat_template,
+            self._template(chat_template),
             messages,
-            {f"{r}_token": self.decode([token]) for r, token in ids.items() if token is not None},
+            self._texts_of_roles(),
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+
+    def answers_in(
+        self, messages: list[dict], *, chat_template: str | None = None, tools: list | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation as `apply_chat_template` does, and where in it is what
+        is trained: see `megazoo.tokenizer.chat.render_answers`."""
+        template = self._template(chat_template)
+        return render_answers(template, messages, self._texts_of_roles(), tools)
+
+    def _template(self, given: str | None) -> str:
+        if template := given or self.chat_template:
+            return template
+        raise UserError(
+            f"the tokenizer {self.source} has no chat template: neither a chat_template.jinja "
+            "nor a chat_template in tokenizer_config.json"
+        )
+
+    def _texts_of_roles(self) -> dict[str, str]:
+        ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
+        return {
+            f"{role}_token": self.decode([token])
+            for role, token in ids.items()
+            if token is not None
+        }
 
     def stream(self, *, skip_special_tokens: bool = False) -> Stream:
         """Decode one token at a time. For the text after a prompt, put the prompt's ids first."""

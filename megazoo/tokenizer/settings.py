@@ -1,7 +1,7 @@
 """The settings of a tokenizer: the JSON files beside it say which tokens are special, and which of
 them go around a text."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,13 +147,13 @@ def read_settings(directory: Path) -> TokenizerSettings:
             value = value[0] if isinstance(value, list) and value else value
             if isinstance(value, int) and value >= 0:
                 settings.ids[role] = value
-    settings.chat_template = _chat_template(directory, settings.config)
+    settings.chat_template = chat_template_in(directory, settings.config)
     return settings
 
 
-def _chat_template(directory: Path, config: dict) -> str | None:
-    """Return the template of chat_template.jinja, or else of tokenizer_config.json; of several, the
-    one named default."""
+def chat_template_in(directory: Path, config: Mapping = {}) -> str | None:
+    """Return the template of chat_template.jinja, or else of tokenizer_config.json, whose content
+    is `config`; of several, the one named default."""
     path = directory / CHAT_TEMPLATE
     if path.exists():
         with malformed(path):

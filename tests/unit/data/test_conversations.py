@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
+from megazoo.cli.inference import load_for_inference
 from megazoo.data import Batches, Blend
 from megazoo.data.cache import cached_tokens
 from megazoo.data.conversations import CHATML, encode_conversation
 from megazoo.data.samples import Conversations, best_fit
 from megazoo.parallel import ParallelContext
+from megazoo.programs import generate
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 from tests.support.data import write_lines
 from tests.support.pretraining import close, losses
@@ -269,3 +271,27 @@ def test_tokenizer_files_travel_with_a_fine_tuned_model(llama, tmp_path):
     again = Checkpoint(run)
     assert (again.trainer["step"], again.trainer["consumed_samples"]) == (10, 20)
     assert again.sidecar_files == saved.sidecar_files
+
+
+def test_the_chat_template_travels_with_a_fine_tuned_model(tmp_path):
+    talk = {"messages": [message("user", "Hi"), message("assistant", "Hello")]}
+    data, run = write_lines(tmp_path / "a.jsonl", *[talk] * 12), str(tmp_path / "run")
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(template)
+    common = (
+        "--steps 1 --layers 1 --seq-length 64 --global-batch-size 2 --eval-steps 0 --device cpu"
+    )
+    common = [*common.split(), "--data", str(data), "--save", run]
+    for given, expected in (
+        (["--chat-template", f"{tmp_path}/mine.jinja"], template),
+        (["--chat-template", "{role}> {content}\n"], "{% for message in messages %}"),
+        ([], "{% for message in messages %}"),
+    ):
+        pretrain.main([*common, *given])
+        saved = Checkpoint(run).sidecar_files["chat_template.jinja"].decode()
+        assert saved.startswith(expected)
+    pretrain.main([*common, "--load", run, "--steps", "2"])
+    assert Checkpoint(run).sidecar_files["chat_template.jinja"].decode() == saved
+    _, tokenizer = load_for_inference(generate.Options(source=tmp_path / "run", device="cpu"))
+    asked = tokenizer.apply_chat_template(talk["messages"][:1], add_generation_prompt=True)
+    assert asked == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
