@@ -87,7 +87,7 @@ def written(default) -> str:
         return {None: "none", True: "on", False: "off"}[default]
     if isinstance(default, tuple):
         return " ".join(map(str, default))
-    return "ChatML" if default == settings.CHATML else str(default)
+    return str(default)
 
 
 def command_table() -> str:
