@@ -13,6 +13,12 @@ def print_rank_0(*words, end: str = "\n") -> None:
         print(*words, end=end, flush=True)
 
 
+def note_rank_0(line: str) -> None:
+    """Print a line on stderr on rank 0 alone."""
+    if is_rank_zero():
+        print_error(line)
+
+
 def print_error(line: str) -> None:
     """Print a line on stderr, without delay."""
     print(line, file=sys.stderr, flush=True)

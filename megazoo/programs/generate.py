@@ -4,8 +4,9 @@ $ megazoo generate runs/a --prompt "def main(" --max-new-tokens 100
 $ torchrun --nproc-per-node 4 -m megazoo generate path/to/llama --tp 2 --pp 2 \\
       --prompts questions.txt --num-beams 3
 
-Without --prompt and --prompts it asks for prompts, one a line, until the end of input. A single
-answer appears as it comes, unless it is searched with beams. Without --temperature, --top-k and
+Without --prompt, --prompts and --messages it reads prompts from stdin, one a line. A single answer
+appears as it comes, unless it is searched with beams. Stdout has the answers alone, each after its
+prompt, or after messages without them; notes go to stderr. Without --temperature, --top-k and
 --top-p the likeliest token is taken; with one of them, tokens are drawn.
 """
 
@@ -17,14 +18,15 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import tyro
 
 from megazoo.cli.flags import File, Text, parse_flags, unset
 from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.prompts import Answers, Prompt, prompt_of_messages, read_messages, read_prompts
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
-from megazoo.files import regular_file, without_mark
 from megazoo.parallel.collectives import all_gather_objects
-from megazoo.terminal import print_rank_0
+from megazoo.terminal import count_bar, note_rank_0, print_rank_0
 
 # Arguments of `Model.generate` that are flags of the same names.
 SAME_NAMES = (
@@ -47,15 +49,21 @@ class Options(InferenceOptions):
     prompt: Text = None
     """What to go on from."""
     prompts: File = None
-    """File of prompts, one a line."""
+    """File of prompts: one a line, or JSONL with prompt in each line."""
+    messages: File = None
+    """JSONL file of conversations, messages in each line, as the model's chat template shows them;
+    the model answers the last message."""
+    output: File = None
+    """JSONL file to write: the lines of the input with answer, or answers, in each, instead of
+    printing."""
     batch_size: int = 8
-    """Prompts of the file that are answered together."""
+    """Prompts of a file that are answered together."""
     max_new_tokens: int = 128
     """Tokens of an answer at most."""
     min_new_tokens: int = 0
     """And at least."""
     temperature: Annotated[float | None, unset("FLOAT", "1")] = None
-    """Divides the scores: below 1 for likelier tokens, above for others."""
+    """Divides the scores: below 1 for likelier tokens, above for others; 0 takes the likeliest."""
     top_k: Annotated[int | None, unset("INT", "all")] = None
     """Draw from so many of the likeliest tokens."""
     top_p: Annotated[float | None, unset("FLOAT", "1")] = None
@@ -74,8 +82,8 @@ class Options(InferenceOptions):
     """Above 1: tokens that were there become less likely."""
     no_repeat_ngram_size: int = 0
     """Above 0: never repeat so many tokens in a row, the prompt's included."""
-    stop: Text = None
-    """Text that ends an answer."""
+    stop: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], unset("TEXT", "none")]] = ()
+    """Text that ends an answer. It may be given several times."""
 
 
 class Printer:
@@ -105,35 +113,48 @@ class Printer:
 
 
 class Session:
-    """Answers prompts, and counts tokens and seconds. settings: arguments of `Model.generate`."""
+    """Answers prompts, and counts tokens and seconds. settings: arguments of `Model.generate`.
+    output: where answers go instead of being printed. plain: whether prompts are texts, around
+    which the tokenizer puts its special tokens."""
 
-    def __init__(self, model, tokenizer, settings: dict):
+    def __init__(self, model, tokenizer, settings: dict, output=None, plain: bool = True):
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.output, self.plain = output, plain
         self.ends = self.settings["eos_token_id"]
         self.tokens, self.seconds = 0, 0.0
 
-    def answer(self, prompts: list[str]) -> None:
-        """Print each prompt with what comes after it, as many times as there are answers."""
-        ids, mask = self.tokenizer.encode_batch(prompts, padding_side="left")
-        if not ids.numel():
+    def answer(self, prompts: list[Prompt]) -> None:
+        """Print each prompt with what comes after it, as many times as there are answers; or write
+        the answers."""
+        ids, mask = self.tokenizer.encode_batch(
+            [prompt.text for prompt in prompts], padding_side="left", add_special_tokens=self.plain
+        )
+        if not ids.numel() or not mask.any(dim=1).all():
             raise UserError(
                 "the prompt is empty, and this tokenizer begins no text: give some text"
             )
-        streamer, answers = None, self.settings["num_return_sequences"]
-        if len(prompts) == answers == self.settings["num_beams"] == 1:
-            streamer = Printer(self.tokenizer, prompts[0], ids[0].tolist(), set(self.ends))
+        streamer, count = None, self.settings["num_return_sequences"]
+        if len(prompts) == count == self.settings["num_beams"] == 1 and not self.output:
+            shown = prompts[0].text if prompts[0].shown else ""
+            streamer = Printer(self.tokenizer, shown, ids[0].tolist(), set(self.ends))
         began = time.perf_counter()
         out = self.model.generate(ids, mask, streamer=streamer, **self.settings)[:, ids.shape[1] :]
         self.seconds += time.perf_counter() - began
+        answers = []
         for number, new in enumerate(out.tolist()):
             length = next((i for i, token in enumerate(new) if token in self.ends), len(new))
             self.tokens += min(length + 1, len(new))
-            if streamer is None:
-                row = number // answers
-                stream = self.tokenizer.stream()
-                for token in ids[row].tolist():
-                    stream.put(token)
-                print_rank_0(prompts[row] + "".join(map(stream.put, new[:length])) + stream.end())
+            stream = self.tokenizer.stream()
+            for token in ids[number // count].tolist():
+                stream.put(token)
+            answers.append("".join(map(stream.put, new[:length])) + stream.end())
+        for row, prompt in enumerate(prompts):
+            own = answers[row * count : (row + 1) * count]
+            if self.output:
+                self.output.add(prompt, own)
+            elif streamer is None:
+                for answer in own:
+                    print_rank_0((prompt.text if prompt.shown else "") + answer)
 
     def __str__(self) -> str:
         rate = self.tokens / max(self.seconds, 1e-9)
@@ -142,25 +163,42 @@ class Session:
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
-    if options.prompt is not None and options.prompts:
-        raise UserError("--prompt and --prompts exclude each other")
-    if options.batch_size < 1:
-        raise UserError(f"batch-size {options.batch_size} must be at least 1")
-    prompts = None
-    if options.prompt is not None:
-        prompts = [options.prompt]
-    elif options.prompts:
-        prompts = read_lines(options.prompts, options.one_rank)
+    prompts, messages = read_questions(options)
+    output = Answers(options.output) if options.output else None
     model, tokenizer = load_for_inference(options)
-    session = Session(model, tokenizer, settings_of(options, model, tokenizer))
+    if messages:
+        prompts = [prompt_of_messages(line, tokenizer) for line in messages]
+    settings = settings_of(options, model, tokenizer)
+    session = Session(model, tokenizer, settings, output, plain=not messages)
     if prompts is None:
         converse(session)
         prompts = []
-    for first in range(0, len(prompts), options.batch_size):
-        session.answer(prompts[first : first + options.batch_size])
-    print_rank_0(f"\n{session}")
+    with count_bar(len(prompts) if output else 0, "generate", "prompts") as bar:
+        for first in range(0, len(prompts), options.batch_size):
+            session.answer(batch := prompts[first : first + options.batch_size])
+            bar.update(len(batch) if output else 0)
+    note_rank_0(str(session))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def read_questions(options: Options) -> tuple[list[Prompt] | None, list[dict] | None]:
+    """Return the prompts, or the lines with messages, that the flags name; neither if they come
+    from stdin."""
+    given = [
+        name for name in ("prompt", "prompts", "messages") if getattr(options, name) is not None
+    ]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} exclude each other")
+    if options.batch_size < 1:
+        raise UserError(f"batch-size {options.batch_size} must be at least 1")
+    if options.messages:
+        return None, read_messages(options.messages, alone=options.one_rank)
+    if options.prompts:
+        return read_prompts(options.prompts, alone=options.one_rank), None
+    if options.prompt is None:
+        return None, None
+    return [Prompt(options.prompt, {"prompt": options.prompt})], None
 
 
 def settings_of(options: Options, model, tokenizer) -> dict:
@@ -169,6 +207,8 @@ def settings_of(options: Options, model, tokenizer) -> dict:
     settings = {name: getattr(options, name) for name in SAME_NAMES}
     drawn = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     drawn = {name: value for name, value in drawn.items() if value is not None}
+    if options.temperature == 0:
+        drawn = {}
     if options.num_return_sequences > 1 and not drawn and options.num_beams == 1:
         raise UserError(
             f"num-return-sequences {options.num_return_sequences} needs --temperature, --top-k or "
@@ -193,29 +233,17 @@ def converse(session: Session) -> None:
     while True:
         line = None
         if is_rank_zero():
-            print_rank_0("> ", end="")
+            if sys.stdin.isatty():
+                print("> ", end="", file=sys.stderr, flush=True)
             line = sys.stdin.readline()
         line = all_gather_objects(line, ctx, patient)[0]
         if not line:
             return
         if line.strip():
             try:
-                session.answer([line.rstrip("\n")])
+                text = line.rstrip("\n")
+                session.answer([Prompt(text, {"prompt": text})])
             except UserError as error:
-                print_rank_0(f"({error})")
+                note_rank_0(f"({error})")
             seed += 1
             session.settings["seed"] = seed
-
-
-def read_lines(file, alone: bool = False) -> list[str]:
-    """Read the lines of a file that are not empty. alone: no other rank does; the file may be a
-    pipe."""
-    try:
-        text = without_mark(regular_file(file, or_pipe=alone).read_bytes()).decode()
-        lines = [line for line in text.splitlines() if line]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{file} can't be read: {reason}") from error
-    if not lines:
-        raise UserError(f"{file} has no prompts")
-    return lines

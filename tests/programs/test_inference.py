@@ -1,5 +1,6 @@
 """tools/generate.py, on Hugging Face directories and shards, and in sessions."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megazoo
+from megazoo.cli.prompts import read_messages, read_prompts
 from megazoo.programs import generate
 from tests.support.inference import PROMPT, expected_text, run_main, write_model
 from tests.support.programs import python
@@ -28,9 +30,9 @@ def test_torchrun_generates_what_transformers_does(directories, kind):
     command += ["--prompt", PROMPT, "--max-new-tokens", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(expected_text(directories / "hf"))
-    assert "20 new tokens in" in done.stdout
-    assert "tokens/s" in done.stdout.splitlines()[-1]
+    assert done.stdout == expected_text(directories / "hf") + "\n"
+    assert "20 new tokens in" in done.stderr
+    assert "tokens/s" in done.stderr.splitlines()[-1]
 
 
 def test_prompts_from_a_file_are_answered_together(directories, tmp_path, monkeypatch, capsys):
@@ -69,13 +71,14 @@ def test_several_answers_to_each_prompt(directories, tmp_path, monkeypatch, caps
 
 def test_a_session_answers_line_by_line(directories, monkeypatch, capsys):
     typed = f"{PROMPT}\n\n{'x = 1 ' * 40}\nimport\n"
-    code, out, _ = run_main(
+    code, out, error = run_main(
         generate, monkeypatch, capsys, directories / "shards", "--max-new-tokens", 8, typed=typed
     )
     assert code == 0
-    assert expected_text(directories / "hf", PROMPT, 8) in out
-    assert expected_text(directories / "hf", "import", 8) in out
-    assert "exceed the model's max-positions 64" in out
+    answers = [expected_text(directories / "hf", prompt, 8) for prompt in (PROMPT, "import")]
+    assert out == "".join(answer + "\n" for answer in answers)
+    assert "exceed the model's max-positions 64" in error
+    assert ">" not in error
 
 
 def test_sampling_and_stopping(directories, monkeypatch, capsys):
@@ -84,15 +87,76 @@ def test_sampling_and_stopping(directories, monkeypatch, capsys):
         run_main(generate, monkeypatch, capsys, *arguments, "--temperature", 2, "--seed", n)[1]
         for n in (1, 1, 2)
     ]
-    draws = [out.rpartition(" in ")[0] for out in draws]
     assert draws[0] == draws[1] != draws[2]
     text = expected_text(directories / "hf", new=15)
+    cold = run_main(generate, monkeypatch, capsys, *arguments, "--temperature", 0, "--top-k", 5)
+    assert cold[1] == text + "\n"
     stop = text[len(PROMPT) + 4 : len(PROMPT) + 7]
-    _, out, _ = run_main(generate, monkeypatch, capsys, *arguments, "--stop", stop)
-    answer = out.rpartition("\n\n")[0].removeprefix(PROMPT).rstrip("\n")
+    stops = ["--stop", "never there", "--stop", stop]
+    _, out, _ = run_main(generate, monkeypatch, capsys, *arguments, *stops)
+    answer = out.removeprefix(PROMPT).removesuffix("\n")
     assert text.removeprefix(PROMPT).startswith(answer)
     assert stop in answer
     assert len(answer) < len(text) - len(PROMPT)
+
+
+TEMPLATE = "{% for m in messages %}{{ bos_token + m['content'] + '\\n' }}{% endfor %}"
+
+
+def test_lines_of_json_are_answered_into_a_file(directories, tmp_path, monkeypatch, capsys):
+    lines = [{"prompt": f"{PROMPT}\n  return", "id": 7}, {"prompt": "import"}]
+    talks = [{"messages": [{"role": "user", "content": line["prompt"]}]} for line in lines]
+    for name, values in (("prompts", lines), ("messages", talks)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(v)}\n" for v in values))
+    theirs = AutoTokenizer.from_pretrained(directories / "hf")
+    model = AutoModelForCausalLM.from_pretrained(directories / "hf")
+
+    def answer(ids):
+        return theirs.decode(model.generate(ids, max_new_tokens=6)[0, ids.shape[1] :])
+
+    common = [directories / "hf", "--max-new-tokens", 6, "--output", tmp_path / "out.jsonl"]
+    (tmp_path / "out.jsonl").write_text("what was there before\n")
+    for name, values in (("prompts", lines), ("messages", talks)):
+        if name == "messages":
+            (directories / "hf/chat_template.jinja").write_text(TEMPLATE)
+            ids = [
+                theirs.apply_chat_template(
+                    talk["messages"], chat_template=TEMPLATE, return_tensors="pt", return_dict=True
+                )["input_ids"]
+                for talk in talks
+            ]
+        else:
+            ids = [theirs(line["prompt"], return_tensors="pt").input_ids for line in lines]
+        words = [*common, f"--{name}", tmp_path / f"{name}.jsonl"]
+        code, out, error = run_main(generate, monkeypatch, capsys, *words)
+        assert (code, out) == (0, ""), error
+        assert [json.loads(line) for line in (tmp_path / "out.jsonl").open()] == [
+            value | {"answer": answer(each)} for value, each in zip(values, ids, strict=True)
+        ]
+    code, out, _ = run_main(
+        generate, monkeypatch, capsys, *common[:-2], "--messages", tmp_path / "messages.jsonl",
+        "--batch-size", 1,
+    )  # fmt: skip
+    assert out == "".join(answer(each) + "\n" for each in ids)
+    (directories / "hf/chat_template.jinja").unlink()
+
+
+def test_bad_lines_are_named(tmp_path):
+    file = tmp_path / "a.jsonl"
+    for text, message in (
+        ('{"prompt": "a"}\n\n{"text": "a"}', "a.jsonl, line 3: it has no text under 'prompt'"),
+        ("[1]", "a.jsonl, line 1: '.1.' is no JSON object"),
+        ('{"prompt": "a"}\n{', "a.jsonl, line 2: Expecting property name"),
+        ("\n", "a.jsonl has no prompts"),
+    ):
+        file.write_text(text)
+        with pytest.raises(megazoo.UserError, match=message):
+            read_prompts(file)
+    file.write_text('{"messages": "a"}')
+    with pytest.raises(
+        megazoo.UserError, match="line 1: it has no list of objects under 'messages"
+    ):
+        read_messages(file)
 
 
 TOO_LONG = "x = 1 " * 40
@@ -101,6 +165,8 @@ WRONG = [
     (["--prompt", ""], "the prompt is empty, and this tokenizer begins no text: give some text"),
     ("--prompt a --prompts b".split(), "--prompt and --prompts exclude each other"),
     ("--prompts /nowhere".split(), "/nowhere can't be read: No such file"),
+    ("--prompt a --output /nowhere/a.jsonl".split(), "--output /nowhere/a.jsonl: No such file"),
+    ("--prompt a --messages b".split(), "--prompt and --messages exclude each other"),
     ("--prompt a --tp 3".split(), "tp 3 doesn't divide"),
     ("--prompt a --tokenizer /nowhere".split(), "/nowhere"),
     ("--prompt a --num-return-sequences 2".split(), "num-return-sequences 2 needs --temperature,"),
@@ -111,7 +177,8 @@ WRONG = [
 def test_mistakes_are_told_in_one_line(directories, monkeypatch, capsys):
     for arguments, message in WRONG:
         code, out, error = run_main(generate, monkeypatch, capsys, directories / "hf", *arguments)
-        assert (code, out, error.count("\n")) == (2, "", 1), error
+        expected = 1 if "--output" in arguments else 2
+        assert (code, out, error.count("\n")) == (expected, "", 1), error
         assert re.search(message, error), error
 
 

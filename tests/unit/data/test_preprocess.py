@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from megazoo.cli.prompts import read_prompts
 from megazoo.data import preprocess as module
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import Recipe, input_files, preprocess
 from megazoo.errors import UserError
-from megazoo.programs import compare_hf, evaluate, generate, preprocess_data
+from megazoo.programs import compare_hf, evaluate, preprocess_data
 from megazoo.tokenizer import ByteTokenizer
 from tests.support.inference import run_main
 from tests.support.sampling import marked_slow
@@ -291,4 +292,4 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     preprocess(Recipe((str(marked), str(line)), "byte"), tmp_path / "out", 0)
     assert read_back(tmp_path / "out_text_document") == ["a text\n", "a line"]
     assert evaluate.read_texts(marked, "text") == [compare_hf.read_text(marked)] == [b"a text\n"]
-    assert generate.read_lines(marked) == ["a text"]
+    assert [prompt.text for prompt in read_prompts(marked)] == ["a text"]

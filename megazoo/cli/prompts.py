@@ -1,0 +1,109 @@
+"""What a model is asked, from flags and files, and what becomes of its answers."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from megazoo.environment import is_rank_zero
+from megazoo.errors import UserError
+from megazoo.files import brief, regular_file, without_mark
+from megazoo.tokenizer import Tokenizer
+
+
+class Prompt(NamedTuple):
+    """A question to a model.
+
+    text: what is encoded. line: the object that it comes from, which --output repeats. shown:
+    whether the text is printed before the answer.
+    """
+
+    text: str
+    line: dict
+    shown: bool = True
+
+
+def read_prompts(file: Path, *, alone: bool = False) -> list[Prompt]:
+    """Read the prompts of a text file, one a line, or of JSONL, `prompt` of each line. UserError
+    for what has none. alone: no other rank reads it; the file may be a pipe."""
+    if file.suffix == ".jsonl":
+        prompts = []
+        for number, line in _objects(file, alone):
+            if not isinstance(line.get("prompt"), str):
+                raise UserError(f"{file}, line {number}: it has no text under 'prompt'")
+            prompts.append(Prompt(line["prompt"], line))
+    else:
+        texts = [line for line in _text(file, alone).splitlines() if line]
+        prompts = [Prompt(text, {"prompt": text}) for text in texts]
+    if not prompts:
+        raise UserError(f"{file} has no prompts")
+    return prompts
+
+
+def read_messages(file: Path, *, alone: bool = False) -> list[dict]:
+    """Read the objects of a JSONL file, each with `messages`. Arguments and errors as in
+    `read_prompts`."""
+    lines = []
+    for number, line in _objects(file, alone):
+        messages = line.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise UserError(f"{file}, line {number}: it has no list of objects under 'messages'")
+        lines.append(line)
+    if not lines:
+        raise UserError(f"{file} has no messages")
+    return lines
+
+
+def prompt_of_messages(line: dict, tokenizer: Tokenizer) -> Prompt:
+    """Return the prompt for an answer to the messages of a line, by the tokenizer's template."""
+    text = tokenizer.apply_chat_template(
+        line["messages"], tools=line.get("tools"), add_generation_prompt=True
+    )
+    return Prompt(text, line, shown=False)
+
+
+def _objects(file: Path, alone: bool) -> list[tuple[int, dict]]:
+    """Return the objects of the lines of a JSONL file that are not empty, and their numbers."""
+    found = []
+    for number, text in enumerate(_text(file, alone).split("\n"), 1):
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}, line {number}: {error}") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{file}, line {number}: {brief(text)} is no JSON object")
+        found.append((number, value))
+    return found
+
+
+def _text(file: Path, alone: bool) -> str:
+    try:
+        return without_mark(regular_file(file, or_pipe=alone).read_bytes()).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{file} can't be read: {reason}") from error
+
+
+class Answers:
+    """The file of --output, which rank 0 writes: an object a line, that of the prompt with the
+    answer, or the answers, in it. UserError, before there is a model, if it can't be written; what
+    is in it stays until the first answer."""
+
+    def __init__(self, file: Path):
+        self.file, self.mode = file, "w"
+        if is_rank_zero():
+            self._write("", "a")
+
+    def add(self, prompt: Prompt, answers: list[str]) -> None:
+        if is_rank_zero():
+            new = {"answer": answers[0]} if len(answers) == 1 else {"answers": answers}
+            self._write(json.dumps({**prompt.line, **new}, ensure_ascii=False) + "\n", self.mode)
+            self.mode = "a"
+
+    def _write(self, text: str, mode: str) -> None:
+        try:
+            with regular_file(self.file).open(mode, encoding="utf-8", errors="replace") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(f"--output {self.file}: {error.strerror}", exit_code=1) from error
