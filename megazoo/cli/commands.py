@@ -38,6 +38,7 @@ COMMANDS = (
         "Train a model from random weights, or fine-tune or resume one (--load).",
     ),
     _tool("generate", "generate", "Generate text after a prompt."),
+    _tool("chat", "chat", "Chat with a model in the terminal or through a pipe."),
     _tool("evaluate", "evaluate", "Score texts, choices or labels, or run lm-evaluation-harness."),
     _tool(
         "convert",

@@ -85,7 +85,12 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
     others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
     kept = {name: data for name, data in model.sidecar_files.items() if name not in others}
     template = run.tokenizer.chat_template
-    if any("messages" in first_object(Path(name))[1] for name in json_files(run.sources)):
+    if trains_conversations(run):
         template = as_jinja(run.options.data.chat_template, run.tokenizer)
     files = tokenizer_files(source) | ({CHAT_TEMPLATE: template.encode()} if template else {})
     model.sidecar_files = files | kept
+
+
+def trains_conversations(run: Run) -> bool:
+    """Say whether a file of the data has messages."""
+    return any("messages" in first_object(Path(name))[1] for name in json_files(run.sources))

@@ -22,6 +22,7 @@ from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
+from megazoo.terminal import print_error
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 from megazoo.tokenizer.settings import chat_template_in
 
@@ -65,8 +66,13 @@ class InferenceOptions(ImportOption, VerifyOption):
         return world_size() == self.tp * self.pp * self.cp == 1
 
 
-def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
-    """Start the missing ranks, and return this rank's part of the model and its tokenizer."""
+def load_for_inference(
+    options: InferenceOptions, *, keep_on_interrupt: bool = False
+) -> tuple[Model, Tokenizer]:
+    """Start the missing ranks, and return this rank's part of the model and its tokenizer.
+
+    keep_on_interrupt: see `start_missing_ranks`.
+    """
     (path,) = required(options, "source")
     source = open_source(path, verify=options.verify)
     where = options.tokenizer or source.tokenizer
@@ -89,7 +95,13 @@ def load_for_inference(options: InferenceOptions) -> tuple[Model, Tokenizer]:
     data_parallel_size(options.tp, options.pp, options.cp)
     local_ranks = options.tp * options.pp * options.cp if world_size() == 1 else None
     choose_device(options.device, local_ranks)
-    start_missing_ranks(options.tp, options.pp, options.cp)
+    start_missing_ranks(
+        options.tp,
+        options.pp,
+        options.cp,
+        report=print_error,
+        keep_on_interrupt=keep_on_interrupt,
+    )
     # The ranks of --cp are replicas here: generation and scoring need whole sequences.
     ctx = ParallelContext.from_torch(
         options.tp, options.pp, stage_layers=stage_layers, device=options.device

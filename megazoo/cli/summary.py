@@ -5,6 +5,7 @@ import json
 
 from megazoo.cli.adapters import flag_to_go_on
 from megazoo.cli.commands import command_line, torchrun_line
+from megazoo.cli.data import trains_conversations
 from megazoo.cli.defaults import FOLLOWING
 from megazoo.cli.parsing import each_once
 from megazoo.cli.plan_report import adapters_of, plan_lines, plan_of
@@ -142,5 +143,7 @@ def _command_to_use(run: Run, recorder: Recorder) -> str | None:
     if run.labels:
         line = command_line(words, "evaluate")
         return f"classify      {line} --labels FILE.jsonl"
+    if trains_conversations(run):
+        return f"chat          {command_line(words, 'chat')}"
     line = command_line(words, "generate")
     return f'generate      {line} --prompt "..."'

@@ -91,7 +91,7 @@ class Chooser:
         self.real = None if real is None else real.repeat_interleave(settings.rows_of_prompt, 0)
         self.step = 0  # new tokens so far
         self.finite = torch.ones((), dtype=torch.bool, device=prompt.device)  # all logits
-        self.can_end = bool(settings.eos_token_id or settings.stop)
+        self.can_end = bool(settings.eos_token_id or settings.stop or settings.halt)
         # On a CPU looking costs nothing, and numbers that are none end the group at once.
         self.looks = self.can_end or prompt.device.type == "cpu"
         self.ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=prompt.device)
@@ -104,6 +104,8 @@ class Chooser:
         tokens mean nothing, and the group ends if the host looks."""
         self.finite &= logits.amax().isfinite()  # NaN is the largest
         tokens, sources, over = self.advance(logits)
+        if self.settings.halt and self.settings.halt():
+            over = torch.ones_like(over)
         state = GOES_ON
         if self.looks:
             state = torch.where(self.finite, over.all().long(), BROKEN)

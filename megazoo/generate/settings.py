@@ -1,6 +1,7 @@
 """The settings of generation: the names and meanings are transformers'."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -40,6 +41,8 @@ class GenerationSettings:
     eos_token_id: one id or several, of which each ends a row. pad_token_id: what comes after it; by
     default the first of eos_token_id.
     stop: strings; a row ends once its new text, by the tokenizer, has one of them.
+    halt: is called after each token, on the ranks of the last stage, which must agree: True ends
+    all rows.
     seed: of the draws. A row's draws depend on it, on the prompt's number in the batch, and on
     which of the prompt's rows it is.
     """
@@ -61,6 +64,7 @@ class GenerationSettings:
     pad_token_id: int | None = None
     stop: tuple[str, ...] | Any = ()  # likewise
     tokenizer: Any = None
+    halt: Callable[[], bool] | None = None
     seed: int = 0
 
     def __post_init__(self):

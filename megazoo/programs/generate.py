@@ -14,15 +14,14 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
-import tyro
 
-from megazoo.cli.flags import File, Text, parse_flags, unset
-from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.flags import File, Text, parse_flags
+from megazoo.cli.inference import load_for_inference
 from megazoo.cli.prompts import Answers, Prompt, prompt_of_messages, read_messages, read_prompts
+from megazoo.cli.sampling import SamplingOptions, sampling_settings
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects
@@ -30,20 +29,17 @@ from megazoo.terminal import count_bar, note_rank_0, print_rank_0
 
 # Arguments of `Model.generate` that are flags of the same names.
 SAME_NAMES = (
-    "max_new_tokens",
     "min_new_tokens",
     "num_beams",
     "num_return_sequences",
     "length_penalty",
     "early_stopping",
-    "repetition_penalty",
     "no_repeat_ngram_size",
-    "seed",
 )
 
 
 @dataclass
-class Options(InferenceOptions):
+class Options(SamplingOptions):
     """What to generate, and how."""
 
     prompt: Text = None
@@ -58,18 +54,8 @@ class Options(InferenceOptions):
     printing."""
     batch_size: int = 8
     """Prompts of a file that are answered together."""
-    max_new_tokens: int = 128
-    """Tokens of an answer at most."""
     min_new_tokens: int = 0
-    """And at least."""
-    temperature: Annotated[float | None, unset("FLOAT", "1")] = None
-    """Divides the scores: below 1 for likelier tokens, above for others; 0 takes the likeliest."""
-    top_k: Annotated[int | None, unset("INT", "all")] = None
-    """Draw from so many of the likeliest tokens."""
-    top_p: Annotated[float | None, unset("FLOAT", "1")] = None
-    """Draw from the likeliest tokens that together have this probability."""
-    seed: int = 0
-    """Of the draws: the same tokens in any layout."""
+    """Tokens of an answer at least."""
     num_beams: int = 1
     """Above 1: search with so many beams."""
     num_return_sequences: int = 1
@@ -78,12 +64,8 @@ class Options(InferenceOptions):
     """Of beams: above 0 prefers longer answers."""
     early_stopping: bool = False
     """Of beams: end with the first num-beams answers."""
-    repetition_penalty: float = 1.0
-    """Above 1: tokens that were there become less likely."""
     no_repeat_ngram_size: int = 0
     """Above 0: never repeat so many tokens in a row, the prompt's included."""
-    stop: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], unset("TEXT", "none")]] = ()
-    """Text that ends an answer. It may be given several times."""
 
 
 class Printer:
@@ -204,24 +186,14 @@ def read_questions(options: Options) -> tuple[list[Prompt] | None, list[dict] | 
 def settings_of(options: Options, model, tokenizer) -> dict:
     """Return the arguments of `Model.generate`: the flags of the same names, and what ends an
     answer."""
-    settings = {name: getattr(options, name) for name in SAME_NAMES}
-    drawn = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    drawn = {name: value for name, value in drawn.items() if value is not None}
-    if options.temperature == 0:
-        drawn = {}
-    if options.num_return_sequences > 1 and not drawn and options.num_beams == 1:
+    settings = sampling_settings(options, model, tokenizer)
+    settings |= {name: getattr(options, name) for name in SAME_NAMES}
+    several = options.num_return_sequences > 1 and options.num_beams == 1
+    if several and "do_sample" not in settings:
         raise UserError(
             f"num-return-sequences {options.num_return_sequences} needs --temperature, --top-k or "
             "--top-p, or --num-beams of at least as many"
         )
-    if drawn:
-        settings |= {"do_sample": True, "top_k": 0, **drawn}
-    ends = model.generation.get("eos_token_id", tokenizer.eos_token_id)
-    if ends is None:
-        ends = []
-    settings["eos_token_id"] = [ends] if isinstance(ends, int) else list(ends)
-    if options.stop:
-        settings |= {"stop": options.stop, "tokenizer": tokenizer}
     return settings
 
 

@@ -53,7 +53,8 @@ class LocalRanks:
     """The ranks of a program, as processes of this machine.
 
     command: what starts a rank; None to fork this process instead. output: the file that gets what
-    a command prints, as subprocess has it; by default where this process prints.
+    a command prints, as subprocess has it; by default where this process prints. keep_on_interrupt:
+    whether ranks that catch SIGUSR1, too, get each Ctrl-C and go on.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class LocalRanks:
         cp: int = 1,
         dp: int = 1,
         output=None,
+        keep_on_interrupt: bool = False,
     ):
-        self.output = output
+        self.output, self.keep_on_interrupt = output, keep_on_interrupt
         self.layout, self.command = ParallelContext.virtual(tp, pp, dp, cp=cp), command
         # The ranks meet here: no port has to be chosen that another program could take meanwhile.
         self.socket = socket.create_server(("localhost", 0))
@@ -166,7 +168,11 @@ class LocalRanks:
 
     def _pass_on(self, number: int, _frame) -> None:
         """Pass a signal on to the ranks. A second Ctrl-C ends them."""
-        now = time.monotonic()
+        now, ranks = time.monotonic(), [process.pid for process in self._running()]
+        catch = all(_catches(pid, signal.SIGUSR1) for pid in ranks)
+        if number == signal.SIGINT and self.keep_on_interrupt and catch:
+            self._send(number)
+            return
         self.told = self.told or number
         if number == signal.SIGINT and self._first_interrupt > now:
             self._first_interrupt = now

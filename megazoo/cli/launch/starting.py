@@ -67,19 +67,32 @@ def after_rank_zero(work: Callable[[], None]):
     return store
 
 
-def start_missing_ranks(tp: int, pp: int, cp: int = 1, dp: int = 1) -> None:
+def start_missing_ranks(
+    tp: int,
+    pp: int,
+    cp: int = 1,
+    dp: int = 1,
+    *,
+    report: Callable[[str], None] = print,
+    keep_on_interrupt: bool = False,
+) -> None:
     """In a world of one, become the launcher of tp x pp x cp x dp local ranks of this program, if
     more than one is needed: start them, wait for their end, and exit. Ranks that are forked return
-    from here; others run the program from its beginning."""
+    from here; others run the program from its beginning.
+
+    report: prints the line that says so. keep_on_interrupt: each Ctrl-C goes to the ranks, which
+    may go on; otherwise the second one ends them.
+    """
     ranks = tp * pp * cp * dp
     if world_size() > 1 or ranks == 1:
         return
-    print(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would", flush=True)
+    report(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would")
+    sys.stdout.flush()
     # This loads torch, which --help does not need.
     from megazoo.cli.launch.local_ranks import LocalRanks, can_fork
 
     command = None if can_fork() else [sys.executable, "-u", *entry(), *sys.argv[1:]]
-    code = LocalRanks(tp, pp, command, cp, dp).run()
+    code = LocalRanks(tp, pp, command, cp, dp, keep_on_interrupt=keep_on_interrupt).run()
     if code is not None:
         sys.exit(code)
     end_with_launcher()
