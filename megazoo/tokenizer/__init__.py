@@ -8,7 +8,8 @@ from megazoo.files import json_object, read_bytes
 from megazoo.hub import local_directory
 from megazoo.tokenizer.base import EncodedBatch, Stream, Tokenizer
 from megazoo.tokenizer.byte import ByteTokenizer
-from megazoo.tokenizer.hugging_face import Unsupported, from_tokenizer_json, from_vocab_and_merges
+from megazoo.tokenizer.hugging_face import from_tokenizer_json, from_vocab_and_merges
+from megazoo.tokenizer.pipeline import from_pipeline
 from megazoo.tokenizer.ranks import LINE, from_ranks
 from megazoo.tokenizer.sentence_piece import from_sentencepiece
 from megazoo.tokenizer.settings import SETTINGS_FILES, TokenizerSettings, read_settings
@@ -41,13 +42,7 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
         return ByteTokenizer()
     directory, files = _located(where)
     settings = read_settings(directory)
-    try:
-        tokenizer = _from_file(files[0], settings)
-    except Unsupported:
-        if directory / "tokenizer.model" not in files[1:]:
-            raise
-        # LLaMA-2's tokenizer.json is not byte-level BPE.
-        tokenizer = _from_file(directory / "tokenizer.model", settings)
+    tokenizer = _from_file(files[0], settings)
     tokenizer.source, tokenizer.chat_template = str(where), settings.chat_template
     return tokenizer
 
@@ -115,4 +110,7 @@ def _from_file(path: Path, settings: TokenizerSettings) -> Tokenizer:
     entries = json_object(path, data)
     if _is_vocabulary(entries):
         return from_vocab_and_merges(path, entries, settings)
-    return from_tokenizer_json(path, entries, settings)
+    try:
+        return from_tokenizer_json(path, entries, settings)  # several times faster
+    except UserError:
+        return from_pipeline(path, data, entries, settings)

@@ -16,7 +16,8 @@ SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
 
 class AddedToken(NamedTuple):
     """special: may be left out of decoded text. normalized: looked for after the normalizer.
-    lstrip, rstrip: it takes the spaces on that side with it."""
+    lstrip, rstrip: it takes the spaces on that side with it. single_word: it is not looked for
+    inside a word."""
 
     content: str
     id: int
@@ -24,6 +25,7 @@ class AddedToken(NamedTuple):
     normalized: bool = False
     lstrip: bool = False
     rstrip: bool = False
+    single_word: bool = False
 
     @classmethod
     def from_json(cls, entry: dict, token_id: int) -> "AddedToken":
@@ -35,8 +37,6 @@ class AddedToken(NamedTuple):
                     f"added token {entry['content']!r}: {name} is {entry[name]!r}, "
                     "not true or false"
                 )
-        if entry.get("single_word"):
-            raise UserError(f"added token {entry['content']!r}: single_word is not supported")
         check_id(token_id, entry["content"])
         special = bool(entry.get("special", False))
         return cls(
@@ -46,6 +46,7 @@ class AddedToken(NamedTuple):
             normalized=bool(entry.get("normalized", not special)),
             lstrip=bool(entry.get("lstrip", False)),
             rstrip=bool(entry.get("rstrip", False)),
+            single_word=bool(entry.get("single_word", False)),
         )
 
 
@@ -64,6 +65,12 @@ class Splitter:
             (lambda text: unicodedata.normalize("NFC", text)) if nfc else lambda text: text
         )
         tokens = [token for token in tokens if token.content]
+        for token in tokens:
+            if token.single_word:
+                raise UserError(
+                    f"added token {token.content!r}: single_word is not supported "
+                    "without a tokenizer.json"
+                )
         self._raw = {token.content: token for token in tokens if not token.normalized}
         self._normalized = {
             self._normalize(token.content): token for token in tokens if token.normalized

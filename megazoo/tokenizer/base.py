@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from megazoo.errors import UserError
+from megazoo.files import brief
 from megazoo.tokenizer.chat import render, render_answers
 
 if TYPE_CHECKING:
@@ -21,6 +22,21 @@ class EncodedBatch(NamedTuple):
 
     input_ids: "torch.Tensor"
     attention_mask: "torch.Tensor"
+
+
+class BatchEncoding(dict):
+    """What calling a tokenizer returns: input_ids and attention_mask, as items and as
+    attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: "str | torch.device") -> "BatchEncoding":
+        """Return the same on a device; for tensors only (return_tensors="pt")."""
+        return BatchEncoding({name: tensor.to(device) for name, tensor in self.items()})
 
 
 class Stream:
@@ -104,7 +120,6 @@ class Tokenizer:
         for name, side in (("padding_side", padding_side), ("truncation_side", truncation_side)):
             if side not in ("left", "right"):
                 raise UserError(f"{name} {side!r} is neither left nor right")
-        pad = self.eod if self.pad_token_id is None else self.pad_token_id
         before, after = (self.before, self.after) if add_special_tokens else ((), ())
         rows = [self.encode(text, add_special_tokens=False) for text in texts]
         if max_length is not None:
@@ -116,6 +131,9 @@ class Tokenizer:
             rows = [_shortened(row, max_length - added, truncation_side) for row in rows]
         rows = [torch.tensor([*before, *row, *after], dtype=torch.int64) for row in rows]
         longest = max(map(len, rows), default=0)
+        pad = self.pad_token_id
+        if pad is None:
+            pad = self.eod if any(len(row) < longest for row in rows) else 0
         ids = torch.full((len(rows), longest), pad)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(rows):
@@ -123,6 +141,59 @@ class Tokenizer:
             ids[row, start : start + len(tokens)] = tokens
             mask[row, start : start + len(tokens)] = 1
         return EncodedBatch(ids, mask)
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        padding_side: Side = "right",
+        truncation_side: Side = "right",
+        add_special_tokens: bool = True,
+        return_tensors: str | None = None,
+    ) -> BatchEncoding:
+        """Encode a text or several, as transformers' tokenizers do when they are called: for
+        `model(**batch)` and `model.generate(**batch)`.
+
+        padding: True or "longest" pads as `encode_batch` does. truncation: True cuts to max_length
+        tokens. return_tensors: "pt" for int64 [batch, longest], else lists; of one text its ids
+        alone. Raises UserError for other values, and for tensors of rows of several lengths.
+        """
+        for name, value, allowed in (
+            ("padding", padding, (False, True, "longest")),
+            ("truncation", truncation, (False, True)),
+            ("return_tensors", return_tensors, (None, "pt")),
+        ):
+            if value not in allowed:
+                raise UserError(f"{name} {value!r} is none of {', '.join(map(repr, allowed))}")
+        if truncation != (max_length is not None):
+            raise UserError("truncation=True and max_length go together: give both or neither")
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
+            raise UserError(f"text {brief(text)} is neither a string nor a list of strings")
+        ids, mask = self.encode_batch(
+            texts,
+            padding_side=padding_side,
+            max_length=max_length,
+            truncation_side=truncation_side,
+            add_special_tokens=add_special_tokens,
+        )
+        if return_tensors:
+            if not padding and not mask.all():
+                lengths = mask.sum(1)
+                raise UserError(
+                    f"texts of {lengths.min()} to {lengths.max()} tokens make no tensor: "
+                    "give padding=True"
+                )
+            return BatchEncoding(input_ids=ids, attention_mask=mask)
+        marks = mask.bool() | bool(padding)
+        rows = {
+            name: [row[kept].tolist() for row, kept in zip(tensor, marks, strict=True)]
+            for name, tensor in (("input_ids", ids), ("attention_mask", mask))
+        }
+        return BatchEncoding({n: r[0] if isinstance(text, str) else r for n, r in rows.items()})
 
     def decode(self, ids: Iterable[Any], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids. Broken UTF-8 becomes U+FFFD; ids that no token has are left

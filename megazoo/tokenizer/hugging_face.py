@@ -1,5 +1,5 @@
-"""Byte-level BPE is read from Hugging Face's files: tokenizer.json, or vocab.json and
-merges.txt."""
+"""Byte-level BPE is read from Hugging Face's files: vocab.json and merges.txt, or a tokenizer.json
+that tiktoken can be equal to."""
 
 from pathlib import Path
 
@@ -18,10 +18,6 @@ GPT2_CLASSES = (
 END_OF_TEXT = "<|endoftext|>"
 
 
-class Unsupported(UserError):
-    """A tokenizer.json that is well-formed, but no byte-level BPE that we can be equal to."""
-
-
 def byte_of_character() -> dict[str, int]:
     """Return GPT-2's spelling of bytes, by character: printable bytes are themselves, the others
     are the characters from U+0100 on."""
@@ -36,8 +32,8 @@ BYTE_OF = byte_of_character()
 
 
 def from_tokenizer_json(path: Path, data: dict, settings: TokenizerSettings) -> ByteLevelBPE:
-    """Return the tokenizer of a tokenizer.json, whose content is `data`. Raises Unsupported, or
-    UserError if it is malformed."""
+    """Return the tokenizer of a tokenizer.json, whose content is `data`. Raises UserError for what
+    is left to the `tokenizers` library: all but byte-level BPE of the usual kind."""
     with malformed(path):
         pattern, nfc, template = _read_pipeline(data)
     settings.refuse("add_prefix_space", False)
@@ -49,8 +45,9 @@ def from_tokenizer_json(path: Path, data: dict, settings: TokenizerSettings) -> 
         found = [
             AddedToken.from_json(entry, entry["id"]) for entry in data.get("added_tokens") or []
         ]
-        # we see no words, in which it would fuse
-        unk = None if model.get("fuse_unk") else model.get("unk_token")
+        unk = model.get("unk_token")
+        if unk and model.get("fuse_unk") and not BYTE_OF.keys() <= model["vocab"].keys():
+            raise UserError("model.fuse_unk: tiktoken sees no words, in which it would fuse")
         tokenizer, id_of = _build(
             model["vocab"],
             merges,
@@ -108,7 +105,7 @@ def _build(vocab, merges, pattern, found, settings, nfc=False, unk=None, exact=F
         names = {token.content for token in added}
         for content, token in vocab.items():
             if token not in ranked and content not in names:
-                raise Unsupported(
+                raise UserError(
                     f"model.ignore_merges true with the token {content!r}, which no merge makes"
                 )
     return ByteLevelBPE(tokens, list(ranked), pattern, added, nfc, vocab.get(unk)), id_of.get
@@ -125,8 +122,7 @@ def _bytes_of(content: str) -> bytes:
 
 def _read_pipeline(data: dict) -> tuple[str, bool, tuple[list[int], list[int]]]:
     """Read what surrounds the model in a tokenizer.json: the pattern that cuts words, whether texts
-    are normalized to NFC, and the ids put before and after a text. Raises Unsupported, naming the
-    field."""
+    are normalized to NFC, and the ids put before and after a text. Raises UserError."""
     model = data["model"]
     kind = model.get("type", "BPE" if "merges" in model else None)
     _check("model.type", kind, "BPE")
@@ -143,7 +139,7 @@ def _read_pattern(data: dict) -> str:
     steps = _steps(data, "pre_tokenizer", "pretokenizers")
     kinds = [step["type"] for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
-        raise Unsupported(f"pre_tokenizer {' + '.join(kinds) or None} is not supported")
+        raise UserError(f"pre_tokenizer {' + '.join(kinds) or None} is not supported")
     *splits, last = steps
     _check("pre_tokenizer.add_prefix_space", last.get("add_prefix_space", True), False)
     _check("pre_tokenizer.use_regex", last.get("use_regex", True), not splits)
@@ -155,7 +151,7 @@ def _read_pattern(data: dict) -> str:
     _check("pre_tokenizer.pattern", [*split["pattern"]], ["Regex"])
     pattern = split["pattern"]["Regex"]
     if "$" in pattern.replace(r"\$", ""):  # an end of the text here, of a line there
-        raise Unsupported(f"pre_tokenizer.pattern {pattern!r} is not supported: it has a $")
+        raise UserError(f"pre_tokenizer.pattern {pattern!r} is not supported: it has a $")
     return pattern
 
 
@@ -166,7 +162,7 @@ def _read_template(data: dict) -> tuple[list[int], list[int]]:
     for step in templates:
         _check("post_processor", step["type"], "TemplateProcessing")
     if len(templates) > 1:
-        raise Unsupported("post_processor with several TemplateProcessing is not supported")
+        raise UserError("post_processor with several TemplateProcessing is not supported")
     around = [], []
     for step in templates:
         text = [[*item] for item in step["single"]].index(["Sequence"])
@@ -190,4 +186,4 @@ def _steps(data: dict, field: str, inside: str) -> list[dict]:
 
 def _check(field: str, value, supported) -> None:
     if value != supported:
-        raise Unsupported(f"{field} {value!r} is not supported")
+        raise UserError(f"{field} {value!r} is not supported")

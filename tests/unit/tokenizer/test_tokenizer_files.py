@@ -1,17 +1,20 @@
 """The files of a tokenizer: where they are found, and which of them are refused."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from megazoo.checkpoint.places import MANIFEST
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.errors import UserError
 from megazoo.programs import train_tokenizer
 from megazoo.tokenizer import open_tokenizer
+from megazoo.tokenizer.pipeline import PipelineTokenizer
 from tests.support.inference import run_main
 from tests.support.tokenizer_files import (
     BYTE_LEVEL,
@@ -45,6 +48,8 @@ def test_files_and_checkpoints_open_as_directories_do(directory, tmp_path, monke
     assert find_tokenizer("byte") == "byte"
 
 
+JSON, MODEL, VOCABULARY = "tokenizer.json", "tokenizer.model", {"vocab.json": '{"a": 0}'}
+CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 PREFIX = {"add_prefix_space": True}
 
 
@@ -58,44 +63,66 @@ def added(**settings) -> dict:
     return {"added_tokens": [{"content": "x", **settings}]}
 
 
+# what of gpt2's tokenizer.json is changed, which tiktoken can't be equal to
+LEFT_TO_TOKENIZERS = [
+    {"model_end_of_word_suffix": "</w>"},
+    dict(model_ignore_merges=True, model_vocab=lambda vocab: vocab | {"wwww": 5000}),
+    sequence("normalizer", {"type": "Lowercase"}),
+    {"pre_tokenizer": None},
+    {"pre_tokenizer": BYTE_LEVEL | PREFIX},
+    {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
+    split(behavior="Removed"),
+    split(invert=True),
+    split(pattern={"String": " "}),
+    split(pattern={"Regex": "t$"}),
+    sequence("post_processor", TEMPLATE, TEMPLATE),
+    added(id=1, single_word=True, special=False, normalized=False, lstrip=False, rstrip=False),
+    # the words of a run of unknown bytes are fused
+    dict(
+        model_fuse_unk=True,
+        model_unk_token="!",
+        model_vocab=lambda vocab: {t: i for t, i in vocab.items() if t != "w"},
+        model_merges=lambda merges: [m for m in merges if "w" not in "".join(m)],
+    ),
+]
+
+
+def test_what_tiktoken_cannot_do_is_left_to_tokenizers(directory, tmp_path):
+    usual, differ = open_tokenizer(directory / "gpt2"), 0
+    for changes in LEFT_TO_TOKENIZERS:
+        edited(directory, "gpt2", tmp_path, **changes)
+        oracle, tokenizer = Tokenizer.from_file(str(tmp_path / JSON)), open_tokenizer(tmp_path)
+        assert isinstance(tokenizer, PipelineTokenizer), changes
+        texts = ("x import x.xx\n World\n", "wwww for a tow", "The start\nof it")
+        assert all(tokenizer.encode(text) == oracle.encode(text).ids for text in texts), changes
+        differ += any(tokenizer.encode(text) != usual.encode(text) for text in texts)
+    assert differ == len(LEFT_TO_TOKENIZERS) - 3  # a suffix, no regex and two templates do nothing
+
+
+def test_a_prefix_space_is_as_in_transformers(directory, tmp_path):
+    for prefix in (True, False):
+        for before in (True, False):
+            change = {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": before}}
+            edited(directory, "gpt2", tmp_path, **change)
+            config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": prefix}
+            (tmp_path / CONFIG).write_text(json.dumps(config))
+            ours, theirs = open_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+            assert ours.encode("it is") == theirs.encode("it is")
+
+
 # the message, and what of gpt2's tokenizer.json is changed
 REFUSED = {
-    "model.type 'WordPiece'": {"model_type": "WordPiece"},
-    "model.dropout 0.1": {"model_dropout": 0.1},
-    "model.byte_fallback True": {"model_byte_fallback": True},
-    "model.continuing_subword_prefix '##'": {"model_continuing_subword_prefix": "##"},
-    "model.end_of_word_suffix '</w>'": {"model_end_of_word_suffix": "</w>"},
-    "model.ignore_merges true with the token 'zzzz'": dict(
-        model_ignore_merges=True, model_vocab=lambda vocab: vocab | {"zzzz": 5000}
-    ),
-    "normalizer 'Lowercase'": sequence("normalizer", {"type": "Lowercase"}),
-    "pre_tokenizer None": {"pre_tokenizer": None},
-    "pre_tokenizer Metaspace": {"pre_tokenizer": {"type": "Metaspace"}},
-    "pre_tokenizer.add_prefix_space True": {"pre_tokenizer": BYTE_LEVEL | PREFIX},
-    "pre_tokenizer.use_regex False": {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
-    "pre_tokenizer.behavior 'Removed'": split(behavior="Removed"),
-    "pre_tokenizer.invert True": split(invert=True),
-    "pre_tokenizer.pattern ['String']": split(pattern={"String": " "}),
-    "it has a $": split(pattern={"Regex": "a$"}),
-    "the pattern '(a' is not one that tiktoken can use": split(pattern={"Regex": "(a"}),
-    "post_processor 'RobertaProcessing'": {"post_processor": {"type": "RobertaProcessing"}},
-    "several TemplateProcessing": sequence("post_processor", TEMPLATE, TEMPLATE),
-    "added token 'x': single_word": added(id=1, single_word=True),
-    "added token 'x': lstrip is 'yes', not true or false": added(id=1, lstrip="yes"),
-    "token 'x' has the id -1": added(id=-1),
-    "merge 'q' 'zq': 'zq' is not in the vocabulary": {"model_merges": [["q", "zq"]]},
-    "merge 'a' 'q': 'aq' is not in the vocabulary": {"model_merges": ["a q"]},
-    "malformed: ValueError not enough values": {"model_merges": [["q"]]},
-    "malformed: KeyError 'merges'": {"model": {"type": "BPE", "vocab": {}}},
-    "malformed: AttributeError": {"model_vocab": ["a"]},
-    "token 'a' has the id 'b'": {"model_vocab": {"a": "b"}},
-    "two tokens of the vocabulary have the same id": dict(
-        model_vocab={"a": 1, "b": 1}, model_merges=[]
-    ),
+    "model.dropout 0.1 would draw other ids for the same text": {"model_dropout": 0.1},
+    "can't be read: Cannot instantiate Tokenizer from buffer": {"model_type": "Syllables"},
+    "can't be read: slice index": {"model_continuing_subword_prefix": "##"},
+    "unmatched parenthesis": split(pattern={"Regex": "(a"}),
+    "invalid type: string": added(id=1, lstrip="yes"),
+    "invalid value: integer": added(id=-1),
+    "Token `zq` out of vocabulary": {"model_merges": [["q", "zq"]]},
 }
 
 
-def test_a_tokenizer_json_of_another_kind_is_refused_by_name(directory, tmp_path):
+def test_a_tokenizer_json_that_tokenizers_cannot_read_is_refused(directory, tmp_path):
     for message, changes in REFUSED.items():
         with pytest.raises(UserError, match=re.escape(message)) as error:
             open_tokenizer(edited(directory, "gpt2", tmp_path, **changes))
@@ -103,27 +130,11 @@ def test_a_tokenizer_json_of_another_kind_is_refused_by_name(directory, tmp_path
         assert "\n" not in str(error.value)
 
 
-def test_llama2s_tokenizer_json_gives_way_to_its_model(directory, tmp_path):
-    edited(directory, "gpt2", tmp_path, model_byte_fallback=True)
-    shutil.copy(directory / "llama2" / "tokenizer.model", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    expected = open_tokenizer(directory / "llama2").encode("hi")
-    assert open_tokenizer(tmp_path).encode("hi") == expected
-    shutil.copy(directory / "gpt2" / "tokenizer.json", tmp_path)
-    told = r"tokenizer_config\.json: add_prefix_space True is not supported"
-    with pytest.raises(UserError, match=told):
-        open_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert open_tokenizer(tmp_path).encode("hi") == open_tokenizer(directory / "gpt2").encode("hi")
-
-
-JSON, MODEL, VOCABULARY = "tokenizer.json", "tokenizer.model", {"vocab.json": '{"a": 0}'}
-CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 RANKS = {MODEL: "YQ== 0\n"}
 # files of a directory, and the error, after its path
 MALFORMED = [
     ({}, " has no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json"),
-    ({JSON: '{"version": "1.0"}'}, "/tokenizer.json is malformed: KeyError 'model'"),
+    ({JSON: '{"version": "1.0"}'}, "/tokenizer.json can't be read: Cannot instantiate"),
     ({JSON: "{"}, "/tokenizer.json can't be read: Expecting"),
     ({JSON: " [1]"}, "/tokenizer.json is neither a sentencepiece model nor lines of base64"),
     (VOCABULARY, "/merges.txt: No such file or directory"),
