@@ -202,7 +202,8 @@ def edited(directory, form, tmp_path, **changes):
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
 SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}
 TEXT = {"Sequence": {"id": "A", "type_id": 0}}
-TEMPLATE = {"type": "TemplateProcessing", "single": [TEXT], "special_tokens": {}}
+PAIR = [TEXT, {"Sequence": {"id": "B", "type_id": 1}}]
+TEMPLATE = {"type": "TemplateProcessing", "single": [TEXT], "pair": PAIR, "special_tokens": {}}
 
 
 def split(**changes):
