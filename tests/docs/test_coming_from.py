@@ -94,6 +94,9 @@ ELSEWHERE = {
     "`--num-layers-per-virtual-pipeline-stage`": ("test_layers_of_a_virtual_stage_follow"),
     "`--exit-signal-handler`": "test_a_signal_to_one_rank_saves_and_ends_all",
     '`model.push_to_hub("me/tuned")`': "test_refusals_are_one_line_and_a_token_opens",
+    '`tokenizer(texts, padding=True, return_tensors="pt")`': (
+        "test_a_call_gives_what_transformers_gives"
+    ),
     "`model.compile()`": "test_the_graphs_of_a_pipeline_with_full_recomputation_train_alike",
 }
 
