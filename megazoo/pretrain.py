@@ -30,7 +30,7 @@ from megazoo.cli.run import Run, notes_on_changes
 from megazoo.cli.settings import resolve
 from megazoo.cli.summary import introduce, show, summary
 from megazoo.cli.tokenizer import find_tokenizer
-from megazoo.data import Batches, check_data, json_files
+from megazoo.data import Batches, check_data, files_of_text
 from megazoo.data.conversations import template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
@@ -100,7 +100,7 @@ def start_ranks(run: Run) -> ParallelContext:
         print_rank_0(note)
     if run.weights.base_note:
         print_rank_0(run.weights.base_note)
-    if json_files(run.sources) or run.options.logging.record:
+    if files_of_text(run.sources) or run.options.logging.record:
         # before any rank waits in a collective, for --timeout at most
         _store = after_rank_zero(lambda: prepare_inputs(run))
     ctx = ParallelContext.from_torch(

@@ -12,12 +12,11 @@ from megazoo.data import (
     Batches,
     changes,
     fingerprints,
-    json_files,
     open_datasets,
     prepare_datasets,
 )
 from megazoo.data.conversations import as_jinja
-from megazoo.data.text_files import first_object
+from megazoo.data.text_files import first_object, is_loose_json
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
@@ -93,4 +92,5 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
 
 def trains_conversations(run: Run) -> bool:
     """Say whether a file of the data has messages."""
-    return any("messages" in first_object(Path(name))[1] for name in json_files(run.sources))
+    files = (Path(name) for name in run.sources.names if is_loose_json(Path(name)))
+    return any("messages" in first_object(file)[1] for file in files)

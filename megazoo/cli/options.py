@@ -293,9 +293,9 @@ class DataOptions:
     """One source, or weights and sources in turn: 0.7 a 0.3 b. A source is stdlib, the text of this
     machine's Python standard library, about 12 MB; or the prefix of token files, PREFIX.bin and
     PREFIX.idx, written by `megazoo preprocess` or Megatron-LM; or a JSONL file, with text,
-    prompt and completion, or messages in each line, whose tokens are kept beside it. The loss is on
-    completions and the assistant's messages alone. A classifier takes JSONL with text, label, and
-    maybe text_pair."""
+    prompt and completion, or messages in each line; or a .txt file, of which each paragraph is a
+    document. The tokens of files are kept beside them. The loss is on completions and the
+    assistant's messages alone. A classifier takes JSONL with text, label, and maybe text_pair."""
     split: str = "95,5"
     """Shares of the documents for training, validation and, if there is a third, the test at the
     end."""

@@ -33,7 +33,7 @@ from megazoo.cli.options import (
     TrainingOptions,
 )
 from megazoo.data.corpus import standard_library_files
-from megazoo.data.text_files import is_loose_json
+from megazoo.data.text_files import is_text
 from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
@@ -174,7 +174,7 @@ def _data_files(name: str) -> Iterable[tuple[str, Path]]:
         files = standard_library_files()
         root = os.path.commonpath(files)
         yield from ((path.relative_to(root).as_posix(), path) for path in files)
-    elif is_loose_json(Path(name)):
+    elif is_text(Path(name)):
         yield Path(name).name, Path(name)
     else:
         yield from ((f"{Path(name).name}{end}", Path(f"{name}{end}")) for end in (".bin", ".idx"))

@@ -7,7 +7,7 @@ from megazoo.lazy import lazy_attributes
 if TYPE_CHECKING:
     from megazoo.data.dataset import (
         check_data,
-        json_files,
+        files_of_text,
         open_datasets,
         prepare_datasets,
     )
@@ -25,9 +25,9 @@ _PLACES = {
     "check_data": "dataset",
     "changes": "fingerprint",
     "fingerprints": "fingerprint",
-    "json_files": "dataset",
     "open_datasets": "dataset",
     "prepare_datasets": "dataset",
+    "files_of_text": "dataset",
 }
 __getattr__, __dir__ = lazy_attributes(
     __name__, {name: f"megazoo.data.{place}" for name, place in _PLACES.items()}
@@ -41,8 +41,8 @@ __all__ = [
     "changes",
     "check_data",
     "documents_of",
+    "files_of_text",
     "fingerprints",
-    "json_files",
     "open_datasets",
     "prepare_datasets",
 ]

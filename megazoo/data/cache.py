@@ -11,7 +11,7 @@ from megazoo.data.encoding import CONVERSATION, Recipe
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import LABELLED, Labels
 from megazoo.data.preprocess import preprocess
-from megazoo.data.text_files import first_object
+from megazoo.data.text_files import first_object, is_loose_json
 from megazoo.errors import UserError
 from megazoo.files import locked
 from megazoo.terminal import byte_bar
@@ -23,11 +23,11 @@ TEXT = ("text",)
 def cached_tokens(
     path: Path, tokenizer: str, chat_template: str, labels: Labels | None = None
 ) -> list[IndexedTokens]:
-    """Return the tokens of a JSONL file: of its texts; or of its conversations, and the mask of
-    what carries a loss in them; or, with labels, of its texts, of those that are paired with them,
-    and of the labels: see `Recipe`.
+    """Return the tokens of a file: of the paragraphs of plain text; or of JSONL, of its texts; or
+    of its conversations, and the mask of what carries a loss in them; or, with labels, of its
+    texts, of those that are paired with them, and of the labels: see `Recipe`.
 
-    Without labels the first line says which. They are made at the first call, and kept in
+    Without labels the first line of JSONL says which. They are made at the first call, and kept in
     FILE.tokens, under a name that everything they depend on goes into. However many processes of a
     machine call this at the same time, one of them makes the files. Raises UserError for a line
     without what the first one has, or without a label, and if nothing can be written there.
@@ -53,10 +53,12 @@ def cached_tokens(
 
 
 def _recipe_for(path: Path, tokenizer: str, chat_template: str, labels: Labels | None) -> Recipe:
-    """Return what the tokens of a JSONL file are made by; UserError if its first line has
+    """Return what the tokens of a file are made by; UserError if the first line of JSONL has
     nothing to encode."""
     if labels:
         return Recipe((str(path),), tokenizer, LABELLED, strict=True, labels=labels)
+    if not is_loose_json(path):
+        return Recipe((str(path),), tokenizer, append_eod=True, strict=True, paragraphs=True)
     line, value = first_object(path)
     chats = "messages" in value or {"prompt", "completion"} <= value.keys()
     if not chats and "text" not in value:
@@ -83,8 +85,9 @@ def _name(recipe: Recipe) -> str:
         "inputs": [status.st_size, status.st_mtime_ns],
         "tokenizer": "",
     }
-    if recipe.labels is None:  # of other data: it has no part in names that are there already
-        del settings["labels"]
+    for name in ("labels", "paragraphs"):  # of other data: no part of names that are there already
+        if not settings[name]:
+            del settings[name]
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
     for name, data in sorted(tokenizer_files(recipe.tokenizer).items()):
         digest.update(hashlib.blake2b(data, person=name.encode()[:16]).digest())

@@ -17,7 +17,7 @@ from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
 from megazoo.data.order import Blend, shares_of
 from megazoo.data.samples import Conversations, LabelledTexts, MockDataset, PackedDataset
-from megazoo.data.text_files import is_loose_json
+from megazoo.data.text_files import is_loose_json, is_text
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer
 
@@ -56,12 +56,13 @@ def open_datasets(
 ) -> Parts:
     """Open the sources and return the blends of a run.
 
-    A source is "stdlib"; "mock", random tokens; the prefix of token files; or a JSONL file of texts
-    or of conversations, whose tokens are kept beside it. The first documents are for training, the
-    last for the test; those of stdlib are drawn, the same in every run. Only training is shuffled.
+    A source is "stdlib"; "mock", random tokens; the prefix of token files; a JSONL file of texts or
+    of conversations, or a .txt file of paragraphs, whose tokens are kept beside it. The first
+    documents are for training, the last for the test; those of stdlib are drawn, the same in every
+    run. Only training is shuffled.
     vocab_size: the model's. labels: of a classifier's data, which is JSONL with them, or "mock".
-    report: is told what is cut. The other arguments are as the settings of
-    those names say. Raises UserError for what can't be opened, or leaves nothing to train on.
+    report: is told what is cut, and of text how many documents it is. The other arguments are as
+    the settings of those names say. Raises UserError for what can't be opened, or leaves nothing to train on.
     """
     chat_template = template_of(chat_template, tokenizer)
     eod = tokenizer.eod if separate_documents else None
@@ -75,6 +76,11 @@ def open_datasets(
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
         _tell_cuts(name, parts, seq_length, report)
+        if not labels and _is_text_file(name) and not is_loose_json(Path(name)):
+            (tokens,) = cached_tokens(Path(name), tokenizer.source, chat_template)
+            count = len(tokens.documents) - 1
+            what = f"{count:,} documents, a paragraph each" if count > 1 else "one document"
+            report(f"{name}: {what}")
         _check_parts(name, parts, sources.shares, seq_length)
     training, *held_out = (
         Blend(parts, sources.weights, seed if kind == "training" else None) if share else None
@@ -116,14 +122,14 @@ def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: 
 def prepare_datasets(
     sources: Sources, tokenizer: Tokenizer, chat_template: str, labels: Labels | None = None
 ) -> None:
-    """Make the tokens that are kept beside JSONL files, which takes a while the first time."""
-    for name in json_files(sources):
+    """Make the tokens that are kept beside files of text, which takes a while the first time."""
+    for name in files_of_text(sources):
         cached_tokens(Path(name), tokenizer.source, chat_template, labels)
 
 
-def json_files(sources: Sources) -> list[str]:
-    """Return the JSONL files among the sources."""
-    return [name for name in sources.names if _is_json_file(name)]
+def files_of_text(sources: Sources) -> list[str]:
+    """Return the files of text among the sources, JSONL and plain text."""
+    return [name for name in sources.names if _is_text_file(name)]
 
 
 def check_data(data: Sequence[str], split: str) -> Sources:
@@ -162,18 +168,18 @@ def check_data(data: Sequence[str], split: str) -> Sources:
         shares_of(weights)
     for name in names:
         built_in = name in ("stdlib", "mock")
-        if not built_in and not os.path.isfile(f"{name}.idx") and not _is_json_file(name):
+        if not built_in and not os.path.isfile(f"{name}.idx") and not _is_text_file(name):
             raise UserError(
                 f"unknown data {name!r}: there is stdlib, the prefix of token files "
-                "(PREFIX.bin and PREFIX.idx), and JSONL files; "
+                "(PREFIX.bin and PREFIX.idx), and files of text, .jsonl and .txt; "
                 "`megazoo preprocess` reads other text"
             )
     training, validation, test = (share / sum(shares) for share in (*shares, 0.0)[:3])
     return Sources(names, weights, (training, validation, test))
 
 
-def _is_json_file(name: str) -> bool:
-    return is_loose_json(Path(name)) and os.path.isfile(name)
+def _is_text_file(name: str) -> bool:
+    return is_text(Path(name)) and os.path.isfile(name)
 
 
 def _open(
@@ -197,7 +203,7 @@ def _open(
         )
         streams = (_stream([documents[i] for i in part], tokenizer) for part in parts)
         return [PackedDataset(stream, seq_length, eod) for stream in streams]
-    if _is_json_file(name):
+    if _is_text_file(name):
         tokens, *loss_mask = cached_tokens(Path(name), tokenizer.source, chat_template)
     else:
         tokens, loss_mask = IndexedTokens(name), []

@@ -4,6 +4,7 @@ Nothing here imports torch, so that a worker is small and starts quickly.
 """
 
 import multiprocessing
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +22,7 @@ from megazoo.data.text_files import Chunk, is_loose_json, object_of_line
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 
+BLANK_LINES = re.compile(rb"\r?\n(?:[^\S\n]*\n)+")  # one or several
 CONVERSATION = ("tokens", "loss_mask")  # the keys of a recipe for conversations
 
 
@@ -33,7 +35,8 @@ class Recipe:
     strict: a line without text is an error. chat_template: the lines are conversations, and
     CONVERSATION are the keys: see `encode_conversation`. labels: the lines are rows of a
     classifier, and LABELLED are the keys: see `encode_texts`; the numbers of a label, float64, are
-    written as so many bytes of tokens.
+    written as so many bytes of tokens. paragraphs: a text, no JSONL, is a document per paragraph:
+    blank lines are between them.
     """
 
     inputs: tuple[str, ...]
@@ -43,6 +46,7 @@ class Recipe:
     strict: bool = False
     chat_template: str | None = None
     labels: Labels | None = None
+    paragraphs: bool = False
 
 
 class Encoded(NamedTuple):
@@ -65,12 +69,16 @@ class Encoder:
 
     def encode(self, data: bytes, line: int, json_lines: bool) -> Encoded:
         """Encode the lines of JSONL in `data`, of which the first has the number `line`; or the
-        one document that `data` is."""
+        one document that `data` is, or the document of each paragraph."""
         keys = self.recipe.keys
         parts, lengths = {key: [] for key in keys}, {key: [] for key in keys}
         documents, bad = 0, []
-        for number, text in enumerate(data.split(b"\n") if json_lines else [data], line):
-            if json_lines and not text.strip():
+        alone = json_lines or self.recipe.paragraphs
+        texts = data.split(b"\n") if json_lines else [data]
+        if self.recipe.paragraphs and not json_lines:
+            texts = BLANK_LINES.split(data.strip(b"\r\n"))
+        for number, text in enumerate(texts, line):
+            if alone and not text.strip():
                 continue
             try:
                 encoded = self._encode_document(text, json_lines)

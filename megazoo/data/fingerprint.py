@@ -16,7 +16,7 @@ from megazoo.data.cache import cached_tokens
 from megazoo.data.corpus import standard_library_files
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
-from megazoo.data.text_files import is_loose_json
+from megazoo.data.text_files import is_text
 
 BLOCKS, BLOCK = 64, 4096  # of a file that are read, and the bytes of each
 
@@ -58,7 +58,7 @@ def _fingerprint(
         for file in files[::every]:
             checksum = sampled_checksum(file, checksum, blocks=1)
         return Fingerprint(name, sum(sizes), len(files), checksum)
-    if is_loose_json(Path(name)):
+    if is_text(Path(name)):
         tokens = cached_tokens(Path(name), tokenizer, chat_template, labels)[0]
         files = [Path(name)]
     else:

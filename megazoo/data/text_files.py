@@ -14,6 +14,7 @@ from megazoo.errors import UserError
 from megazoo.files import regular_file, without_mark
 
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
+PLAIN_TEXT = (".txt",)  # what training reads beside JSONL
 COMPRESSED = (".gz", ".zst")
 
 
@@ -71,8 +72,17 @@ def _chunks_of(path: Path, number: int, offset: int, line: int, size: int) -> It
 
 def is_loose_json(path: Path) -> bool:
     """Return whether a file's name says that each of its lines is a JSON object."""
+    return _kind_of(path) in LOOSE_JSON
+
+
+def is_text(path: Path) -> bool:
+    """Return whether a file's name says that training can read it: JSONL, or plain text."""
+    return _kind_of(path) in (*LOOSE_JSON, *PLAIN_TEXT)
+
+
+def _kind_of(path: Path) -> str:
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
-    return name.suffix.lower() in LOOSE_JSON
+    return name.suffix.lower()
 
 
 def first_object(path: Path) -> tuple[int, dict]:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from megazoo import pretrain
-from megazoo.data import PackedDataset, check_data
+from megazoo.data import PackedDataset, check_data, open_datasets
+from megazoo.data.cache import cached_tokens
+from megazoo.data.conversations import CHATML
 from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import HEADER, IndexedTokens, write_index
 from megazoo.data.samples import MockDataset
@@ -236,3 +238,24 @@ def test_an_index_of_many_documents_reads_back(tmp_path):
     stream = tokens.stream(10, 99_990)
     assert stream.start == lengths[:10].sum()
     assert len(stream) == lengths[10:99_990].sum()
+
+
+def test_plain_text_is_a_document_per_paragraph(tmp_path):
+    file, tokenizer = tmp_path / "book.txt", open_tokenizer("byte")
+    paragraphs = ["One,\nand so on.", "Two é.", "  Three."]
+    for between in ("\n\n", "\n \t\n\n", "\r\n\r\n"):
+        file.write_bytes(between.join(["", *paragraphs, "", ""]).encode())
+        (tokens,) = cached_tokens(file, "byte", CHATML)
+        count = len(tokens.documents) - 1
+        documents = [tokens[n].tolist() for n in range(count)]
+        assert documents == [[*tokenizer.encode(text), 256] for text in paragraphs]
+    said = []
+    sources = check_data((str(file),), "50,50")
+    settings = dict(seq_length=4, vocab_size=257, seed=1, report=said.append)
+    open_datasets(sources, tokenizer, **settings)
+    file.write_text("One line.\nAnother, without a blank one between them.")
+    open_datasets(check_data((str(file),), "1,0"), tokenizer, **settings)
+    assert said == [f"{file}: 3 documents, a paragraph each", f"{file}: one document"]
+    file.write_text("\n \n")
+    with pytest.raises(UserError, match=r"book\.txt has no tokens"):
+        open_datasets(sources, tokenizer, **settings)
