@@ -62,7 +62,8 @@ def open_datasets(
     run. Only training is shuffled.
     vocab_size: the model's. labels: of a classifier's data, which is JSONL with them, or "mock".
     report: is told what is cut, and of text how many documents it is. The other arguments are as
-    the settings of those names say. Raises UserError for what can't be opened, or leaves nothing to train on.
+    the settings of those names say. Raises UserError for what can't be opened, or leaves nothing to
+    train on.
     """
     chat_template = template_of(chat_template, tokenizer)
     eod = tokenizer.eod if separate_documents else None
