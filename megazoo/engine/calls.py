@@ -74,7 +74,7 @@ class BatchCalls:
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self.engine.micro_batches(batch, 1)
         together = self.ctx.pp_size * self.ctx.tp_size * self.ctx.cp_size == 1
-        whole = self.num_labels or together
+        whole = self.config.num_labels or together
         collects = return_logits or labels is None or whole
         if self.ctx.pp_size > 1:
             collect = self.output_head.full_outputs if collects and self.has_last else None

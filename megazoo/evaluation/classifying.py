@@ -112,11 +112,11 @@ def classify(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     gets the logits of all; with rows of its own, each gets theirs. Raises UserError for a language
     model, as `Model.forward` does, and if the logits are no numbers.
     """
-    if not model.num_labels:
+    if not model.config.num_labels:
         raise UserError("a language model does not classify: it has no num_labels")
     return of_every_row(
         model,
         Batch(input_ids),
-        model.num_labels,
+        model.config.num_labels,
         lambda outputs, batch: model.output_head.full_outputs(outputs, batch).double(),
     )

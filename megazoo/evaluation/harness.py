@@ -53,7 +53,7 @@ class HarnessModel(TemplateLM):
         max_gen_toks: int = 256,
     ):
         super().__init__()
-        if model.num_labels:
+        if model.config.num_labels:
             raise UserError("a classifier has no likelihoods of texts: give a language model")
         max_length = model.config.max_positions if max_length is None else max_length
         for name, value in (("batch_size", batch_size), ("max_gen_toks", max_gen_toks)):

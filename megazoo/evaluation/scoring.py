@@ -45,7 +45,7 @@ def score(model: Any, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     all; with rows of its own, each gets theirs. Raises UserError as `Model.forward` does, and if
     the logits are no numbers.
     """
-    if model.num_labels:
+    if model.config.num_labels:
         raise UserError("a classifier does not score tokens")
 
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -58,7 +58,7 @@ def _generate(
     sharing: Axis,
 ) -> torch.Tensor:
     ctx = model.ctx
-    if model.num_labels:
+    if model.config.num_labels:
         raise UserError("a classifier does not generate")
     input_ids = ids_of("input_ids", input_ids)
     is_mask(attention_mask)

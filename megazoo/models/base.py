@@ -197,11 +197,6 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         return self.stages[-1].last
 
     @property
-    def num_labels(self) -> int:
-        """Of a classifier of sequences; 0 for a language model."""
-        return self.config.num_labels
-
-    @property
     def task(self) -> LanguageModeling | SequenceClassification:
         """What the model is for, by its config."""
         return task_of(self.config)
@@ -209,11 +204,11 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     @property
     def output_head(self) -> OutputHead:
         """What the last stage ends in: `score` of a classifier, `head` of a language model."""
-        return self.score if self.num_labels else self.head
+        return self.score if self.config.num_labels else self.head
 
     def _ties_head(self) -> bool:
         """Return whether the embedding's matrix makes the logits; a classifier has its own."""
-        return self.config.tie_embeddings and not self.num_labels
+        return self.config.tie_embeddings and not self.config.num_labels
 
     def add_embedding(self) -> None:
         """Make the token embedding, on the rank of the first stage; and where it is tied to the
@@ -238,7 +233,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         """
         if not self.has_last:
             return
-        if self.num_labels:
+        if self.config.num_labels:
             self.score = ClassifierHead(self.config)
             return
         tied = self._ties_head()

@@ -58,7 +58,7 @@ def flops_per_token(
     model = whole_model(config, train_only, attached)
     all_trained = all(parameter.requires_grad for parameter in model.parameters())
     flops, passes = _flops(model, all_trained, seq_length)
-    if not model.num_labels:
+    if not model.config.num_labels:
         head: Any = model.output_head
         flops += _of_product(head.matrix, passes)
     return flops

@@ -107,7 +107,7 @@ def training(
 def batch_of(model, rows: int, length: int, padding: bool, documents: bool) -> dict:
     """Return a batch on the device, as a loader that works ahead gives it."""
     ids = torch.zeros(rows, length, dtype=torch.int64, device=CUDA)
-    batch = {"input_ids": ids, "labels": ids[:, 0] if model.num_labels else ids}
+    batch = {"input_ids": ids, "labels": ids[:, 0] if model.config.num_labels else ids}
     if padding:
         batch["attention_mask"] = torch.ones_like(ids)
     if documents:
