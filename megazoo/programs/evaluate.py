@@ -34,7 +34,7 @@ from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, l
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation.classifying import Tally, classify, predictions, tally
-from megazoo.evaluation.scoring import evaluate_texts, score_choices
+from megazoo.evaluation.scoring import evaluate_texts, first_token, score_choices
 from megazoo.files import regular_file, without_mark, write_text
 from megazoo.layers.classification import loss_sum
 from megazoo.terminal import byte_bar, count_bar, print_rank_0
@@ -129,6 +129,12 @@ def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> 
         )
     print_rank_0(
         f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
+    )
+    first, apart = first_token(tokenizer), options.stride or length
+    name = tokenizer.decode([first])
+    print_rank_0(
+        f"read in         windows of {length:,} tokens, {apart:,} apart; each text follows the "
+        f"token {first}{f', {name}' if name else ''}"
     )
     print_rank_0(f"loss            {result.loss:.6f} nats a token")
     print_rank_0(f"perplexity      {result.perplexity:.4f}")

@@ -63,6 +63,7 @@ def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, c
     assert result["bytes"] == sum(len(text.encode()) for text in texts)
     assert abs(result["loss"] - nats / count) < 1e-5
     assert f"loss            {result['loss']:.6f} nats a token" in out
+    assert "windows of 40 tokens, 20 apart; each text follows the token 1, <s>" in out
     assert (
         abs(result["bits_per_byte"] * result["bytes"] * 0.6931471805599453 - result["nats"]) < 1e-6
     )
