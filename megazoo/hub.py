@@ -172,8 +172,8 @@ def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
 
 def _broken_off(name: str, error: Exception) -> UserError:
     return UserError(
-        f"{name} can't be downloaded: {_reason(error)}; run the command again: what has arrived is "
-        "kept",
+        f"{name} is not a directory, and can't be downloaded from the Hugging Face hub: "
+        f"{_reason(error)}; what has arrived is kept: run the command again",
         exit_code=1,
     )
 

@@ -108,7 +108,7 @@ def test_a_model_is_downloaded_once_and_then_found_offline(hub, tmp_path):
     assert unreachable == first
     assert "the Hugging Face hub can't be reached; the cached files are used" in told
     assert missing[0] == 1
-    assert missing[1].startswith("tiny-org/other can't be downloaded: ")
+    assert missing[1].startswith("tiny-org/other is not a directory, and can't be downloaded from")
 
 
 def test_refusals_are_one_line_and_a_token_opens(hub, tmp_path):
