@@ -16,8 +16,9 @@ from megazoo.errors import UserError
 from megazoo.files import locked
 from megazoo.terminal import print_error
 
-NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
-SNAPSHOT = re.compile(r"models--(.+)/snapshots/([0-9a-f]{40})")  # within the cache
+PART = r"[A-Za-z0-9_](?:(?!--|\.\.)[A-Za-z0-9._-]){0,45}(?<![.-])"  # what the hub allows
+NAME = re.compile(rf"(?P<name>{PART}/{PART})(?<!\.git)(?:@(?P<revision>[\w.][\w./-]*))?")
+SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")  # within the cache
 TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -46,9 +47,15 @@ def local_directory(where: str | Path, *, tokenizer_alone: bool = False) -> Path
 
 
 def name_of(directory: str | Path) -> str | None:
-    """Return org/name@revision of a directory in the hub's cache; None for another."""
+    """Return org/name@revision of a directory in the cache that is used; None for another."""
     found = SNAPSHOT.search(str(directory))
-    return f"{found[1].replace('--', '/', 1)}@{found[2]}" if found else None
+    if not found or "huggingface_hub" not in sys.modules:
+        return None
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    name = f"{found[1]}/{found[2]}@{found[3]}"
+    is_there = Path(directory).absolute() == Path(HF_HUB_CACHE, found[0]).absolute()
+    return name if is_there and NAME.fullmatch(name) else None
 
 
 def name_alone(text: str) -> str | None:
@@ -71,9 +78,8 @@ def wanted(names: Iterable[str], *, tokenizer_alone: bool = False) -> list[str]:
     """Return the files of a repository that are read: configs, tokenizers, and weights once, in
     safetensors if there are any."""
     names = [name for name in names if "/" not in name]
-    patterns = list(TOKENIZER)
+    patterns = [*TOKENIZER, *CONFIGS]  # ids of tokens stand in these, too
     if not tokenizer_alone:
-        patterns += CONFIGS
         for kinds in (WEIGHTS, ADAPTERS):
             patterns += next((kind for kind in kinds if _matching(names, kind)), ())
     return _matching(names, patterns)
@@ -115,10 +121,11 @@ def _fetched(name: str, revision: str, tokenizer_alone: bool) -> Path:
             "huggingface_hub: pip install 'megazoo[hub]'"
         ) from None
     with _notes_of(name, revision) as notes:
-        job = f"{os.getppid()} {os.environ.get('MASTER_PORT')} {tokenizer_alone}"
+        job = f"{_launcher()} {tokenizer_alone}"
         lines = notes.read().decode().splitlines() if notes and world_size() > 1 else []
         if lines[:1] == [job]:
-            return _cached(name, lines[1])
+            with contextlib.suppress(UserError):  # of files that were deleted since
+                return _cached(name, lines[1])
         if huggingface_hub.constants.HF_HUB_OFFLINE:
             return _cached(name, revision)
         directory = _download(name, revision, tokenizer_alone)
@@ -127,6 +134,16 @@ def _fetched(name: str, revision: str, tokenizer_alone: bool) -> Path:
             notes.truncate()
             notes.write(f"{job}\n{directory.name}".encode())
         return directory
+
+
+def _launcher() -> str:
+    """Return what tells the ranks that one launcher started here from all others: its process, when
+    that began, and the launcher's own number of this start."""
+    parent, began = os.getppid(), ""
+    with contextlib.suppress(OSError, IndexError):
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return " ".join([os.uname().nodename, str(parent), began, *(os.getenv(n, "") for n in names)])
 
 
 def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
@@ -159,7 +176,8 @@ def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     files = wanted(sizes, tokenizer_alone=tokenizer_alone)
     if not files:
-        raise UserError(f"{name} on the Hugging Face hub has no model: it lacks {CONFIGS[0]}")
+        lacks = "no tokenizer" if tokenizer_alone else f"no model: it lacks {CONFIGS[0]}"
+        raise UserError(f"{name} on the Hugging Face hub has {lacks}")
     found = {file: try_to_load_from_cache(name, file, revision=info.sha) for file in files}
     if new := [file for file, path in found.items() if not isinstance(path, str)]:
         size = sum(sizes[file] for file in new)

@@ -11,6 +11,7 @@ from megazoo.cli.run_record import checksums, inputs_of
 from megazoo.data import (
     Batches,
     changes,
+    files_of_text,
     fingerprints,
     open_datasets,
     prepare_datasets,
@@ -92,5 +93,5 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
 
 def trains_conversations(run: Run) -> bool:
     """Say whether a file of the data has messages."""
-    files = (Path(name) for name in run.sources.names if is_loose_json(Path(name)))
+    files = (Path(name) for name in files_of_text(run.sources) if is_loose_json(Path(name)))
     return any("messages" in first_object(file)[1] for file in files)

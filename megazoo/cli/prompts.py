@@ -32,7 +32,8 @@ def read_prompts(file: Path, *, alone: bool = False) -> list[Prompt]:
                 raise UserError(f"{file}, line {number}: it has no text under 'prompt'")
             prompts.append(Prompt(line["prompt"], line))
     else:
-        texts = [line for line in _text(file, alone).splitlines() if line]
+        lines = [line.removesuffix("\r") for line in _text(file, alone).split("\n")]
+        texts = [line for line in lines if line]
         prompts = [Prompt(text, {"prompt": text}) for text in texts]
     if not prompts:
         raise UserError(f"{file} has no prompts")

@@ -52,4 +52,5 @@ def sampling_settings(options: SamplingOptions, model: Model, tokenizer: Tokeniz
 
 def with_stops(stops: tuple[str, ...], tokenizer: Tokenizer) -> dict:
     """Return the arguments of `Model.generate` for texts that end an answer."""
+    stops = tuple(stop for stop in stops if stop)
     return {"stop": stops, "tokenizer": tokenizer} if stops else {}

@@ -77,7 +77,7 @@ def open_datasets(
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
         _tell_cuts(name, parts, seq_length, report)
-        if not labels and _is_text_file(name) and not is_loose_json(Path(name)):
+        if not labels and is_text(Path(name)) and not is_loose_json(Path(name)):
             (tokens,) = cached_tokens(Path(name), tokenizer.source, chat_template)
             count = len(tokens.documents) - 1
             what = f"{count:,} documents, a paragraph each" if count > 1 else "one document"
@@ -130,7 +130,7 @@ def prepare_datasets(
 
 def files_of_text(sources: Sources) -> list[str]:
     """Return the files of text among the sources, JSONL and plain text."""
-    return [name for name in sources.names if _is_text_file(name)]
+    return [name for name in sources.names if is_text(Path(name))]
 
 
 def check_data(data: Sequence[str], split: str) -> Sources:
@@ -169,7 +169,7 @@ def check_data(data: Sequence[str], split: str) -> Sources:
         shares_of(weights)
     for name in names:
         built_in = name in ("stdlib", "mock")
-        if not built_in and not os.path.isfile(f"{name}.idx") and not _is_text_file(name):
+        if not built_in and not os.path.isfile(f"{name}.idx") and not is_text(Path(name)):
             raise UserError(
                 f"unknown data {name!r}: there is stdlib, the prefix of token files "
                 "(PREFIX.bin and PREFIX.idx), and files of text, .jsonl and .txt; "
@@ -177,10 +177,6 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             )
     training, validation, test = (share / sum(shares) for share in (*shares, 0.0)[:3])
     return Sources(names, weights, (training, validation, test))
-
-
-def _is_text_file(name: str) -> bool:
-    return is_text(Path(name)) and os.path.isfile(name)
 
 
 def _open(
@@ -204,7 +200,7 @@ def _open(
         )
         streams = (_stream([documents[i] for i in part], tokenizer) for part in parts)
         return [PackedDataset(stream, seq_length, eod) for stream in streams]
-    if _is_text_file(name):
+    if is_text(Path(name)):
         tokens, *loss_mask = cached_tokens(Path(name), tokenizer.source, chat_template)
     else:
         tokens, loss_mask = IndexedTokens(name), []

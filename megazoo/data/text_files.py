@@ -76,8 +76,10 @@ def is_loose_json(path: Path) -> bool:
 
 
 def is_text(path: Path) -> bool:
-    """Return whether a file's name says that training can read it: JSONL, or plain text."""
-    return _kind_of(path) in (*LOOSE_JSON, *PLAIN_TEXT)
+    """Return whether a file is there whose name says that training can read it: JSONL, or plain
+    text. Token files with that prefix come before it."""
+    has_tokens = Path(f"{path}.idx").is_file()
+    return _kind_of(path) in (*LOOSE_JSON, *PLAIN_TEXT) and path.is_file() and not has_tokens
 
 
 def _kind_of(path: Path) -> str:

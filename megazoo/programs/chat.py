@@ -63,17 +63,20 @@ class Interrupts:
 
 
 class Printer:
-    """Prints an answer as its tokens come, without special tokens and without the text that ends
-    it; `text` is what was printed."""
+    """Prints an answer as its tokens come, without special tokens and without the tokens `ends` and
+    the texts `stops` that end it; `text` is what was printed."""
 
-    def __init__(self, tokenizer, ids: list[int], stops: tuple[str, ...]):
+    def __init__(self, tokenizer, ids: list[int], ends: list[int], stops: tuple[str, ...]):
         self.stream, self.stops = tokenizer.stream(skip_special_tokens=True), stops
+        self.ends = ends
         self.text, self.held, self.over = "", "", False
         for token in ids:
             self.stream.put(token)
 
     def put(self, tokens: torch.Tensor) -> None:
-        self._add(self.stream.put(int(tokens[0])))
+        token = int(tokens[0])
+        if token not in self.ends:
+            self._add(self.stream.put(token))
 
     def end(self) -> None:
         self._add(self.stream.end())
@@ -128,7 +131,8 @@ class Chat:
                 f"{RESET} begins a new one"
             )
         room = min(room, self.settings["max_new_tokens"])
-        printer = Printer(self.tokenizer, ids[0].tolist(), self.settings.get("stop", ()))
+        ends, stops = self.settings["eos_token_id"], self.settings.get("stop", ())
+        printer = Printer(self.tokenizer, ids[0].tolist(), ends, stops)
         settings = {**self.settings, "max_new_tokens": room, "halt": self.halt}
         self.model.generate(ids, streamer=printer, **settings)
         self.messages = [*messages, {"role": ANSWERS, "content": printer.text}]
@@ -173,8 +177,9 @@ def converse(chat: Chat, interrupts: Interrupts) -> None:
     patient = ctx.new_cpu_group(timeout=timedelta(days=30))
     while True:
         line = read_line() if is_rank_zero() else None
-        interrupts.answering, interrupts.came = True, False
+        interrupts.answering = True
         line = all_gather_objects(line, ctx, patient)[0]
+        interrupts.came = False
         text = (line or "").strip()
         if not line or text == EXIT:
             return

@@ -73,7 +73,7 @@ def test_each_answer_is_transformers_after_all_that_was_said(directory, monkeypa
 
 def test_an_answer_is_shown_up_to_what_ends_it(capsys):
     ids = list(b"So long<|im_en<|im_end|>")
-    printer = chat.Printer(ByteTokenizer(), [], ("<|im_end|>", "zz"))
+    printer = chat.Printer(ByteTokenizer(), [], [256], ("<|im_end|>", "zz"))
     shown = []
     for token in ids:
         printer.put(torch.tensor([token]))
@@ -81,7 +81,7 @@ def test_an_answer_is_shown_up_to_what_ends_it(capsys):
     printer.end()
     assert "".join(shown) == printer.text == "So long<|im_en"
     assert shown[:8] == [*"So long", ""]
-    printer = chat.Printer(ByteTokenizer(), [], ("<|im_end|>",))
+    printer = chat.Printer(ByteTokenizer(), [], [256], ("<|im_end|>",))
     for token in b"a <|":
         printer.put(torch.tensor([token]))
     printer.end()

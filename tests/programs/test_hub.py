@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import megazoo
-from megazoo.hub import name_of, wanted
+from megazoo.hub import local_directory, name_of, wanted
 from tests.support.hub_server import SHA, TOKEN, Hub, files_of, serving
 from tests.support.tokenizer_files import TOKENS, train
 
@@ -163,9 +164,21 @@ def test_which_files_are_wanted():
     assert wanted(["pytorch_model.bin", "config.json"]) == ["pytorch_model.bin", "config.json"]
     adapter = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
     assert wanted([*adapter, "adapter_model.bin"]) == adapter
-    assert wanted([*adapter, *shards], tokenizer_alone=True) == ["tokenizer.json"]
+    alone = wanted([*adapter, *shards, "config.json"], tokenizer_alone=True)
+    assert alone == ["adapter_config.json", "tokenizer.json", "config.json"]
 
 
 def test_names_of_the_cache():
-    assert name_of(f"/home/me/hub/models--a-b--c/snapshots/{SHA}") == f"a-b/c@{SHA}"
-    assert name_of("/home/me/runs/a") is None
+    for place, name in (
+        (Path(HF_HUB_CACHE, "models--a-b--c", "snapshots", SHA), f"a-b/c@{SHA}"),
+        (Path(HF_HUB_CACHE, "models--gpt2", "snapshots", SHA), None),
+        (Path(HF_HUB_CACHE, "models--a--b", "snapshots", SHA, "sub"), None),
+        (Path("/elsewhere/models--a--b/snapshots", SHA), None),
+        (Path("/home/me/runs/a"), None),
+    ):
+        assert name_of(place) == name
+
+
+@pytest.mark.parametrize("name", ["a/b--c", "a/b-", "a/b..c", "a/b.git", "a/模型", "-a/b", "a/b/c"])
+def test_names_that_the_hub_refuses_are_paths(name):
+    assert local_directory(name) == Path(name)

@@ -169,7 +169,7 @@ class LocalRanks:
     def _pass_on(self, number: int, _frame) -> None:
         """Pass a signal on to the ranks. A second Ctrl-C ends them."""
         now, ranks = time.monotonic(), [process.pid for process in self._running()]
-        catch = all(_catches(pid, signal.SIGUSR1) for pid in ranks)
+        catch = bool(ranks) and all(_catches(pid, signal.SIGUSR1) for pid in ranks)
         if number == signal.SIGINT and self.keep_on_interrupt and catch:
             self._send(number)
             return

@@ -12,7 +12,9 @@ from megazoo.data import PackedDataset, check_data, open_datasets
 from megazoo.data.cache import cached_tokens
 from megazoo.data.conversations import CHATML
 from megazoo.data.corpus import standard_library
+from megazoo.data.fingerprint import fingerprints
 from megazoo.data.indexed import HEADER, IndexedTokens, write_index
+from megazoo.data.preprocess import Recipe, preprocess
 from megazoo.data.samples import MockDataset
 from megazoo.errors import UserError
 from megazoo.tokenizer import open_tokenizer
@@ -259,3 +261,16 @@ def test_plain_text_is_a_document_per_paragraph(tmp_path):
     file.write_text("\n \n")
     with pytest.raises(UserError, match=r"book\.txt has no tokens"):
         open_datasets(sources, tokenizer, **settings)
+
+
+def test_token_files_come_before_a_text_of_that_name(tmp_path):
+    prefix, tokenizer = tmp_path / "book.txt", open_tokenizer("byte")
+    prefix.write_text("a\n\nb")
+    preprocess(Recipe((str(prefix),), "byte"), tmp_path / "out", 0)
+    for end in (".bin", ".idx"):
+        (tmp_path / f"out_text_document{end}").rename(f"{prefix}{end}")
+    said = []
+    sources = check_data((str(prefix),), "1,0")
+    open_datasets(sources, tokenizer, seq_length=2, vocab_size=257, seed=1, report=said.append)
+    assert not said
+    assert fingerprints([str(prefix)], "byte", CHATML)[0]["documents"] == 1
