@@ -48,6 +48,7 @@ from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.terminal import print_rank_0
 from megazoo.tokenizer import open_tokenizer
+from megazoo.tokenizer.settings import chat_template_in
 
 
 def main(arguments: list[str]) -> None:
@@ -73,6 +74,8 @@ def prepare(arguments: list[str]) -> Run:
     source, parallel = weights.described, options.parallel
     named = options.data.tokenizer or (source.tokenizer if source else None) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
+    if source and tokenizer.chat_template is None:  # that of byte lies with the model
+        tokenizer.chat_template = chat_template_in(source.path)
     sources = check_data(options.data.data, options.data.split)
     config, labels = settle_labels(settings.config, source, tokenizer, sources)
     options.data.chat_template = template_of(options.data.chat_template, tokenizer)

@@ -81,11 +81,13 @@ def load_for_inference(
             f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
         )
     tokenizer = open_tokenizer(find_tokenizer(where))
-    if tokenizer.chat_template is None:  # that of byte, which has no files, lies with the model
-        tokenizer.chat_template = chat_template_in(source.path)
     config, adapters = source.config, None
     if options.adapter:
         adapters, config = open_beside(options.adapter, source, verify=options.verify)
+    trained = chat_template_in(adapters.path) if adapters else None
+    tokenizer.chat_template = (
+        trained or tokenizer.chat_template or chat_template_in(source.path)  # byte has no files
+    )
     if config.num_labels:
         config = with_pad_token(config, source, tokenizer)
     source.model.check(config, options.tp, options.pp)

@@ -2,6 +2,7 @@
 answers carry a loss."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megazoo.tokenizer.base import Tokenizer, as_text
 from megazoo.tokenizer.chat import ANSWERS
 
 ROLE, CONTENT = "{role}", "{content}"
+WRITTEN_AS = re.compile(r"\{# megazoo: (.*?) #\}")  # the text of which `as_jinja` made a template
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
@@ -18,7 +20,9 @@ def template_of(given: str | None, tokenizer: Tokenizer) -> str:
     """Return the chat template that a setting names: that of a .jinja file, or the setting itself;
     without one the tokenizer's own, or else ChatML. UserError if it has no place for messages."""
     if given is None:
-        return tokenizer.chat_template or CHATML
+        own = tokenizer.chat_template or CHATML
+        text = WRITTEN_AS.match(own)
+        return json.loads(text[1]) if text else own
     if given.endswith(".jinja"):
         given = as_text(read_bytes(Path(given)))
     if not is_jinja(given) and given.count(CONTENT) != 1:
@@ -34,7 +38,10 @@ def as_jinja(template: str, tokenizer: Tokenizer) -> str:
     if is_jinja(template):
         return template
     before, after = (_in_jinja(part) for part in template.split(CONTENT))
-    begin = "{{ bos_token }}" if tokenizer.bos_token_id in tokenizer.before else ""
+    text = json.dumps(template).replace("#}", "#\\u007d")  # for `template_of`, which reads it
+    begin = f"{{# megazoo: {text} #}}"
+    if tokenizer.bos_token_id in tokenizer.before:
+        begin += "{{ bos_token }}"
     asked = _in_jinja(template.split(CONTENT)[0].replace(ROLE, ANSWERS))
     return (
         f"{begin}{{% for message in messages %}}{before}{{{{ message['content'] }}}}{after}"

@@ -8,7 +8,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from megazoo.data.conversations import CHATML, as_jinja, encode_conversation
+from megazoo.data.conversations import CHATML, as_jinja, encode_conversation, template_of
 from megazoo.errors import UserError
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
 from tests.support.harness_files import tokenizer_of
@@ -105,7 +105,7 @@ def test_a_template_is_given_the_tools_of_a_line(both):
     assert both[1].decode(trained) == "Two, é.<|im_end|>\n"
 
 
-@pytest.mark.parametrize("template", [CHATML, '[{role}] "{content}"\n\U0001f600{role}\\n'])
+@pytest.mark.parametrize("template", [CHATML, '[{role}] "{content}"#}\n\U0001f600{role}\\n'])
 def test_a_text_is_the_same_in_jinja(both, template):
     for tokenizer in (both[1], ByteTokenizer()):
         ids, mask = encode_conversation(tokenizer, {"messages": TALK}, template)
@@ -118,3 +118,6 @@ def test_a_text_is_the_same_in_jinja(both, template):
         )
         whole = tokenizer.apply_chat_template(TALK[:2], chat_template=jinja)
         assert whole.startswith(asked + TALK[1]["content"])
+        owner = ByteTokenizer()
+        owner.chat_template = jinja  # a model that was trained so is trained so again
+        assert template_of(None, owner) == template
