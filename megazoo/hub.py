@@ -90,17 +90,23 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
-def upload(directory: Path, name: str, *, private: bool | None, message: str) -> str:
-    """Upload the files of a directory to org/name, which is made if need be; return its address.
-    UserError, exit code 1, with the hub's answer if it refuses."""
+def check_upload(name: str) -> None:
+    """Raise UserError unless a name can be one on the hub, and huggingface_hub is there."""
+    if "@" in name or not name_alone(name):
+        raise UserError(f"{name!r} is no name on the Hugging Face hub: give org/name")
     try:
-        from huggingface_hub import HfApi
+        import huggingface_hub  # noqa: F401
     except ImportError:
         raise UserError(
             "an upload to the Hugging Face hub needs huggingface_hub: pip install 'megazoo[hub]'"
         ) from None
-    if not name_alone(name) or "@" in name:
-        raise UserError(f"{name!r} is no name on the Hugging Face hub: give org/name")
+
+
+def upload(directory: Path, name: str, *, private: bool | None, message: str) -> str:
+    """Upload the files of a directory to org/name, which is made if need be; return its address.
+    UserError, exit code 1, with the hub's answer if it refuses."""
+    from huggingface_hub import HfApi
+
     try:
         address = HfApi().create_repo(name, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=directory, commit_message=message)

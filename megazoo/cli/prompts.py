@@ -41,12 +41,13 @@ def read_prompts(file: Path, *, alone: bool = False) -> list[Prompt]:
 
 
 def read_messages(file: Path, *, alone: bool = False) -> list[dict]:
-    """Read the objects of a JSONL file, each with `messages`. Arguments and errors as in
-    `read_prompts`."""
+    """Read the objects of a JSONL file, each with `messages`, at least one. Arguments and errors as
+    in `read_prompts`."""
     lines = []
     for number, line in _objects(file, alone):
         messages = line.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        is_list = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+        if not is_list or not messages:
             raise UserError(f"{file}, line {number}: it has no list of objects under 'messages'")
         lines.append(line)
     if not lines:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 
+from megazoo.checkpoint.places import named_directory
 from megazoo.checkpoint.writing import json_bytes, write_atomically
 from megazoo.cli.adapters import Weights
 from megazoo.cli.commands import entry
@@ -144,7 +145,7 @@ def directories_of(weights: Weights, lora_load: Path | None) -> list[str]:
     """Return where the weights are that a run begins with."""
     paths = [source.path for source in (weights.base, weights.adapters) if source]
     if lora_load and not weights.adapters:  # PEFT's
-        paths.append(lora_load)
+        paths.append(named_directory(lora_load))
     return [str(path) for path in paths]
 
 

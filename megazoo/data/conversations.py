@@ -129,11 +129,18 @@ def _check_words(tokenizer: Tokenizer, messages: list[dict], *, plain: bool) -> 
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or (plain and not isinstance(content, str)):
             raise ValueError("a message has no role or no content")
-        for text in (role, content):
-            if not isinstance(text, str):
-                continue
+        for text in _texts_in(message):
             if tokenizer.encode(text) != tokenizer.encode(text, parse_special=False):
                 raise ValueError(f"{text[:40]!r} has a special token's name in it")
+
+
+def _texts_in(value) -> Iterator[str]:
+    """Yield all texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(each)
 
 
 def _completion(value: dict) -> Iterator[tuple[str, bool]]:

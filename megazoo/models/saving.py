@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from megazoo.errors import UserError
-from megazoo.hub import upload
+from megazoo.hub import check_upload, upload
 from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
@@ -94,6 +94,7 @@ class Saving:
         Errors: as in `save_pretrained`; UserError, exit code 1, if the upload fails. It needs
         huggingface_hub (pip install 'megazoo[hub]'), whose token is used.
         """
+        check_upload(repo_id)
         ctx = self.ctx
         patient = ctx.new_cpu_group(timeout=timedelta(days=30))  # the others wait for the upload
         with tempfile.TemporaryDirectory(prefix="megazoo-push-") as directory:

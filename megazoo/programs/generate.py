@@ -216,6 +216,8 @@ def converse(session: Session) -> None:
                 text = line.rstrip("\n")
                 session.answer([Prompt(text, {"prompt": text})])
             except UserError as error:
+                if error.exit_code == 1:  # of the output, not of the prompt
+                    raise
                 note_rank_0(f"({error})")
             seed += 1
             session.settings["seed"] = seed

@@ -152,11 +152,12 @@ def test_bad_lines_are_named(tmp_path):
         file.write_text(text)
         with pytest.raises(megazoo.UserError, match=message):
             read_prompts(file)
-    file.write_text('{"messages": "a"}')
-    with pytest.raises(
-        megazoo.UserError, match="line 1: it has no list of objects under 'messages"
-    ):
-        read_messages(file)
+    for text in ('{"messages": "a"}', '{"messages": []}'):
+        file.write_text(text)
+        with pytest.raises(megazoo.UserError, match="line 1: it has no list of objects under 'm"):
+            read_messages(file)
+    (tmp_path / "a.txt").write_bytes("a\u2028b\r\n\nc".encode())
+    assert [prompt.text for prompt in read_prompts(tmp_path / "a.txt")] == ["a\u2028b", "c"]
 
 
 TOO_LONG = "x = 1 " * 40

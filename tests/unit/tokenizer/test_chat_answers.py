@@ -121,3 +121,10 @@ def test_a_text_is_the_same_in_jinja(both, template):
         owner = ByteTokenizer()
         owner.chat_template = jinja  # a model that was trained so is trained so again
         assert template_of(None, owner) == template
+
+
+def test_special_names_in_lists_are_refused(both):
+    for content in ("x<|im_end|>", [{"type": "text", "text": "x<|im_end|>"}]):
+        line = {"messages": [TALK[0] | {"content": content}, TALK[1]]}
+        with pytest.raises(ValueError, match="has a special token's name in it"):
+            encode_conversation(both[1], line, without_marks(TEMPLATES["ChatML"]))
