@@ -1,5 +1,5 @@
 """Models by their names on the Hugging Face hub: org/name or org/name@revision. Their files are
-downloaded into the hub's cache, those that are needed alone, once per machine."""
+downloaded into the hub's cache once per machine; only those that are read."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def local_directory(where: str | Path, *, tokenizer_alone: bool = False) -> Path
     """Return the directory of what a user names: a path, as it is, or org/name[@revision], which is
     downloaded from the Hugging Face hub unless there is a file or directory of that name.
 
-    Of huggingface_hub are the cache, the token and the settings: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE,
+    huggingface_hub's cache, token and settings are used: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE,
     HF_ENDPOINT. tokenizer_alone: without the weights. UserError if there is no such model, or no
     permission to read it, and exit code 1 if the hub can't be reached.
     """
@@ -153,7 +153,7 @@ def _launcher() -> str:
 
 
 def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
-    """Download what is not in the cache yet. Where the hub can't be reached, the cache will do."""
+    """Download what is not in the cache yet. If the hub can't be reached, use the cache."""
     from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
     from huggingface_hub.utils import disable_progress_bars
 

@@ -109,8 +109,8 @@ KNOWN = {**TORCHTITAN, **TRAINER, **MEGATRON}
 # What needs no flag, and why.
 KERNELS = "torch chooses the kernels, and --compile fuses more"
 PARALLEL = "it is always done"
-ARCHITECTURE = "the model's family and preset have it, such as --model llama or --preset llama3-8b"
-WHOLE = "a checkpoint always holds all; --load-weights-only takes the weights alone"
+ARCHITECTURE = "the model's family and preset set it, such as --model llama or --preset llama3-8b"
+WHOLE = "a checkpoint always holds all; --load-weights-only loads only the weights"
 NEEDLESS = {
     KERNELS: """use-flash-attn attention-backend transformer-impl no-masked-softmax-fusion
         no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion

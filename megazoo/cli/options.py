@@ -294,8 +294,9 @@ class DataOptions:
     machine's Python standard library, about 12 MB; or the prefix of token files, PREFIX.bin and
     PREFIX.idx, written by `megazoo preprocess` or Megatron-LM; or a JSONL file, with text,
     prompt and completion, or messages in each line; or a .txt file, of which each paragraph is a
-    document. The tokens of files are kept beside them. The loss is on completions and the
-    assistant's messages alone. A classifier takes JSONL with text, label, and maybe text_pair."""
+    document. The tokens of files are kept beside them. The loss is only on
+    completions and the assistant's messages. A classifier takes JSONL with text, label, and maybe
+    text_pair."""
     split: str = "95,5"
     """Shares of the documents for training, validation and, if there is a third, the test at the
     end."""
@@ -347,7 +348,7 @@ class CheckpointOptions(VerifyOption):
     load: File = None
     """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face
     directory, org/name[@revision] on the Hugging Face hub, or beside --lora-rank or --lora-load,
-    take the weights alone."""
+    only the weights are loaded."""
     load_weights_only: bool = False
     """Take only the weights of --load, and start a new run with them."""
 

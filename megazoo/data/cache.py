@@ -1,4 +1,4 @@
-"""Token files are made from JSONL when it is first trained on, and kept beside it."""
+"""Token files are made from a file of text when it is first trained on, and kept beside it."""
 
 import hashlib
 import json

@@ -73,12 +73,12 @@ class Encoder:
         keys = self.recipe.keys
         parts, lengths = {key: [] for key in keys}, {key: [] for key in keys}
         documents, bad = 0, []
-        alone = json_lines or self.recipe.paragraphs
+        several = json_lines or self.recipe.paragraphs
         texts = data.split(b"\n") if json_lines else [data]
         if self.recipe.paragraphs and not json_lines:
             texts = BLANK_LINES.split(data.strip(b"\r\n"))
         for number, text in enumerate(texts, line):
-            if alone and not text.strip():
+            if several and not text.strip():
                 continue
             try:
                 encoded = self._encode_document(text, json_lines)

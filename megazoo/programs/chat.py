@@ -3,9 +3,9 @@
 $ megazoo chat HuggingFaceTB/SmolLM2-135M-Instruct
 $ megazoo chat runs/a --tp 2 --system "Be brief." --temperature 0.7
 
-Each line is a message, and the answer appears as it comes; the model's chat template shows the
+Each line is a message, and the answer appears as it comes. The model's chat template renders the
 conversation. /reset begins a new one, /exit or the end of input ends the program. Ctrl-C ends an
-answer, and between answers the program. Stdout has the answers alone.
+answer, and between answers the program. Only answers go to stdout.
 """
 
 import signal

@@ -5,9 +5,9 @@ $ torchrun --nproc-per-node 4 -m megazoo generate path/to/llama --tp 2 --pp 2 \\
       --prompts questions.txt --num-beams 3
 
 Without --prompt, --prompts and --messages it reads prompts from stdin, one a line. A single answer
-appears as it comes, unless it is searched with beams. Stdout has the answers alone, each after its
-prompt, or after messages without them; notes go to stderr. Without --temperature, --top-k and
---top-p the likeliest token is taken; with one of them, tokens are drawn.
+appears as it comes, unless it is searched with beams. Only answers go to stdout, each after its
+prompt; the messages of --messages are not printed. Notes go to stderr. Without --temperature,
+--top-k and --top-p the likeliest token is taken; with one of them, tokens are drawn.
 """
 
 import sys
