@@ -29,8 +29,8 @@ class TensorSource:
     sidecar_files: dict[str, bytes]
     generation: dict
 
-    def __init__(self, path: Path):
-        self.path, self.files = path, TensorFiles(path)
+    def __init__(self, path: Path, files: TensorFiles | None = None):
+        self.path, self.files = path, files or TensorFiles(path)
         self._upload = Upload()
 
     @property

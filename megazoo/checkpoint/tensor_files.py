@@ -23,17 +23,20 @@ class TensorFiles:
     A box of a tensor is a view of its file, mapped into memory: nothing is copied before it is
     used, and nothing but tensors is unpickled. A file that is missing, broken or holds something
     else raises UserError, which names it. bytes_read: what was asked of the files so far.
+    opened: opens a file of another format, (directory, name), and returns an object with the calls
+    of an open safetensors file.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, opened: Callable[[Path, str], Any] | None = None):
         self.directory, self.bytes_read = directory, 0
+        self._opened = opened or _opened
         self._open: dict[str, Any] = {}
         self._names: dict[str, set[str]] = {}
 
     def names(self, file: str) -> set[str]:
         """Return the names of a file's tensors."""
         if file not in self._open:
-            self._open[file] = _opened(self.directory, file)
+            self._open[file] = self._opened(self.directory, file)
             self._names[file] = set(self._open[file].keys())
         return self._names[file]
 

@@ -21,8 +21,10 @@ from megazoo.checkpoint.saving import write_together
 from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
+from megazoo.gguf_file import is_gguf
 from megazoo.hub import name_of
 from megazoo.layers.linear import refuse_rounded
+from megazoo.models.gguf.source import GGUFModel
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
@@ -49,6 +51,8 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
     with the checkpoint's checksums; the others have none.
     """
     path = named_directory(path)
+    if is_gguf(path):
+        return GGUFModel(path)
     if not (path / MANIFEST).is_file():
         if is_megatron(path):
             return MegatronCheckpoint(path)

@@ -1,16 +1,18 @@
-"""Convert a model from any format to shards for tensor and pipeline parallelism, or to a Hugging
-Face directory, a tensor at a time.
+"""Convert a model from any format to shards for tensor and pipeline parallelism, to a Hugging Face
+directory, or to a GGUF file, a tensor at a time.
 
 $ megazoo convert path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 $ megazoo convert EleutherAI/pythia-160m shards
 $ megazoo convert runs/a resharded --tp 4
 $ megazoo convert runs/a merged --to hf
 $ megazoo convert path/to/llama merged --to hf --adapter adapter
+$ megazoo convert model.gguf path/to/llama --to hf
+$ megazoo convert path/to/llama model.gguf --to gguf --quantize q8_0
 $ megazoo convert path/to/megatron-checkpoints shards --vocab-size 50257
 
 SOURCE is a Hugging Face directory, org/name[@revision] on the Hugging Face hub, a megazoo
-checkpoint of any layout (shards include the state of its optimizer), or a Megatron-LM checkpoint
-(torch_dist or torch; without its optimizer state).
+checkpoint of any layout (shards include the state of its optimizer), a Megatron-LM checkpoint
+(torch_dist or torch; without its optimizer state), or a GGUF file (quantised weights become fp32).
 Training and loading convert a layout themselves; shards for the layout load faster.
 --adapter adds a LoRA adapter to the weights, in fp32, rounded once.
 """
@@ -26,6 +28,7 @@ from megazoo.cli.parsing import required
 from megazoo.errors import UserError
 from megazoo.lora.merged import MergedSource
 from megazoo.lora.source import SavedAdapters, open_beside, open_model_or_adapters
+from megazoo.models.gguf.export import write_gguf
 from megazoo.models.hugging_face.export import parse_size, write_hugging_face
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.pretrained import open_source
@@ -38,8 +41,9 @@ from megazoo.terminal import byte_bar
 class Options(ConversionOptions):
     """What to convert, and to what."""
 
-    to: Literal["shards", "hf"] = "shards"
-    """shards: a megazoo checkpoint, a file per (tp, pp) rank. hf: a Hugging Face directory."""
+    to: Literal["shards", "hf", "gguf"] = "shards"
+    """shards: a megazoo checkpoint, a file per (tp, pp) rank. hf: a Hugging Face directory. gguf: a
+    GGUF file, which llama.cpp reads."""
     tp: Annotated[int | None, unset("INT", "1")] = None
     """Tensor-parallel size of the shards. They load in any other layout too."""
     pp: Annotated[int | None, unset("INT", "1")] = None
@@ -48,6 +52,8 @@ class Options(ConversionOptions):
     """LoRA adapter to merge into the weights: a PEFT directory, or the checkpoint of a LoRA run."""
     max_shard_size: Annotated[str | None, unset("SIZE", "5GB")] = None
     """Size of the largest file of a Hugging Face directory: bytes, or with a unit (MB, GiB)."""
+    quantize: Annotated[Literal["q8_0"] | None, unset("TYPE", "none")] = None
+    """Quantization of the matrices of a GGUF file: 8 bits per weight, a scale per 32 of them."""
     iteration: Annotated[int | None, unset("INT", "the last")] = None
     """Iteration to read from a Megatron-LM directory."""
     vocab_size: Annotated[
@@ -63,17 +69,22 @@ def main(arguments: list[str]) -> None:
     source = open_from(path, options)
     if options.adapter:
         adapters, config = open_beside(options.adapter, source, verify=options.verify)
-        check_replaceable(output, options.overwrite, adapters.path)
+        if options.to != "gguf":
+            check_replaceable(output, options.overwrite, adapters.path)
         source = MergedSource(source, adapters, config)
-    print((to_hf if options.to == "hf" else to_shards)(source, output, options))
+    write = {"shards": to_shards, "hf": to_hf, "gguf": to_gguf}[options.to]
+    print(write(source, output, options))
 
 
 def check_target(options: Options) -> None:
     """Raise UserError for flags that the other format has."""
-    for name in ("tp", "pp") if options.to == "hf" else ("max_shard_size",):
-        if getattr(options, name) is not None:
-            flag, other = name.replace("_", "-"), "shards" if options.to == "hf" else "hf"
-            raise UserError(f"--{flag} belongs to --to {other}: omit it with --to {options.to}")
+    belongs = {"tp": "shards", "pp": "shards", "max_shard_size": "hf", "quantize": "gguf"}
+    for name, target in belongs.items():
+        if getattr(options, name) is not None and target != options.to:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} belongs to --to {target}: omit it with --to {options.to}")
+    if options.quantize and options.dtype:
+        raise UserError("--quantize and --dtype both say how matrices are stored: give one")
 
 
 def open_from(path: Path, options: Options) -> ModelSource:
@@ -86,7 +97,7 @@ def open_from(path: Path, options: Options) -> ModelSource:
             raise UserError(
                 f"--{flag} is for Megatron-LM checkpoints, which {path} is not: omit it"
             )
-    needs_weights = options.adapter or options.to == "hf"
+    needs_weights = options.adapter or options.to != "shards"
     return (open_source if needs_weights else open_model_or_adapters)(path, verify=options.verify)
 
 
@@ -115,3 +126,14 @@ def to_hf(source: ModelSource, output: Path, options: Options) -> str:
         theirs = "SequenceClassification" if source.config.num_labels else "CausalLM"
         loads = f": transformers' AutoModelFor{theirs}.from_pretrained({str(output)!r}) loads it"
     return f"wrote {output}{loads}"
+
+
+def to_gguf(source: ModelSource, output: Path, options: Options) -> str:
+    """Write a GGUF file; return the line to print."""
+    common = {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    with byte_bar(source.weight_bytes(options.torch_dtype), "convert") as bar:
+        left_out = write_gguf(
+            source, output, **common, q8_0=options.quantize == "q8_0", progress=bar.update
+        )
+    tokenizer = f", without a tokenizer: {left_out}" if left_out else ", with its tokenizer"
+    return f"wrote {output}: {source.model.__name__}{tokenizer}"

@@ -1,13 +1,16 @@
 """Tokenizers turn text into token ids and back. They are opened from local files, which are told
 apart by their contents; nothing here knows what else is in a directory."""
 
+import tempfile
 from pathlib import Path
 
 from megazoo.errors import UserError
 from megazoo.files import json_object, read_bytes
+from megazoo.gguf_file import is_gguf, read_gguf
 from megazoo.hub import local_directory
 from megazoo.tokenizer.base import EncodedBatch, Stream, Tokenizer
 from megazoo.tokenizer.byte import ByteTokenizer
+from megazoo.tokenizer.gguf import has_vocabulary, tokenizer_files_of
 from megazoo.tokenizer.hugging_face import from_tokenizer_json, from_vocab_and_merges
 from megazoo.tokenizer.pipeline import from_pipeline
 from megazoo.tokenizer.ranks import LINE, from_ranks
@@ -35,11 +38,18 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
     that of org/name[@revision] on the Hugging Face hub.
 
     Files: tokenizer.json, vocab.json with merges.txt beside it, or tokenizer.model, sentencepiece's
-    or LLaMA-3's. The JSON files beside them say which tokens are special. Raises UserError for what
-    is missing, malformed or not supported.
+    or LLaMA-3's; the JSON files beside them say which tokens are special. A GGUF file has all of
+    it. Raises UserError for what is missing, malformed or not supported.
     """
     if str(where) == "byte":
         return ByteTokenizer()
+    if is_gguf(Path(where)):
+        with tempfile.TemporaryDirectory() as beside:
+            for name, data in tokenizer_files(where).items():
+                Path(beside, name).write_bytes(data)
+            tokenizer = open_tokenizer(beside)
+        tokenizer.source = str(where)
+        return tokenizer
     directory, files = _located(where)
     settings = read_settings(directory)
     tokenizer = _from_file(files[0], settings)
@@ -57,6 +67,14 @@ def tokenizer_files(where: str | Path) -> dict[str, bytes]:
     directory. There are none for "byte"."""
     if str(where) == "byte":
         return {}
+    if is_gguf(path := Path(where)):
+        metadata = read_gguf(path).metadata
+        if not has_vocabulary(metadata):
+            raise UserError(f"{path} has no tokenizer")
+        try:
+            return tokenizer_files_of(metadata)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
     directory, files = _located(where)
     contents = {path.name: read_bytes(path) for path in files}
     if Path(where).is_file():

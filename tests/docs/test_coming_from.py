@@ -81,6 +81,9 @@ DOTS = {
 }
 # The tests that show what is not shown here.
 ELSEWHERE = {
+    '`megazoo.from_pretrained("path/to/model.gguf")`': (
+        "test_transformers_reads_what_is_written_and_it_comes_back"
+    ),
     "`TensorParallel(model, parallel_context)`": (
         "test_initial_weights_are_the_same_in_every_layout"
     ),

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megazoo.checkpoint.format import GENERATION, SIDECAR_FILES
 from megazoo.checkpoint.generation import TOKEN_IDS, generation_config, with_token_ids
 from megazoo.checkpoint.places import CONFIG
-from megazoo.checkpoint.tensor_files import pieces_of_file
+from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError
 from megazoo.files import json_object, read_bytes
@@ -33,15 +34,15 @@ class HuggingFaceDirectory(ModelSource):
     missing and unexpected tensors, with their names.
     """
 
-    def __init__(self, path: str | Path):
-        super().__init__(Path(path))
+    def __init__(self, path: str | Path, files: TensorFiles | None = None):
+        super().__init__(Path(path), files)
         self.trainer = {}
-        self.config = config_from_file(self.path / CONFIG)
+        self.config = self._read_config()
         self._file_of = self._find_tensors()
         if self.config.layers > len(self._file_of):
             raise UserError(
                 f"{self.path} has {len(self._file_of)} tensors, "
-                f"but its {CONFIG} says {self.config.layers} layers"
+                f"but its config says {self.config.layers} layers"
             )
         self._names = self._match_names()
         self._check_shapes()
@@ -68,6 +69,9 @@ class HuggingFaceDirectory(ModelSource):
         config = self._config_values()  # its ids may stand there instead
         return {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
 
+    def _read_config(self) -> Any:
+        return config_from_file(self.path / CONFIG)
+
     def _config_values(self) -> dict:
         file = self.path / CONFIG
         return with_token_ids(file, json_object(file, read_bytes(file)))
@@ -78,7 +82,7 @@ class HuggingFaceDirectory(ModelSource):
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of each file of weights."""
         files = sorted(set(self._file_of.values()))
-        return {name: (self.path / name).stat().st_size for name in files}
+        return {name: (self.files.directory / name).stat().st_size for name in files}
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
         """Read every file; UserError names the first that can't be read. There are no checksums to
@@ -87,7 +91,7 @@ class HuggingFaceDirectory(ModelSource):
         progress: is called with the number of bytes that were just read.
         """
         for name in self.file_sizes():
-            for piece in pieces_of_file(self.path / name):
+            for piece in pieces_of_file(self.files.directory / name):
                 progress(len(piece))
 
     def read_pieces(
@@ -194,7 +198,7 @@ class HuggingFaceDirectory(ModelSource):
         if problems:
             raise UserError(
                 f"{self.path} {' and '.join(problems)}: "
-                f"it is not a {self.model.__name__} of its config.json"
+                f"it is not a {self.model.__name__} of its config"
             )
 
     def _equal(self, *names: str) -> bool:

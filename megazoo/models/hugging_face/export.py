@@ -57,7 +57,7 @@ def write_model(
     """Write the files of a Hugging Face model into a directory that is there: see
     `write_hugging_face`."""
     limit, config = parse_size(max_shard_size), hugging_face_config(source.config)
-    tensors = _hf_tensors(source, dtype, progress)
+    tensors = hugging_face_tensors(source, dtype, progress)
     # Without these, transformers assumes the ids of its own models.
     config = {name: source.generation.get(name) for name in TOKEN_IDS} | config
     config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
@@ -95,7 +95,7 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def _hf_tensors(
+def hugging_face_tensors(
     source: ModelSource, dtype: torch.dtype | None, progress: BytesWritten
 ) -> dict[str, LazyTensor]:
     """Return Hugging Face's tensors by their names, to be read while they are written."""

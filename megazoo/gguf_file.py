@@ -1,0 +1,85 @@
+"""GGUF, the format of llama.cpp: a model's metadata, tokenizer and tensors in one file, or in
+several that are numbered. The package `gguf` reads it."""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megazoo.errors import UserError
+from megazoo.files import regular_file
+
+if TYPE_CHECKING:
+    import gguf
+
+MAGIC = b"GGUF"
+PART = re.compile(r"(?P<start>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+class GGUF(NamedTuple):
+    """What a model's files hold.
+
+    metadata: the values by their keys, such as "llama.block_count". tensors: by their names in the
+    file, such as "blk.0.attn_q.weight"; files: the name of the file that has each.
+    """
+
+    metadata: dict[str, Any]
+    tensors: "dict[str, gguf.ReaderTensor]"
+    files: dict[str, str]
+
+
+def library() -> ModuleType:
+    """Return the package `gguf`. UserError if it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("GGUF files need the package gguf: pip install 'megazoo[gguf]'") from None
+    return gguf
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, by its first bytes."""
+    try:
+        with open(regular_file(path), "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, UserError):
+        return False
+
+
+def read_gguf(path: Path) -> GGUF:
+    """Read the metadata of a GGUF file, and map its tensors into memory; of a model in several
+    files all of them.
+
+    path: the file, or any one of several. A file is parsed once per process: the package takes 7 s
+    for a vocabulary of 150,000 tokens. UserError names a file that is missing or broken.
+    """
+    part = PART.fullmatch(path.name)
+    numbers = range(1, int(part["count"]) + 1) if part else ()
+    names = [f"{part['start']}-{n:05d}-of-{part['count']}.gguf" for n in numbers if part]
+    metadata, tensors, files = {}, {}, {}
+    for name in names or [path.name]:
+        file = path.with_name(name)
+        if not file.is_file():
+            raise UserError(
+                f"{file} is missing: it is one of the {len(names) or 1} files of {path}"
+            )
+        status = file.stat()
+        values, there = _parsed(file.absolute(), status.st_size, status.st_mtime_ns)
+        metadata = values | metadata  # the first file says what the model is
+        tensors |= there
+        files |= dict.fromkeys(there, name)
+    return GGUF(metadata, tensors, files)
+
+
+@lru_cache(maxsize=16)
+def _parsed(path: Path, size: int, modified: int) -> "tuple[dict, dict[str, gguf.ReaderTensor]]":
+    """Parse one file. size, modified: of the file, so that another one is parsed anew."""
+    gguf = library()
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+        return metadata, {tensor.name: tensor for tensor in reader.tensors}
+    except (ValueError, KeyError, IndexError, OSError, OverflowError, MemoryError) as error:
+        reason = str(error).splitlines() or [type(error).__name__]
+        raise UserError(f"{path} is no whole GGUF file: {reason[0]}", exit_code=1) from error

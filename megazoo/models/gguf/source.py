@@ -1,0 +1,168 @@
+"""A GGUF file, seen as the named global tensors of one of our models."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megazoo.checkpoint.format import GENERATION
+from megazoo.checkpoint.generation import generation_config
+from megazoo.checkpoint.tensor_files import TensorFiles
+from megazoo.checkpoint.writing import json_bytes
+from megazoo.errors import UserError, advise
+from megazoo.gguf_file import library, read_gguf
+from megazoo.models.gguf.architecture import (
+    ROPE_FACTORS,
+    config_values,
+    gguf_name_of,
+    head_rows,
+    rows_in_pairs,
+    shape_of,
+)
+from megazoo.models.hugging_face.directory import HuggingFaceDirectory
+from megazoo.models.hugging_face.names import hf_names
+from megazoo.models.registry import config_from_hugging_face
+from megazoo.parallel.shard import ParameterSpec, Piece, in_parts
+from megazoo.tokenizer.gguf import has_vocabulary, tokenizer_files_of
+
+if TYPE_CHECKING:
+    import gguf
+
+AT_ONCE = 1 << 22  # elements that are dequantised at a time
+
+
+class GGUFModel(HuggingFaceDirectory):
+    """Reads boxes of global tensors from a GGUF file, whose blocks are dequantised to fp32 as they
+    are read.
+
+    path: the file, or any one of a model in several. config: our family's. Raises UserError for
+    what is not supported, and for missing and unexpected tensors, with Hugging Face's names.
+    """
+
+    def __init__(self, path: str | Path):
+        self._contents = read_gguf(Path(path))
+        super().__init__(path, TensorFiles(Path(path).parent, self._open))
+
+    @property
+    def tokenizer(self) -> str | None:
+        return str(self.path) if has_vocabulary(self._contents.metadata) else None
+
+    @cached_property
+    def sidecar_files(self) -> dict[str, bytes]:
+        files = {GENERATION: json_bytes(self.generation)} if self.generation else {}
+        try:
+            return files | tokenizer_files_of(self._contents.metadata)
+        except UserError as error:
+            advise(f"{self.path} without its tokenizer: {error}")
+            return files
+
+    @cached_property
+    def generation(self) -> dict:
+        ids = {
+            key: self._contents.metadata.get(f"tokenizer.ggml.{key}_token_id")
+            for key in ("bos", "eos", "eot", "padding")
+        }
+        ends = list(dict.fromkeys(ids[key] for key in ("eos", "eot") if ids[key] is not None))
+        values = {
+            "bos_token_id": ids["bos"],
+            "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+            "pad_token_id": ids["padding"],
+        }
+        values = {name: value for name, value in values.items() if value is not None}
+        return generation_config(self.path, json_bytes(values)) if values else {}
+
+    def _config_values(self) -> dict:
+        return self.generation
+
+    def _read_config(self) -> Any:
+        try:
+            self._values = config_values(self._contents)
+            return config_from_hugging_face(dict(self._values))
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
+
+    @cached_property
+    def _tensors(self) -> "dict[str, gguf.ReaderTensor]":
+        """The tensors by Hugging Face's names; those that the model has not, by their own."""
+        architecture = self._contents.metadata["general.architecture"]
+        name_of = gguf_name_of(architecture, self.config.layers)
+        theirs = [part for name in self.specs for part in hf_names(self.model, name).names]
+        renamed = {name_of(name): name for name in theirs}
+        tensors = self._contents.tensors.items()
+        return {renamed.get(name, name): each for name, each in tensors if name != ROPE_FACTORS}
+
+    def _find_tensors(self) -> dict[str, str]:
+        files = self._contents.files
+        return {name: files[tensor.name] for name, tensor in self._tensors.items()}
+
+    def _open(self, directory: Path, file: str) -> "_GGUFTensors":
+        architecture, found = self._contents.metadata["general.architecture"], {}
+        for name, tensor in self._tensors.items():
+            if self._contents.files[tensor.name] == file:
+                found[name] = _Slice(tensor, head_rows(architecture, self._values, name))
+        try:
+            for kind in {each.kind for each in found.values()}:
+                _read(np.zeros((1, library().GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise UserError(f"{directory / file}: {error}") from error
+        return _GGUFTensors(found)
+
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
+        """Fill pieces of `destination`, a few megabytes at a time: dequantised values are no view
+        of the file."""
+        for piece in pieces:
+            for box in in_parts(piece.box, AT_ONCE):
+                offset = tuple(place.start for place in piece.index(box))
+                super().read_pieces(name, destination, spec, [Piece(box, offset)])
+
+
+class _GGUFTensors:
+    """The tensors of a GGUF file, with the calls of an open safetensors file."""
+
+    def __init__(self, tensors: "dict[str, _Slice]"):
+        self._tensors = tensors
+
+    def keys(self):
+        return self._tensors.keys()
+
+    def get_slice(self, name: str) -> "_Slice":
+        return self._tensors[name]
+
+
+class _Slice:
+    """One tensor of a GGUF file. size: the features of a head whose rows are in pairs, or 0."""
+
+    def __init__(self, tensor: "gguf.ReaderTensor", size: int):
+        self.kind, self.size = tensor.tensor_type, size
+        self.shape = shape_of({"": tensor}, "")
+        self.data = tensor.data
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = rows.indices(self.shape[0])
+        wanted = rows_in_pairs(start, stop, self.size) if self.size else slice(start, stop)
+        if len(self.shape) == 1:
+            return _read(self.data.reshape(1, -1), self.kind)[0][wanted]
+        (first, last, _) = columns[0].indices(self.shape[1]) if columns else (0, self.shape[1], 1)
+        block, size = library().GGML_QUANT_SIZES[self.kind]
+        low, high = first // block, -(-last // block)
+        data = self.data.view(np.uint8)[wanted, low * size : high * size]
+        return _read(data, self.kind)[:, first - low * block : last - low * block]
+
+
+def _read(data: np.ndarray, kind: "gguf.GGMLQuantizationType") -> torch.Tensor:
+    """Return the values of rows of bytes: as they are stored, or fp32 of blocks."""
+    kinds, data = library().GGMLQuantizationType, np.ascontiguousarray(data).view(np.uint8)
+    stored = {kinds.F32: torch.float32, kinds.F16: torch.float16, kinds.BF16: torch.bfloat16}
+    if not data.size:
+        return torch.empty(0, 0, dtype=stored.get(kind, torch.float32))
+    if kind in stored:
+        return torch.from_numpy(data.copy()).view(stored[kind])
+    return torch.from_numpy(library().dequantize(data, kind))

@@ -1,0 +1,366 @@
+"""Tokenizers in GGUF files: from the metadata to Hugging Face's files, and back.
+
+tokenizer.ggml.model says which kind it is, "gpt2" (byte-level BPE) or "llama" (sentencepiece's BPE
+with bytes to fall back on), and tokenizer.ggml.pre names the rule that splits a text into words.
+"""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+import sentencepiece
+
+from megazoo.errors import UserError
+from megazoo.tokenizer.added import AddedToken
+from megazoo.tokenizer.base import Tokenizer
+from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+SPACE = "\u2581"  # how a piece of sentencepiece spells a space
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Words(NamedTuple):
+    """How byte-level BPE splits a text into words.
+
+    pattern: a regular expression, GPT-2's by default. digits: each digit is a word. nfc: the text
+    is normalized before. whole: a word that is a token is not merged (ignore_merges). bos: whether
+    the bos token goes before a text if the file does not say so.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+    def pre_tokenizer(self) -> dict:
+        """Return the pre_tokenizer of a tokenizer.json."""
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        steps: list[dict] = [byte_level | {"use_regex": self.pattern is None}]
+        if self.pattern:
+            regex = {"Regex": self.pattern}
+            steps.insert(
+                0, {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
+            )
+        if self.digits:
+            steps.insert(0, {"type": "Digits", "individual_digits": True})
+        return steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
+
+
+# By tokenizer.ggml.pre; the first name of equal ones is written.
+WORDS = {
+    "gpt-2": Words(),
+    "smollm": Words(digits=True),
+    "llama-bpe": Words(LLAMA3_PATTERN, whole=True, bos=True),
+    "qwen2": Words(QWEN2_PATTERN, nfc=True),
+    "tekken": Words(TEKKEN_PATTERN, whole=True, bos=True),
+}
+WORDS |= dict.fromkeys(("mpt", "olmo", "phi-2"), WORDS["gpt-2"])
+WORDS |= dict.fromkeys(("starcoder", "refact"), WORDS["smollm"])
+WORDS |= dict.fromkeys(("llama3", "llama-v3"), WORDS["llama-bpe"])
+WORDS |= dict.fromkeys(("deepseek-r1-qwen",), WORDS["qwen2"])
+
+
+def has_vocabulary(metadata: dict[str, Any]) -> bool:
+    """Return whether there is a tokenizer in a GGUF file's metadata."""
+    return bool(metadata.get("tokenizer.ggml.tokens"))
+
+
+def tokenizer_files_of(metadata: dict[str, Any]) -> dict[str, bytes]:
+    """Return a tokenizer.json and the settings beside it, by their names, of a GGUF file's
+    metadata; nothing if it has no tokenizer. UserError for a kind that is not supported."""
+    if not has_vocabulary(metadata):
+        return {}
+    of = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    tokens, kind = of["tokens"], of.get("model")
+    kinds = of.get("token_type") or [NORMAL] * len(tokens)
+    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise UserError("tokenizer.ggml.tokens has repeated tokens, or tokens without a type")
+    if kind not in ("gpt2", "llama"):
+        raise UserError(f"tokenizer.ggml.model {kind!r} is not supported: only gpt2 and llama")
+    pipeline, bos = (_byte_level if kind == "gpt2" else _sentencepiece)(of, tokens, kinds)
+    marked = {CONTROL, USER_DEFINED} | ({UNKNOWN} if kind == "llama" else set())
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+    added = [
+        {"id": token, "content": content, **flags, "special": mark != USER_DEFINED}
+        for token, (content, mark) in enumerate(zip(tokens, kinds, strict=True))
+        if mark in marked
+    ]
+    names = {
+        role: tokens[of[f"{key}_token_id"]]
+        for role, key in ROLES.items()
+        if of.get(f"{key}_token_id") is not None
+    }
+    around = {
+        "bos": of.get("add_bos_token", bos) and names.get("bos"),
+        "eos": of.get("add_eos_token", False) and names.get("eos"),
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{f"{role}_token": name for role, name in names.items()},
+    }
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **pipeline,
+        "post_processor": _template(around, tokens) or pipeline["post_processor"],
+    }
+    files = {"tokenizer.json": json.dumps(whole), "tokenizer_config.json": json.dumps(settings)}
+    if template := metadata.get("tokenizer.chat_template"):
+        files["chat_template.jinja"] = template
+    return {name: text.encode() for name, text in files.items()}
+
+
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def _byte_level(of: dict, tokens: list[str], kinds: list[int]) -> tuple[dict, bool]:
+    """Return the parts of a tokenizer.json of byte-level BPE, and whether bos goes before a
+    text."""
+    if (words := WORDS.get(of.get("pre", ""))) is None:
+        known = ", ".join(WORDS)
+        raise UserError(f"tokenizer.ggml.pre {of.get('pre')!r} is not supported: only {known}")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    parts = {
+        "normalizer": {"type": "NFC"} if words.nfc else None,
+        "pre_tokenizer": words.pre_tokenizer(),
+        "post_processor": byte_level | {"trim_offsets": False, "use_regex": True},
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": words.whole,
+            "vocab": _vocabulary(tokens, kinds),
+            "merges": [merge.split(" ", 1) for merge in of.get("merges") or []],
+        },
+    }
+    return parts, words.bos
+
+
+def _sentencepiece(of: dict, tokens: list[str], kinds: list[int]) -> tuple[dict, bool]:
+    """Return the parts of a tokenizer.json of sentencepiece's BPE, and whether bos goes before a
+    text."""
+    prefix = of.get("add_space_prefix", True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    before = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    decoders: list[dict] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = next((c for c, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
+    scores = of.get("scores") or [0.0] * len(tokens)
+    normal = {c: s for c, s, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
+    merges = [merge.split(" ", 1) for merge in of.get("merges") or []]
+    parts = {
+        "normalizer": {"type": "Sequence", "normalizers": [*before, spaces]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": BYTE in kinds,
+            "ignore_merges": False,
+            "vocab": _vocabulary(tokens, kinds),
+            "merges": merges or merges_of(normal),
+        },
+    }
+    return parts, True
+
+
+def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
+    """Return the ids of all tokens but the unused ones, which only fill up the list."""
+    pairs = enumerate(zip(tokens, kinds, strict=True))
+    return {content: token for token, (content, kind) in pairs if kind != UNUSED}
+
+
+def merges_of(scores: dict[str, float]) -> list[list[str]]:
+    """Return the merges of a BPE that sentencepiece trained: each way to make a piece of two, the
+    pieces with the highest scores first.
+
+    scores: of the pieces, in the order of their ids.
+    """
+    place = {piece: token for token, piece in enumerate(scores)}
+    ways = [
+        (-score, place[piece], place[piece[:cut]], piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in place and piece[cut:] in place
+    ]
+    return [[left, right] for *_, left, right in sorted(ways)]
+
+
+def _template(around: dict[str, str | None], tokens: list[str]) -> dict | None:
+    """Return the post_processor that puts bos before a text and eos after it, None for neither."""
+    used = [name for name in around.values() if name]
+    if not used:
+        return None
+
+    def special(role: str, sequence: int) -> list[dict]:
+        name = around[role]
+        return [{"SpecialToken": {"id": name, "type_id": sequence}}] if name else []
+
+    def text(name: str, sequence: int) -> list[dict]:
+        inside = {"Sequence": {"id": name, "type_id": sequence}}
+        return [*special("bos", sequence), inside, *special("eos", sequence)]
+
+    ids = {name: {"id": name, "ids": [tokens.index(name)], "tokens": [name]} for name in used}
+    return {
+        "type": "TemplateProcessing",
+        "single": text("A", 0),
+        "pair": [*text("A", 0), *text("B", 1)],
+        "special_tokens": ids,
+    }
+
+
+def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) -> dict[str, Any]:
+    """Return the metadata of a GGUF file for a tokenizer: `tokenizer_files_of` the other way round.
+
+    files: of the tokenizer, by their names in a model's directory. vocab_size: of the model, to
+    which unused tokens fill the list up. UserError for a kind that GGUF can't represent.
+    """
+    if "tokenizer.json" in files:
+        tokens, values = _of_pipeline(json.loads(files["tokenizer.json"]))
+    elif "tokenizer.model" in files:
+        tokens, values = _of_pieces(files["tokenizer.model"], tokenizer)
+    else:
+        raise UserError("only a tokenizer.json or a sentencepiece model is written to GGUF")
+    for token in range(len(tokens), vocab_size):
+        tokens.append(Token(f"[PAD{token}]", UNUSED, 0.0))
+    values |= {
+        "tokens": [token.content for token in tokens],
+        "token_type": [token.kind for token in tokens],
+        "add_bos_token": bool(tokenizer.before),
+        "add_eos_token": bool(tokenizer.after),
+    }
+    if values["model"] == "llama":
+        values["scores"] = [token.score for token in tokens]
+    unknown = next((i for i, token in enumerate(tokens) if token.kind == UNKNOWN), None)
+    for role, token in (
+        ("bos", tokenizer.bos_token_id),
+        ("eos", tokenizer.eos_token_id),
+        ("padding", tokenizer.pad_token_id),
+        ("unknown", unknown),
+    ):
+        if token is not None:
+            values[f"{role}_token_id"] = token
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    if tokenizer.chat_template:
+        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    return metadata
+
+
+class Token(NamedTuple):
+    """A token: its content, its tokenizer.ggml.token_type, and sentencepiece's score."""
+
+    content: str
+    kind: int
+    score: float = 0.0
+
+
+def _of_pipeline(whole: dict) -> tuple[list[Token], dict[str, Any]]:
+    """Return the tokens of a tokenizer.json, and values by their keys after "tokenizer.ggml."."""
+    model = whole["model"]
+    if "merges" not in model:
+        raise UserError(f"a tokenizer of the model {model.get('type')} is not written to GGUF")
+    added = [AddedToken.from_json(entry, entry["id"]) for entry in whole.get("added_tokens") or []]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    vocab, byte_level = model["vocab"], not model.get("byte_fallback")
+    names = {token: content for content, token in vocab.items()}
+    names |= {token.id: token.content for token in added}
+    kinds = {token.id: CONTROL if token.special else USER_DEFINED for token in added}
+    if byte_level:
+        scores, words = {}, _name_of_words(whole)
+        values = {"model": "gpt2", "pre": words, "merges": merges}
+    else:
+        spelled = {token: BYTE for token, content in names.items() if BYTE_NAME.fullmatch(content)}
+        kinds = spelled | kinds
+        kinds |= {vocab[name]: UNKNOWN for name in (model.get("unk_token"),) if name in vocab}
+        scores = _scores(merges)
+        values = {"model": "llama", "pre": "default", "add_space_prefix": _adds_space(whole)}
+    tokens = []
+    for token in range(max(names) + 1):
+        content = names.get(token, f"[PAD{token}]")
+        kind = kinds.get(token, NORMAL if token in names else UNUSED)
+        tokens.append(Token(content, kind, scores.get(content, -float(len(merges)))))
+    return tokens, values
+
+
+BYTE_NAME = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def _name_of_words(whole: dict) -> str:
+    """Return the tokenizer.ggml.pre of a tokenizer.json."""
+    normalizer = whole.get("normalizer")
+    nfc = normalizer is not None
+    for name, words in WORDS.items():
+        if (
+            _steps_of(words.pre_tokenizer()) == _steps_of(whole.get("pre_tokenizer") or {})
+            and words.whole == bool(whole["model"].get("ignore_merges"))
+            and (not nfc or (words.nfc and normalizer == {"type": "NFC"}))
+        ):
+            return name
+    raise UserError("GGUF has no name for how its tokenizer.json splits a text into words")
+
+
+def _steps_of(pre_tokenizer: dict) -> list[dict]:
+    """Return the steps of a pre_tokenizer, without what does not change ids."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
+
+
+def _adds_space(whole: dict) -> bool:
+    """Return whether a tokenizer.json of sentencepiece's BPE puts a space before a text."""
+    for prefix in (True, False):
+        ours, _ = _sentencepiece({"add_space_prefix": prefix}, [], [])
+        if all(ours[part] == whole.get(part) for part in ("normalizer", "pre_tokenizer")):
+            return prefix
+    raise UserError("GGUF has no name for how its tokenizer.json treats spaces")
+
+
+def _scores(merges: list[str]) -> dict[str, float]:
+    """Return scores that put the merges into their order: that of a piece is how many merges come
+    before the first one that makes it, negative."""
+    scores: dict[str, float] = {}
+    for place, merge in enumerate(merges):
+        scores.setdefault(merge.replace(" ", ""), -float(place))
+    return scores
+
+
+def _of_pieces(data: bytes, tokenizer: Tokenizer) -> tuple[list[Token], dict[str, Any]]:
+    """Return the tokens of a sentencepiece model, and values by their keys after
+    "tokenizer.ggml."."""
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_proto=data)
+    except RuntimeError:
+        raise UserError("a tokenizer.model of ranks is not written to GGUF") from None
+    if model.vocab_size() != tokenizer.vocab_size:
+        raise UserError("a sentencepiece model with added tokens is not written to GGUF")
+    tokens = []
+    for token in range(model.vocab_size()):
+        marks = {
+            UNKNOWN: model.is_unknown(token),
+            CONTROL: model.is_control(token),
+            UNUSED: model.is_unused(token),
+            BYTE: model.is_byte(token),
+        }
+        kind = next((kind for kind, marked in marks.items() if marked), NORMAL)
+        tokens.append(Token(model.id_to_piece(token), kind, model.get_score(token)))
+    if any(token.score % 1 for token in tokens):  # logarithms of probabilities
+        raise UserError("a sentencepiece model of the kind unigram is not written to GGUF")
+    prefix = model.encode("a", out_type=str)[0].startswith(SPACE)
+    return tokens, {"model": "llama", "pre": "default", "add_space_prefix": prefix}
