@@ -30,7 +30,7 @@ from megazoo.cli.run import Run, notes_on_changes
 from megazoo.cli.settings import resolve
 from megazoo.cli.summary import introduce, show, summary
 from megazoo.cli.tokenizer import find_tokenizer
-from megazoo.data import Batches, check_data, files_of_text
+from megazoo.data import Batches, check_data, needs_preparation
 from megazoo.data.conversations import template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
@@ -103,7 +103,7 @@ def start_ranks(run: Run) -> ParallelContext:
         print_rank_0(note)
     if run.weights.base_note:
         print_rank_0(run.weights.base_note)
-    if files_of_text(run.sources) or run.options.logging.record:
+    if needs_preparation(run.sources) or run.options.logging.record:
         # before any rank waits in a collective, for --timeout at most
         _store = after_rank_zero(lambda: prepare_inputs(run))
     ctx = ParallelContext.from_torch(
@@ -182,7 +182,7 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
             if run.tests_at(step):
                 recorder.log_evaluation(step, "test", *evaluate(run, model, data.test))
             if stopping or run.saves_at(step):
-                recorder.save(step)
+                recorder.save(step, data.training)
             if stopping:
                 return
 

@@ -136,13 +136,25 @@ class OptimizerState:
 
 
 @dataclass
+class StreamPosition:
+    """Where a streamed source goes on: see `megazoo.data.streaming.Position`."""
+
+    sample: Count
+    epoch: Count
+    document: Count
+    tokens: Count
+    state: dict[str, Any] | None
+
+
+@dataclass
 class DataSource:
-    """What a source of data was when it was trained on."""
+    """What a source of data was when it was trained on, and where it goes on, if it is streamed."""
 
     source: str
     bytes: Count
     documents: Count
     checksum: Count
+    position: StreamPosition | None = None
 
 
 @dataclass
@@ -155,6 +167,7 @@ class TrainingState:
     consumed_tokens: Count
     settings: dict[str, Any]
     wandb_run: WandbId | None = None
+    trackio_run: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     run: RunId | None = None
     data: list[DataSource] | None = None
 

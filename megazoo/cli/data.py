@@ -17,6 +17,7 @@ from megazoo.data import (
     prepare_datasets,
 )
 from megazoo.data.conversations import as_jinja
+from megazoo.data.fingerprint import positions_in
 from megazoo.data.text_files import first_object, is_loose_json
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
@@ -56,6 +57,7 @@ def open_data(run: Run, model: Model) -> Data:
             chat_template=options.data.chat_template,
             packing=options.data.packing,
             labels=run.labels,
+            positions=positions_in(run.state.get("data") or [], run.sources.names),
             report=print_rank_0,
         )
     if is_rank_zero():
@@ -73,7 +75,7 @@ def take_fingerprints(run: Run) -> None:
     template = run.options.data.chat_template
     names, tokenizer = run.sources.names, run.tokenizer.source
     run.fingerprints = fingerprints(names, tokenizer, template, run.labels)
-    for change in changes(run.state.get("data", []), run.fingerprints):
+    for change in changes(run.state.get("data") or [], run.fingerprints):
         print(f"warning: {change}", file=sys.stderr, flush=True)
 
 

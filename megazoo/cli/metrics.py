@@ -1,5 +1,5 @@
 """The numbers of a run while it goes on: lines on the terminal, a file with one JSON object a step,
-TensorBoard, Weights & Biases, traces."""
+TensorBoard, Weights & Biases, trackio, traces."""
 
 import json
 import os
@@ -62,13 +62,14 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Metrics:
-    """Appends JSON objects to a file, a line each, and gives their numbers to TensorBoard and to
-    Weights & Biases; does nothing without any of the three.
+    """Appends JSON objects to a file, a line each, and gives their numbers to TensorBoard, Weights
+    & Biases and trackio; does nothing without any of the four.
 
     path: the file. tensorboard: TensorBoard's directory; what it has of steps after `step`, where
-    this start begins, is hidden. wandb: the project of Weights & Biases. run: the id there of the
-    run that is resumed; a new one by default. settings: shown on the run's page there. UserError
-    if one of them can't be opened.
+    this start begins, is hidden. wandb, trackio: the project there. runs: of the run that is
+    resumed there, the id as wandb_run and the name as trackio_run; a new one by default, and then
+    the attribute `runs` has it. settings: shown on the run's page there. UserError if one of them
+    can't be opened.
 
     What can't be written later, to a full disk for one, does not end a run: a line on stderr says
     so once, and the rest goes on. lost: by its flag, since when and why.
@@ -79,12 +80,14 @@ class Metrics:
         path: Path | None = None,
         tensorboard: Path | None = None,
         wandb: str | None = None,
+        trackio: str | None = None,
         *,
         step: int = 0,
-        run: str | None = None,
+        runs: dict[str, Any] | None = None,
         settings: dict | None = None,
     ):
-        self.path, self.board, self.wandb_run = path, None, None
+        self.path, self.board, self.wandb_run, self.trackio_run = path, None, None, None
+        runs = runs or {}
         self.lost: dict[str, str] = {}
         flag = f"--metrics {path}"
         try:
@@ -97,12 +100,17 @@ class Metrics:
         except OSError as error:
             raise UserError(f"{flag}: {reason_of(error)}", exit_code=1) from error
         if wandb:
-            self.wandb_run = _open_run(wandb, run, settings)
+            self.wandb_run = _open_wandb(wandb, runs.get("wandb_run"), settings)
+        if trackio:
+            self.trackio_run = _open_trackio(trackio, runs.get("trackio_run"), settings)
 
     @property
-    def run(self) -> str | None:
-        """The id of the run in Weights & Biases, if there is one."""
-        return self.wandb_run and self.wandb_run.id
+    def runs(self) -> dict[str, str | None]:
+        """How the run is found again in Weights & Biases and in trackio; None: not there."""
+        return {
+            "wandb_run": self.wandb_run and self.wandb_run.id,
+            "trackio_run": self.trackio_run and self.trackio_run.name,
+        }
 
     def write(self, step: int, values: dict) -> None:
         """Write the numbers of a step, or of an evaluation after it; the names of the latter begin
@@ -124,13 +132,17 @@ class Metrics:
             self.board = None
         if self.wandb_run:
             self.wandb_run.log({"step": step, **named})
+        if self.trackio_run:
+            self.trackio_run.log(named, step=step)
 
     def close(self) -> None:
-        """Close what was opened of TensorBoard and of Weights & Biases."""
+        """Close what was opened of TensorBoard, Weights & Biases and trackio."""
         if self.board:
             kept("--tensorboard", None, self.lost, self.board.close)
         if self.wandb_run:
             self.wandb_run.finish()
+        if self.trackio_run:
+            self.trackio_run.finish()
 
     @staticmethod
     def _show(board: "SummaryWriter", named: dict, step: int) -> None:
@@ -184,7 +196,7 @@ def _open_board(directory: Path, step: int):
     return SummaryWriter(str(directory), purge_step=step + 1)
 
 
-def _open_run(project: str, run: str | None, settings: dict | None):
+def _open_wandb(project: str, run: str | None, settings: dict | None):
     """Open a run in a project of Weights & Biases: a new one, or the one of an id."""
     wandb: Any = import_module("wandb")  # of an extra
     try:
@@ -196,6 +208,15 @@ def _open_run(project: str, run: str | None, settings: dict | None):
     # Their own count of steps refuses to go back to where a checkpoint was.
     opened.define_metric("*", step_metric="step")
     return opened
+
+
+def _open_trackio(project: str, run: str | None, settings: dict | None):
+    """Open a run in a project of trackio: a new one, or the one of a name."""
+    trackio: Any = import_module("trackio")  # of an extra
+    try:
+        return trackio.init(project, name=run, resume="allow", config=settings, embed=False)
+    except Exception as error:  # its own, and those of the Hugging Face hub
+        raise UserError(f"--trackio {project}: {error}", exit_code=1) from error
 
 
 @contextmanager

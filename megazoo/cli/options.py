@@ -296,7 +296,8 @@ class DataOptions:
     prompt and completion, or messages in each line; or a .txt file, of which each paragraph is a
     document. The tokens of files are kept beside them. The loss is only on
     completions and the assistant's messages. A classifier takes JSONL with text, label, and maybe
-    text_pair."""
+    text_pair. A .parquet file, and stream:FILES, are streamed by the package datasets: their
+    column text is tokenized while the run trains."""
     split: str = "95,5"
     """Shares of the documents for training, validation and, if there is a third, the test at the
     end."""
@@ -379,6 +380,9 @@ class LoggingOptions:
     """Directory for the same numbers in TensorBoard."""
     wandb: Name = None
     """Project of Weights & Biases for the same numbers. WANDB_MODE=offline keeps them here."""
+    trackio: Name = None
+    """Project of trackio for the same numbers; `trackio show` draws them. They stay on this
+    machine, unless TRACKIO_SPACE_ID names a Space on the Hugging Face hub."""
     peak_tflops: Annotated[float | None, unset("FLOAT", "the device's in bf16, where known")] = None
     """TFLOP/s of one rank's device: what mfu, the model FLOPs utilization, is a share of."""
     profile: File = None

@@ -21,6 +21,7 @@ from megazoo.cli.metrics import (
 from megazoo.cli.run import Run
 from megazoo.cli.run_record import Step, begin_record, record_step
 from megazoo.cli.settings import settings_to_resume
+from megazoo.data import Batches
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.models.base import Model
@@ -136,8 +137,8 @@ class Recorder:
         self.stopped_by = self.signals.agreed()
         return self.stopped_by is not None
 
-    def save(self, step: int) -> None:
-        """Save a checkpoint, if --save asks for any."""
+    def save(self, step: int, batches: Batches) -> None:
+        """Save a checkpoint, if --save asks for any. batches: of training."""
         keep = self.run.options.checkpoint
         if not keep.save:
             return
@@ -145,10 +146,11 @@ class Recorder:
             "run": self.run_id,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
-            "data": self.run.fingerprints,
+            "data": _with_positions(self.run.fingerprints, batches, self.consumed_samples),
         }
-        if wandb_run := self.metrics.run or self.run.state.get("wandb_run"):
-            trainer["wandb_run"] = wandb_run
+        for key, run in self.metrics.runs.items():
+            if run := run or self.run.state.get(key):
+                trainer[key] = run
         trainer["settings"] = settings_to_resume(self.run.options)
         may_fail = keep.on_save_error == "continue" and not self.run.is_last(step)
         self.saver.save(step, trainer, may_fail=may_fail)
@@ -198,6 +200,15 @@ class Recorder:
         return values
 
 
+def _with_positions(fingerprints: list[dict], batches: Batches, consumed: int) -> list[dict]:
+    """Return the fingerprints of the sources, with where the streamed ones go on."""
+    positions = batches.positions(consumed) or [None] * len(fingerprints)
+    return [
+        {**source, "position": position} if position else source
+        for source, position in zip(fingerprints, positions, strict=False)
+    ]
+
+
 def scale_of(optimizer: AdamW) -> float:
     """Return the loss scale of the next step: 1 without one."""
     return optimizer.loss_scale.value if optimizer.loss_scale else 1.0
@@ -214,7 +225,8 @@ def _open_metrics(run: Run, ctx: ParallelContext) -> Metrics:
         log.metrics,
         log.tensorboard,
         log.wandb,
+        log.trackio,
         step=run.first_step,
-        run=run.state.get("wandb_run"),
+        runs=run.state,
         settings=settings,
     )

@@ -10,6 +10,7 @@ from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
 from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
 from megazoo.cli.options import ModelOptions, Options
+from megazoo.data.text_files import is_streamed
 from megazoo.errors import UserError
 from megazoo.files import brief, reason_of
 from megazoo.models.pretrained import with_labels
@@ -155,6 +156,12 @@ def check_run(
                 f"{name.replace('_', '-')} says nothing of a classifier, of which each row is a "
                 "text: leave it out"
             )
+    streamed = next(filter(is_streamed, options.data.data), None)
+    if training.epochs and streamed:
+        raise UserError(
+            f"epochs: nobody knows how many samples {streamed} has, because it is streamed: give "
+            "--steps instead"
+        )
     check_sequence(model, config, training.seq_length)
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
         raise UserError(
@@ -198,7 +205,8 @@ def _check_outputs(options: Options) -> None:
             _check_writable(flag, directory)
     if options.checkpoint.save:
         run_lock(options.checkpoint.save).check()
-    for package, wanted in {"tensorboard": log.tensorboard, "wandb": log.wandb}.items():
+    boards = {"tensorboard": log.tensorboard, "wandb": log.wandb, "trackio": log.trackio}
+    for package, wanted in boards.items():
         found = importlib.util.find_spec(package) if wanted else None
         # A directory of that name, which runs leave behind, is found without an origin.
         if wanted and (found is None or found.origin is None):

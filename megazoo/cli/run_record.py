@@ -34,7 +34,7 @@ from megazoo.cli.options import (
     TrainingOptions,
 )
 from megazoo.data.corpus import standard_library_files
-from megazoo.data.text_files import is_text
+from megazoo.data.text_files import files_of_stream, is_streamed, is_text
 from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
@@ -52,7 +52,7 @@ Text = Annotated[str, Meta(max_length=100_000)]
 # computes.
 BESIDE = (
     "save save_interval async_save keep_last on_save_error verify log_interval eval_interval "
-    "eval_steps metrics tensorboard wandb peak_tflops profile profile_steps record "
+    "eval_steps metrics tensorboard wandb trackio peak_tflops profile profile_steps record "
     "timeout device data_workers config import dp dry_run print_config"
 ).split()
 # What a run that goes on may have otherwise: where it ends, and what its checkpoint carries.
@@ -175,6 +175,9 @@ def _data_files(name: str) -> Iterable[tuple[str, Path]]:
         files = standard_library_files()
         root = os.path.commonpath(files)
         yield from ((path.relative_to(root).as_posix(), path) for path in files)
+    elif is_streamed(name):
+        files = (Path(file) for file in files_of_stream(name) if os.path.isfile(file))
+        yield from ((file.name, file) for file in files)
     elif is_text(Path(name)):
         yield Path(name).name, Path(name)
     else:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from megazoo.data.dataset import (
         check_data,
         files_of_text,
+        needs_preparation,
         open_datasets,
         prepare_datasets,
     )
@@ -28,6 +29,7 @@ _PLACES = {
     "open_datasets": "dataset",
     "prepare_datasets": "dataset",
     "files_of_text": "dataset",
+    "needs_preparation": "dataset",
 }
 __getattr__, __dir__ = lazy_attributes(
     __name__, {name: f"megazoo.data.{place}" for name, place in _PLACES.items()}
@@ -43,6 +45,7 @@ __all__ = [
     "documents_of",
     "files_of_text",
     "fingerprints",
+    "needs_preparation",
     "open_datasets",
     "prepare_datasets",
 ]

@@ -17,7 +17,13 @@ from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
 from megazoo.data.order import Blend, shares_of
 from megazoo.data.samples import Conversations, LabelledTexts, MockDataset, PackedDataset
-from megazoo.data.text_files import is_loose_json, is_text
+from megazoo.data.streaming import (
+    Position,
+    StreamedTexts,
+    check_stream,
+    open_stream,
+)
+from megazoo.data.text_files import is_loose_json, is_streamed, is_text
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer
 
@@ -52,15 +58,18 @@ def open_datasets(
     chat_template: str | None = None,
     packing: bool = False,
     labels: Labels | None = None,
+    positions: Sequence[dict | None] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Parts:
     """Open the sources and return the blends of a run.
 
     A source is "stdlib"; "mock", random tokens; the prefix of token files; a JSONL file of texts or
-    of conversations, or a .txt file of paragraphs, whose tokens are kept beside it. The first
-    documents are for training, the last for the test; those of stdlib are drawn, the same in every
-    run. Only training is shuffled.
+    of conversations, or a .txt file of paragraphs, whose tokens are kept beside it; or files that
+    are streamed: see `StreamedTexts`. The first documents are for training, the last for the test;
+    those of stdlib are drawn, the same in every run; those of a stream are dealt in turn. Only
+    training is shuffled.
     vocab_size: the model's. labels: of a classifier's data, which is JSONL with them, or "mock".
+    positions: where training goes on in each streamed source, as `Blend.positions` says.
     report: is told what is cut, and of text how many documents it is. The other arguments are as
     the settings of those names say. Raises UserError for what can't be opened, or leaves nothing to
     train on.
@@ -70,10 +79,14 @@ def open_datasets(
     datasets = [
         _open_labelled(name, tokenizer, sources.shares, seq_length, vocab_size, labels)
         if labels
+        else _open_streamed(name, tokenizer, sources.shares, seq_length, seed, eod, position)
+        if is_streamed(name)
         else _open(
             name, tokenizer, sources.shares, seq_length, vocab_size, eod, chat_template, packing
         )
-        for name in sources.names
+        for name, position in zip(
+            sources.names, positions or [None] * len(sources.names), strict=True
+        )
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
         _tell_cuts(name, parts, seq_length, report)
@@ -82,6 +95,8 @@ def open_datasets(
             count = len(tokens.documents) - 1
             what = f"{count:,} documents, a paragraph each" if count > 1 else "one document"
             report(f"{name}: {what}")
+        if isinstance(parts[0], StreamedTexts):
+            report(f"{name}: streamed, shuffled within blocks of {parts[0].block:,} samples")
         _check_parts(name, parts, sources.shares, seq_length)
     training, *held_out = (
         Blend(parts, sources.weights, seed if kind == "training" else None) if share else None
@@ -123,9 +138,17 @@ def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: 
 def prepare_datasets(
     sources: Sources, tokenizer: Tokenizer, chat_template: str, labels: Labels | None = None
 ) -> None:
-    """Make the tokens that are kept beside files of text, which takes a while the first time."""
+    """Make the tokens that are kept beside files of text, which takes a while the first time, and
+    open what is streamed once, since that may fail."""
     for name in files_of_text(sources):
         cached_tokens(Path(name), tokenizer.source, chat_template, labels)
+    for name in filter(is_streamed, sources.names):
+        open_stream(name)
+
+
+def needs_preparation(sources: Sources) -> bool:
+    """Say whether `prepare_datasets` does anything for the sources."""
+    return bool(files_of_text(sources)) or any(map(is_streamed, sources.names))
 
 
 def files_of_text(sources: Sources) -> list[str]:
@@ -168,12 +191,15 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             )
         shares_of(weights)
     for name in names:
+        if is_streamed(name):
+            check_stream(name)
+            continue
         built_in = name in ("stdlib", "mock")
         if not built_in and not os.path.isfile(f"{name}.idx") and not is_text(Path(name)):
             raise UserError(
                 f"unknown data {name!r}: there is stdlib, the prefix of token files "
-                "(PREFIX.bin and PREFIX.idx), and files of text, .jsonl and .txt; "
-                "`megazoo preprocess` reads other text"
+                "(PREFIX.bin and PREFIX.idx), files of text, .jsonl and .txt, and streamed files, "
+                ".parquet and stream:FILES; `megazoo preprocess` reads other text"
             )
     training, validation, test = (share / sum(shares) for share in (*shares, 0.0)[:3])
     return Sources(names, weights, (training, validation, test))
@@ -216,6 +242,36 @@ def _open(
     return [
         PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start)
         for stream in (tokens.stream(*cut) for cut in cuts)
+    ]
+
+
+def _open_streamed(
+    name: str,
+    tokenizer: Tokenizer,
+    shares: tuple[float, ...],
+    seq_length: int,
+    seed: int,
+    eod: int | None,
+    position: dict | None,
+) -> list[StreamedTexts | None]:
+    """Open a streamed source and return its training, validation and test part; None for a part
+    without a share."""
+    dealt = [share for share in shares if share]
+    parts = iter(range(len(dealt)))
+    return [
+        StreamedTexts(
+            name,
+            tokenizer,
+            dealt,
+            next(parts),
+            seq_length,
+            seed=None if number else seed,
+            eod=eod,
+            position=Position(**position) if position and not number else None,
+        )
+        if share
+        else None
+        for number, share in enumerate(shares)
     ]
 
 

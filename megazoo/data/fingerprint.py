@@ -6,7 +6,7 @@ distances are read. Nothing here imports torch.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from megazoo.data.cache import cached_tokens
 from megazoo.data.corpus import standard_library_files
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
-from megazoo.data.text_files import is_text
+from megazoo.data.text_files import files_of_stream, is_streamed, is_text
 
 BLOCKS, BLOCK = 64, 4096  # of a file that are read, and the bytes of each
 
@@ -58,6 +58,12 @@ def _fingerprint(
         for file in files[::every]:
             checksum = sampled_checksum(file, checksum, blocks=1)
         return Fingerprint(name, sum(sizes), len(files), checksum)
+    if is_streamed(name):
+        files = [Path(file) for file in files_of_stream(name) if os.path.isfile(file)]
+        checksum = 0
+        for file in files:
+            checksum = sampled_checksum(file, checksum, max(1, BLOCKS // len(files)))
+        return Fingerprint(name, sum(file.stat().st_size for file in files), 0, checksum)
     if is_text(Path(name)):
         tokens = cached_tokens(Path(name), tokenizer, chat_template, labels)[0]
         files = [Path(name)]
@@ -87,13 +93,13 @@ def sampled_checksum(file: Path, checksum: int = 0, blocks: int = BLOCKS) -> int
 def changes(then: list[dict], now: list[dict]) -> list[str]:
     """Return a line for each source that has changed since its fingerprint was taken.
 
-    Sources are compared by their place in the blend and the last part of their path: directories
-    may have been moved. One that is in one list alone has not changed.
+    One that is in one list alone has not changed.
     """
     lines = []
     for old, new in zip(then, now, strict=False):
         name = new["source"]
-        if Path(old["source"]).name != Path(name).name or {**old, "source": name} == new:
+        same = all(old[key] == value for key, value in new.items() if key != "source")
+        if not _same_source(old, name) or same:
             continue
         what = next((key for key in ("bytes", "documents") if old[key] != new[key]), None)
         difference = f"{old[what]:,} {what} then, {new[what]:,} now" if what else "other contents"
@@ -101,3 +107,18 @@ def changes(then: list[dict], now: list[dict]) -> list[str]:
             f"{name} has changed since the checkpoint: {difference}: samples will not be the same"
         )
     return lines
+
+
+def positions_in(then: list[dict], names: Sequence[str]) -> list[dict | None]:
+    """Return where each source goes on that is streamed, as a checkpoint says; None for others."""
+    positions: list[dict | None] = [None] * len(names)
+    for number, (old, name) in enumerate(zip(then, names, strict=False)):
+        if old.get("position") and is_streamed(name) and _same_source(old, name):
+            positions[number] = old["position"]
+    return positions
+
+
+def _same_source(then: dict, name: str) -> bool:
+    """Return whether a source at the same place in the blend is the one that it was: directories
+    may have been moved, so that only the last part of its path counts."""
+    return Path(then["source"]).name == Path(name).name

@@ -95,6 +95,11 @@ class Batches:
         padding; 0 without a blend."""
         return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
 
+    def positions(self, consumed: int) -> list[dict | None]:
+        """Return from where each streamed source can be read after so many samples: see
+        `Blend.positions`; nothing without a blend."""
+        return self.blend.positions(consumed) if self.blend else []
+
     def ahead(
         self, consumed: Sequence[int], workers: int
     ) -> Generator[dict[str, torch.Tensor | int], None, None]:
@@ -102,8 +107,11 @@ class Batches:
         document_ids, which train_batch looks at before it moves them.
 
         `workers` threads make them ahead of their use; with 0 they are made when they are asked
-        for. Threads are enough: to make a batch is to copy from files mapped into memory.
+        for. Threads are enough: to make a batch is to copy from files mapped into memory. Streamed
+        data is read in its order, by one thread.
         """
+        if self.blend and self.blend.streamed:
+            workers = min(workers, 1)
         if not workers:
             yield from map(self._moved, map(self, consumed))
             return

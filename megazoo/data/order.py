@@ -113,6 +113,23 @@ class Blend:
     def __len__(self) -> int:
         return sum(map(len, self.datasets))
 
+    @property
+    def streamed(self) -> bool:
+        """Whether a dataset is streamed: then samples are to be asked for in ascending order."""
+        return any(map(_is_streamed, self.datasets))
+
+    def positions(self, consumed: int) -> list[dict | None]:
+        """Return, for each dataset that is streamed, from where it can be read after so many
+        samples of the blend; for others None."""
+        window = 2 * (SHARES // int(self.shares.min()) + len(self.shares))  # has a sample of each
+        sources, numbers = interleaved(self.shares, consumed, window)
+        return [
+            dataset.position_before(int(numbers[sources == source][0]))
+            if _is_streamed(dataset)
+            else None
+            for source, dataset in enumerate(self.datasets)
+        ]
+
     def places(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return the dataset and the index in it of each sample from number `first` on."""
         number, places = first // BLOCK, []
@@ -136,7 +153,7 @@ class Blend:
         for source, dataset in enumerate(self.datasets):
             epochs, positions = np.divmod(numbers, len(dataset))
             mine = sources == source
-            if self.seed is not None:
+            if self.seed is not None and not _is_streamed(dataset):
                 for epoch in np.unique(epochs[mine]).tolist():
                     chosen = mine & (epochs == epoch)
                     seed = derive_seed(self.seed, "samples", source, epoch)
@@ -160,6 +177,11 @@ class Blend:
         return sum(
             self.datasets[source].tokens_of(index) for source, index in self.places(first, count)
         )
+
+
+def _is_streamed(dataset) -> bool:
+    """Return whether a dataset has an order of its own: see `StreamedTexts`."""
+    return hasattr(dataset, "position_before")
 
 
 def _several(dataset, indices: list[int]) -> list:

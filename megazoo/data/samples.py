@@ -31,6 +31,13 @@ class LabelledRow(NamedTuple):
     label: np.ndarray
 
 
+def sample_of(tokens: np.ndarray, eod: int | None = None) -> Sample:
+    """Return a sample of tokens, int64, each of which is to predict the next. eod: the token that
+    ends a document, if documents are not to see each other."""
+    documents = None if eod is None else np.cumsum(np.append(0, tokens[:-2] == eod))
+    return Sample(tokens[:-1], tokens[1:], documents)
+
+
 @dataclass(frozen=True)
 class PackedDataset:
     """Documents end to end, cut into samples of seq_length + 1 tokens that share one token with the
@@ -69,10 +76,7 @@ class PackedDataset:
         # negative numbers are large ones without a sign
         if self.vocab_size is not None and rows.view(np.uint64).max() >= self.vocab_size:
             self._refuse(rows, starts)
-        return [Sample(row[:-1], row[1:], self._documents(row)) for row in rows]
-
-    def _documents(self, tokens: np.ndarray) -> np.ndarray | None:
-        return None if self.eod is None else np.cumsum(np.append(0, tokens[:-2] == self.eod))
+        return [sample_of(row, self.eod) for row in rows]
 
     def _refuse(self, rows: np.ndarray, starts: np.ndarray) -> NoReturn:
         """Raise UserError for the first token outside the vocabulary."""

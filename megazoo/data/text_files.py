@@ -1,9 +1,11 @@
 """Text files are read in chunks: JSONL by whole lines, any other file whole. They may be
-compressed."""
+compressed. Files that are streamed are only named here."""
 
+import glob
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from megazoo.files import regular_file, without_mark
 
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
 PLAIN_TEXT = (".txt",)  # what training reads beside JSONL
+STREAM = "stream:"  # before the files of a streamed source
 COMPRESSED = (".gz", ".zst")
 
 
@@ -85,6 +88,39 @@ def is_text(path: Path) -> bool:
 def _kind_of(path: Path) -> str:
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     return name.suffix.lower()
+
+
+def is_streamed(name: str) -> bool:
+    """Return whether a source is read by `datasets`: "stream:" and files, or a .parquet file."""
+    is_parquet = _kind_of(Path(name)) == ".parquet" and not os.path.isfile(f"{name}.idx")
+    return name.startswith(STREAM) or is_parquet
+
+
+def builder_of_stream(name: str) -> str:
+    """Return which of `datasets`' builders reads a streamed source; UserError if none does."""
+    kind = _kind_of(Path(name.removeprefix(STREAM)))
+    if kind == ".parquet":
+        return "parquet"
+    if kind in LOOSE_JSON:
+        return "json"
+    raise UserError(
+        f"data {name!r}: the names of streamed files must end in .parquet or .jsonl "
+        "(also .jsonl.gz and .jsonl.zst)"
+    )
+
+
+def files_of_stream(name: str) -> list[str]:
+    """Return the files of a streamed source, in order: a path, or a pattern such as dir/*.parquet.
+
+    A URL, such as hf://datasets/org/name/*.parquet, is one entry. UserError if there is no file.
+    """
+    pattern = name.removeprefix(STREAM)
+    if "://" in pattern or os.path.isfile(pattern):
+        return [pattern]
+    files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    if not files:
+        raise UserError(f"data {name!r}: there is no such file")
+    return files
 
 
 def first_object(path: Path) -> tuple[int, dict]:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
+API = "/api/(?:models|datasets)/([^/]+/[^/]+)"
 
 
 class Hub:
@@ -66,13 +67,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(urlsplit(self.path).path)
         self.of.requests.append((self.command, path, self.headers["Range"]))
-        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+        if found := re.fullmatch(rf"{API}(?:/revision/(.+))?", path):
             if self._allowed(found[1], found[2] or "main"):
                 self._json(self._info(found[1]))
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)(/.*)?", path):
+        elif found := re.fullmatch(rf"{API}/tree/([^/]+)(/.*)?", path):
             if self._allowed(found[1], found[2]):
-                self._json([self._entry(found[1], name) for name in self._files(found[1])])
-        elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+                everything = "recursive=true" in urlsplit(self.path).query.lower()
+                self._json(self._tree(found[1], (found[3] or "").strip("/"), everything))
+        elif found := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             if self._allowed(found[1], found[2]):
                 self._file(found[1], found[3])
         else:
@@ -82,14 +84,17 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         self.of.requests.append((self.command, path, None))
-        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+        if found := re.fullmatch(rf"{API}/paths-info/([^/]+)", path):
+            if self._allowed(found[1], found[2]):
+                self._json(self._paths(found[1], parse_qs(body.decode())["paths"]))
+        elif self.headers["Authorization"] != f"Bearer {TOKEN}":
             self._refuse(401, None)
         elif path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             self.of.repositories.setdefault(name, {})
             self._json({"url": f"{self._address()}/{name}"})
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", path):
+        elif found := re.fullmatch(rf"{API}/preupload/main", path):
             files = json.loads(body)["files"]
             self._json(
                 {
@@ -99,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
                     ]
                 }
             )
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
+        elif found := re.fullmatch(rf"{API}/commit/main", path):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     value = line["value"]
@@ -159,18 +164,34 @@ class _Handler(BaseHTTPRequestHandler):
         data = self._files(name)[file]
         return {"type": "file", "path": file, "size": len(data), "oid": _etag(data)}
 
+    def _tree(self, name: str, folder: str, everything: bool) -> list[dict]:
+        """The files of a folder, and the folders in it; or all the files below it."""
+        begin = f"{folder}/" if folder else ""
+        below = [file for file in self._files(name) if file.startswith(begin)]
+        direct = {file[: (file + "/").index("/", len(begin))] for file in below}
+        return self._paths(name, below if everything else sorted(direct))
+
+    def _paths(self, name: str, paths: list[str]) -> list[dict]:
+        """What there is at paths: files, and directories."""
+        files = self._files(name)
+        found = [self._entry(name, path) for path in paths if path in files]
+        above = [path for path in paths if any(file.startswith(f"{path}/") for file in files)]
+        return found + [{"type": "directory", "path": path, "oid": SHA} for path in above]
+
     def _file(self, name: str, file: str) -> None:
         data = self._files(name).get(file)
         if data is None:
             return self._refuse(404, "EntryNotFound")
-        start = int((re.match(r"bytes=(\d+)-", self.headers["Range"] or "") or [0, 0])[1])
-        self.send_response(206 if start else 200)
+        asked = re.match(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
+        start = int(asked[1]) if asked else 0
+        stop = min(int(asked[2]) + 1, len(data)) if asked and asked[2] else len(data)
+        self.send_response(206 if asked else 200)
         self.send_header("ETag", f'"{_etag(data)}"')
         self.send_header("X-Repo-Commit", SHA)
         self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(data) - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(stop - start))
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
         self.end_headers()
         if self.command == "HEAD":
             return None
@@ -181,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
         else:
-            self.wfile.write(data[start:])
+            self.wfile.write(data[start:stop])
         return None
 
 

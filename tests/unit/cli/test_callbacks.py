@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megazoo
-from megazoo import pretrain
+from megazoo import UserError, pretrain
 from megazoo.cli import callbacks, mistakes
 from tests.support.inference import run_main
 from tests.support.programs import python
@@ -216,6 +216,58 @@ def test_wandb_is_told_what_the_metrics_file_says(wandb, tmp_path):
     pretrain.main(["--load", str(run), "--save", str(run), "--device", "cpu", "--steps", "4"])
     pretrain.main([*job, "--load", str(run), "--steps", "5"])
     assert [words[1]["id"] for words in wandb() if words[0] == "init"] == [None, "run-1", "run-1"]
+
+
+TRACKIO = """
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+def told(*words):
+    with Path(__file__).with_name("told").open("a") as file:
+        file.write(json.dumps(words) + "\\n")
+
+def init(project, **how):
+    told("init", project, how)
+    if project == "for/bidden":
+        raise ValueError("no such project")
+    return SimpleNamespace(
+        name=how["name"] or "dainty-sunset-0",
+        log=lambda values, step: told("log", {"step": step, **values}),
+        finish=lambda: told("finish"),
+    )
+"""
+
+
+def test_trackio_is_told_what_the_metrics_file_says(tmp_path, monkeypatch):
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tmp_path / "run"
+    job = ["--trackio", "mine", "--save", str(run), "--device", "cpu"]
+    try:
+        pretrain.main([*SMALL, *job, "--steps", "2", "--metrics", str(tmp_path / "metrics")])
+        pretrain.main(["--load", str(run), *job[2:], "--steps", "3"])
+        pretrain.main(["--load", str(run), *job, "--steps", "4"])
+        with pytest.raises(UserError, match="--trackio for/bidden: no such project"):
+            pretrain.main([*SMALL, "--trackio", "for/bidden", "--steps", "1"])
+    finally:
+        sys.modules.pop("trackio", None)
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    (init, *logs, finish), resumed, refused = told[:5], told[5], told[-1]
+    assert init[2].pop("config")["hidden_size"] == 16
+    assert init == ["init", "mine", {"name": None, "resume": "allow", "embed": False}]
+    assert finish == ["finish"]
+    for (word, values), line in zip(
+        logs, (tmp_path / "metrics").read_text().splitlines(), strict=True
+    ):
+        record = json.loads(line)
+        kind = "eval" if "eval_loss" in record else "train"
+        names = {key: f"{kind}/{key.removeprefix('eval_')}" for key in record if key != "step"}
+        assert word == "log"
+        assert values == {"step": record["step"]} | {n: record[key] for key, n in names.items()}
+    # its name outlives a start without the flag
+    assert (resumed[:2], resumed[2]["name"]) == (["init", "mine"], "dainty-sunset-0")
+    assert refused[:2] == ["init", "for/bidden"]
 
 
 def test_only_rank_0_tells_wandb(ranks, wandb, tmp_path):
