@@ -82,8 +82,7 @@ def open_weights(options: Options) -> Weights:
         return Weights(base, settings=flags.settings)
     note = None
     if base is None and adapters.base_path:
-        base = _open_named_base(adapters, verify)
-        note = f"base: {adapters.base_path}, as the checkpoint says"
+        base, note = open_named_base(adapters, f"--load BASE --lora-load {adapters.path}", verify)
     if base is not None:
         check_configs(base, adapters)
     return Weights(base, adapters, adapters.settings, note)
@@ -107,8 +106,13 @@ def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
         raise UserError(f"--lora-load: {error}{hint}", error.exit_code) from None
 
 
-def _open_named_base(adapters: SavedAdapters, verify: bool) -> ModelSource:
-    """Open the base that a checkpoint names."""
+def open_named_base(
+    adapters: SavedAdapters, otherwise: str, verify: bool
+) -> tuple[ModelSource, str]:
+    """Open the base that a checkpoint of adapters names, and return a line that says so, too.
+
+    otherwise: what names another base. UserError if it is no longer there.
+    """
     path = adapters.base_path
     assert path, "SavedAdapters without a directory of its base"
     try:
@@ -118,11 +122,8 @@ def _open_named_base(adapters: SavedAdapters, verify: bool) -> ModelSource:
             f"the base of {adapters.path}, {brief(str(path))}: {error.strerror}"
         ) from error
     if not is_there:
-        raise UserError(
-            f"the base of {adapters.path} is no longer at {path}: give --load BASE "
-            f"--lora-load {adapters.path}"
-        )
-    return open_source(path, verify=verify)
+        raise UserError(f"the base of {adapters.path} is no longer at {path}: give {otherwise}")
+    return open_source(path, verify=verify), f"base: {path}, as the checkpoint says"
 
 
 def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:

@@ -2,10 +2,12 @@
 tokenizer."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 
+from megazoo.cli.adapters import open_named_base
 from megazoo.cli.classifier import with_pad_token
 from megazoo.cli.flags import File, Name, Source
 from megazoo.cli.launch.starting import data_parallel_size, start_missing_ranks
@@ -17,12 +19,13 @@ from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.layers import round_to_int8
 from megazoo.lora import load_from, merge
-from megazoo.lora.source import open_beside
+from megazoo.lora.source import SavedAdapters, open_beside, open_model_or_adapters
 from megazoo.models.base import Model
-from megazoo.models.pretrained import load_weights, open_source
+from megazoo.models.pretrained import load_weights
+from megazoo.models.source import HoldsAdapters, ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
-from megazoo.terminal import print_error
+from megazoo.terminal import note_rank_0, print_error
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 from megazoo.tokenizer.settings import chat_template_in
 
@@ -33,7 +36,8 @@ class InferenceOptions(ImportOption, VerifyOption):
 
     source: Source = None
     """Checkpoint of any layout (a step's directory, or the one above for the latest), Hugging Face
-    directory, or org/name[@revision] on the Hugging Face hub."""
+    directory, or org/name[@revision] on the Hugging Face hub. With a checkpoint of adapters comes
+    the base that it names."""
     adapter: File = None
     """Directory of a LoRA adapter to run the model with, PEFT's or megazoo.lora.save's, or the
     checkpoint of a run with adapters."""
@@ -66,6 +70,19 @@ class InferenceOptions(ImportOption, VerifyOption):
         return world_size() == self.tp * self.pp * self.cp == 1
 
 
+def _open(path: Path, options: InferenceOptions) -> tuple[ModelSource, str | None]:
+    """Open a model; a checkpoint that holds adapters alone becomes --adapter beside its base, which
+    a line says, too."""
+    opened = open_model_or_adapters(path, verify=options.verify)
+    if not isinstance(opened, SavedAdapters):
+        return opened, None
+    if options.adapter or opened.base_path is None:
+        raise HoldsAdapters(opened.path)
+    base, note = open_named_base(opened, f"BASE --adapter {opened.path}", options.verify)
+    options.adapter = opened.path
+    return base, note
+
+
 def load_for_inference(
     options: InferenceOptions, *, keep_on_interrupt: bool = False
 ) -> tuple[Model, Tokenizer]:
@@ -74,7 +91,7 @@ def load_for_inference(
     keep_on_interrupt: see `start_missing_ranks`.
     """
     (path,) = required(options, "source")
-    source = open_source(path, verify=options.verify)
+    source, note = _open(path, options)
     where = options.tokenizer or source.tokenizer
     if where is None:
         raise UserError(
@@ -104,6 +121,8 @@ def load_for_inference(
         report=print_error,
         keep_on_interrupt=keep_on_interrupt,
     )
+    if note:
+        note_rank_0(note)
     # The ranks of --cp are replicas here: generation and scoring need whole sequences.
     ctx = ParallelContext.from_torch(
         options.tp, options.pp, stage_layers=stage_layers, device=options.device

@@ -133,11 +133,9 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
 def _command_to_use(run: Run, recorder: Recorder) -> str | None:
     """The command that lets the model write, or classify; None where adapters have no base on
     disk."""
+    if recorder.model.attached and run.source is None:
+        return None
     words = [str(run.options.checkpoint.save)]
-    if recorder.model.attached:
-        if run.source is None:
-            return None
-        words = [str(run.source.path), "--adapter", *words]
     if run.options.model.import_:
         words += ["--import", str(run.options.model.import_)]
     if run.labels:

@@ -14,7 +14,7 @@ from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.shards import saved_entries
 from megazoo.lora.settings import LoRASettings, is_adapter
 from megazoo.lora.source import SavedAdapters
-from megazoo.programs import convert, inspect_checkpoint
+from megazoo.programs import convert, generate, inspect_checkpoint
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, close, losses, name_base, records
 from tests.support.scripts import merge_shards
@@ -66,7 +66,7 @@ def test_a_run_says_what_it_trains_and_goes_on_in_another_layout(ranks, files, t
     assert f"base: {base}, as the checkpoint says" in out
     assert f"training {count:,} of {whole:,} parameters: adapters of rank 2 on q, v, o" in out
     (line,) = [line for line in out if line.startswith("  generate")]
-    assert f"tools/generate.py {base} --adapter {saved} --prompt" in line
+    assert f"tools/generate.py {saved} --prompt" in line
     assert [path.name for path in saved.glob("step_*")] == ["step_00000005"]
     held = SavedAdapters(saved)
     assert held.settings == LoRASettings(2, 4.0, 0.0, ("q", "v", "o"))
@@ -240,3 +240,11 @@ def test_tools_know_a_checkpoint_of_adapters(files, tmp_path, capsys, monkeypatc
     assert (code, error.count("\n")) == (2, 1)
     assert "holds adapters alone: give its base as the model, and it as --adapter" in error
     assert not (tmp_path / "x").exists()
+    words = ["--tokenizer", "byte", "--prompt", "a", "--max-new-tokens", "8"]
+    expected = run_main(generate, monkeypatch, capsys, base, "--adapter", files / "lora", *words)
+    code, out, error = run_main(generate, monkeypatch, capsys, files / "lora", *words)
+    assert (code, out) == (0, expected[1])
+    assert error.startswith(f"base: {base}, as the checkpoint says\n")
+    code, _, error = run_main(generate, monkeypatch, capsys, files / "moved", *words)
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"is no longer at {files / 'gone'}: give BASE --adapter {files / 'moved'}" in error
