@@ -19,7 +19,7 @@ from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.pretrained import open_source
-from megazoo.models.source import ModelSource, SavedModel, SavedSource
+from megazoo.models.source import HoldsAdapters, ModelSource, SavedModel, SavedSource
 
 
 class Weights(NamedTuple):
@@ -124,6 +124,20 @@ def open_named_base(
     if not is_there:
         raise UserError(f"the base of {adapters.path} is no longer at {path}: give {otherwise}")
     return open_source(path, verify=verify), f"base: {path}, as the checkpoint says"
+
+
+def open_with_base(
+    path: Path, adapter: Path | None, verify: bool
+) -> tuple[ModelSource, Path | None, str | None]:
+    """Open a model that is to run or to be merged with adapters; returns it, where the adapters
+    are, and a line on the base. A checkpoint that holds adapters alone names its base."""
+    opened = open_model_or_adapters(path, verify=verify)
+    if not isinstance(opened, SavedAdapters):
+        return opened, adapter, None
+    if adapter or opened.base_path is None:
+        raise HoldsAdapters(opened.path)
+    base, note = open_named_base(opened, f"BASE --adapter {opened.path}", verify)
+    return base, opened.path, note
 
 
 def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:

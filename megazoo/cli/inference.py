@@ -2,12 +2,11 @@
 tokenizer."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 
-from megazoo.cli.adapters import open_named_base
+from megazoo.cli.adapters import open_with_base
 from megazoo.cli.classifier import with_pad_token
 from megazoo.cli.flags import File, Name, Source
 from megazoo.cli.launch.starting import data_parallel_size, start_missing_ranks
@@ -19,10 +18,9 @@ from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.layers import round_to_int8
 from megazoo.lora import load_from, merge
-from megazoo.lora.source import SavedAdapters, open_beside, open_model_or_adapters
+from megazoo.lora.source import open_beside
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights
-from megazoo.models.source import HoldsAdapters, ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.terminal import note_rank_0, print_error
@@ -70,19 +68,6 @@ class InferenceOptions(ImportOption, VerifyOption):
         return world_size() == self.tp * self.pp * self.cp == 1
 
 
-def _open(path: Path, options: InferenceOptions) -> tuple[ModelSource, str | None]:
-    """Open a model; a checkpoint that holds adapters alone becomes --adapter beside its base, which
-    a line says, too."""
-    opened = open_model_or_adapters(path, verify=options.verify)
-    if not isinstance(opened, SavedAdapters):
-        return opened, None
-    if options.adapter or opened.base_path is None:
-        raise HoldsAdapters(opened.path)
-    base, note = open_named_base(opened, f"BASE --adapter {opened.path}", options.verify)
-    options.adapter = opened.path
-    return base, note
-
-
 def load_for_inference(
     options: InferenceOptions, *, keep_on_interrupt: bool = False
 ) -> tuple[Model, Tokenizer]:
@@ -91,7 +76,7 @@ def load_for_inference(
     keep_on_interrupt: see `start_missing_ranks`.
     """
     (path,) = required(options, "source")
-    source, note = _open(path, options)
+    source, options.adapter, note = open_with_base(path, options.adapter, options.verify)
     where = options.tokenizer or source.tokenizer
     if where is None:
         raise UserError(

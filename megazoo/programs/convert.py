@@ -14,7 +14,8 @@ SOURCE is a Hugging Face directory, org/name[@revision] on the Hugging Face hub,
 checkpoint of any layout (shards include the state of its optimizer), a Megatron-LM checkpoint
 (torch_dist or torch; without its optimizer state), or a GGUF file (quantised weights become fp32).
 Training and loading convert a layout themselves; shards for the layout load faster.
---adapter adds a LoRA adapter to the weights, in fp32, rounded once.
+--adapter adds a LoRA adapter to the weights, in fp32, rounded once. A checkpoint of adapters is
+merged into the base that it names, with --to hf and --to gguf.
 """
 
 from dataclasses import dataclass
@@ -22,19 +23,20 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from megazoo.checkpoint.ownership import check_replaceable
+from megazoo.cli.adapters import open_with_base
 from megazoo.cli.flags import File, parse_flags, unset
 from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError
+from megazoo.hub import name_of
 from megazoo.lora.merged import MergedSource
 from megazoo.lora.source import SavedAdapters, open_beside, open_model_or_adapters
 from megazoo.models.gguf.export import write_gguf
 from megazoo.models.hugging_face.export import parse_size, write_hugging_face
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
-from megazoo.models.pretrained import open_source
 from megazoo.models.resharding import write_shards
 from megazoo.models.source import ModelSource
-from megazoo.terminal import byte_bar
+from megazoo.terminal import byte_bar, note_rank_0
 
 
 @dataclass
@@ -88,7 +90,7 @@ def check_target(options: Options) -> None:
 
 
 def open_from(path: Path, options: Options) -> ModelSource:
-    """Open what is converted."""
+    """Open what is converted, and note in the options the adapters that belong to it."""
     if is_megatron(path):
         return MegatronCheckpoint(path, iteration=options.iteration, vocab_size=options.vocab_size)
     for name in ("iteration", "vocab_size"):
@@ -97,8 +99,12 @@ def open_from(path: Path, options: Options) -> ModelSource:
             raise UserError(
                 f"--{flag} is for Megatron-LM checkpoints, which {path} is not: omit it"
             )
-    needs_weights = options.adapter or options.to != "shards"
-    return (open_source if needs_weights else open_model_or_adapters)(path, verify=options.verify)
+    if options.to == "shards" and not options.adapter:
+        return open_model_or_adapters(path, verify=options.verify)
+    source, options.adapter, note = open_with_base(path, options.adapter, options.verify)
+    if note:
+        note_rank_0(note)
+    return source
 
 
 def to_shards(source: ModelSource, output: Path, options: Options) -> str:
@@ -109,8 +115,9 @@ def to_shards(source: ModelSource, output: Path, options: Options) -> str:
         write_shards(source, output, tp, pp, **common, progress=bar.update)
     weights = "adapters" if isinstance(source, SavedAdapters) else "weights"
     state = f"{weights} and optimizer state" if source.has_states else weights
+    name = name_of(source.path) or source.path.name
     return (
-        f"wrote {output}: {source.model.__name__}, {state} of {source.path.name}, "
+        f"wrote {output}: {source.model.__name__}, {state} of {name}, "
         f"tp {tp} x pp {pp}; it loads in any layout"
     )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from megazoo.cli.commands import COMMANDS
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options
 from megazoo.cli.parsing import CommandLine
@@ -233,11 +234,8 @@ def parsed(line: str) -> str | None:
     """The program of a line, by which its arguments are parsed; None of a line without one."""
     words = re.match(r"(?:\$ |srun .*?)?(?:\S*python (?=tools/|pretrain_gpt)|torchrun )(.*)", line)
     if not words:
-        return None
-    command = re.sub(r'(?<=[^\s"]) {3,}.*', "", words[1])  # what it does, in a second column
-    words = [word for word in shlex.split(command, comments=True) if word != "..."]
-    for end in ("|", ">", "&"):  # the shell's
-        words = words[: words.index(end)] if end in words else words
+        return parsed_command(line)
+    words = words_of(words[1])
     if "torchrun" in line.split():
         launch = get_args_parser().parse_args(words)
         words = [launch.training_script, *launch.training_script_args]
@@ -251,6 +249,32 @@ def parsed(line: str) -> str | None:
     else:  # a page's own
         return None
     return program
+
+
+def parsed_command(line: str) -> None:
+    """Parse the arguments of `megazoo NAME`, if that is the line."""
+    found = re.match(r"(?:\$ )?megazoo (?=\w)(.*)", line)
+    words = words_of(found[1]) if found else []
+    for command in COMMANDS:
+        name = command.name.split()
+        if words and words[: len(name)] == name:
+            module = importlib.import_module(command.module)
+            arguments = words[len(name) :]
+            if name == ["pretrain"]:
+                CommandLine.read(arguments).options()
+            elif hasattr(module, "Options"):
+                parse_flags(module.Options, arguments, "")
+            return
+    assert not words or words[0].endswith(":"), "there is no such command"
+
+
+def words_of(line: str) -> list[str]:
+    """The arguments of a line, without what the page and the shell have to say."""
+    command = re.sub(r'(?<=[^\s"]) {3,}.*', "", line)  # what it does, in a second column
+    words = [word for word in shlex.split(command, comments=True) if word != "..."]
+    for end in ("|", "<", ">", ">>", "&"):  # the shell's
+        words = words[: words.index(end)] if end in words else words
+    return words
 
 
 def test_every_link_leads_somewhere_and_every_file_of_the_repository_is_there():

@@ -236,7 +236,14 @@ def test_tools_know_a_checkpoint_of_adapters(files, tmp_path, capsys, monkeypatc
     code, out, _ = run_main(convert, monkeypatch, capsys, files / "lora", cut, "--tp", "2")
     assert (code, "adapters and optimizer state" in out) == (0, True)
     assert pretrain.prepare(["--load", str(cut), "--steps", "3"]).first_step == 2
-    code, _, error = run_main(merge_shards, monkeypatch, capsys, files / "lora", tmp_path / "x")
+    for name, words in {"a": [files / "lora"], "b": [base, "--adapter", files / "lora"]}.items():
+        assert run_main(merge_shards, monkeypatch, capsys, *words, tmp_path / name)[0] == 0
+    merged = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert merged[0] == merged[1]
+    both = ["--adapter", files / "lora"]
+    code, _, error = run_main(
+        merge_shards, monkeypatch, capsys, files / "lora", tmp_path / "x", *both
+    )
     assert (code, error.count("\n")) == (2, 1)
     assert "holds adapters alone: give its base as the model, and it as --adapter" in error
     assert not (tmp_path / "x").exists()
