@@ -142,7 +142,7 @@ class Metrics:
         if self.wandb_run:
             self.wandb_run.finish()
         if self.trackio_run:
-            self.trackio_run.finish()
+            import_module("trackio").finish()  # at exit it would finish the run again
 
     @staticmethod
     def _show(board: "SummaryWriter", named: dict, step: int) -> None:
