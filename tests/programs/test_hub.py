@@ -114,7 +114,7 @@ def test_a_model_is_downloaded_once_and_then_found_offline(hub, tmp_path):
 
 def test_refusals_are_one_line_and_a_token_opens(hub, tmp_path):
     hub.repositories |= {f"me/{name}": hub.repositories[NAME] for name in ("gated", "private")}
-    hub.repositories["me/empty"] = {"README.md": b""}
+    hub.repositories["me/empty"] = {"README.md": b"", "q4.gguf": b"GGUF"}
     hub.gated, hub.private = {"me/gated"}, {"me/private"}
     names = ["me/gated", "me/private", "me/absent", f"{NAME}@v2", "me/empty"]
     (gated, private, absent, revision, empty), _ = outcomes(hub, tmp_path, *names)
@@ -122,7 +122,10 @@ def test_refusals_are_one_line_and_a_token_opens(hub, tmp_path):
     assert private[1].startswith("me/private is not a directory, and no model of that name is on")
     assert absent[1].startswith("me/absent is not a directory, and no model of that name is on")
     assert revision[1] == f"{NAME} has no revision v2 on the Hugging Face hub"
-    assert empty[1].startswith("me/empty on the Hugging Face hub has no model")
+    assert empty[1] == (
+        "me/empty on the Hugging Face hub has no model: it lacks config.json; download a GGUF file "
+        "of it, and give its path: hf download me/empty FILE.gguf"
+    )
     names = ["me/gated", "me/private", "push:me/new", "me/new", f"tokenizer:{NAME}"]
     (gated, private, address, new, ids), _ = outcomes(hub, tmp_path, *names, HF_TOKEN=TOKEN)
     assert (gated, private) == (f"me/gated@{SHA}", f"me/private@{SHA}")

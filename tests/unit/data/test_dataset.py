@@ -258,6 +258,9 @@ def test_plain_text_is_a_document_per_paragraph(tmp_path):
     file.write_text("One line.\nAnother, without a blank one between them.")
     open_datasets(check_data((str(file),), "1,0"), tokenizer, **settings)
     assert said == [f"{file}: 3 documents, a paragraph each", f"{file}: one document"]
+    file.write_bytes(b"One.\n\nTwo \xff.\n")
+    with pytest.raises(UserError, match=r"book\.txt, paragraph 2: .* can't decode byte 0xff"):
+        open_datasets(sources, tokenizer, **settings)
     file.write_text("\n \n")
     with pytest.raises(UserError, match=r"book\.txt has no tokens"):
         open_datasets(sources, tokenizer, **settings)
