@@ -3,12 +3,14 @@ several that are numbered. The package `gguf` reads it."""
 
 import re
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megazoo.errors import UserError
 from megazoo.files import regular_file
+from megazoo.lazy import is_installed
 
 if TYPE_CHECKING:
     import gguf
@@ -31,11 +33,9 @@ class GGUF(NamedTuple):
 
 def library() -> ModuleType:
     """Return the package `gguf`. UserError if it is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise UserError("GGUF files need the package gguf: pip install 'megazoo[gguf]'") from None
-    return gguf
+    if not is_installed("gguf"):
+        raise UserError("GGUF files need the package gguf: pip install 'megazoo[gguf]'")
+    return import_module("gguf")
 
 
 def is_gguf(path: Path) -> bool:

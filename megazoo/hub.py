@@ -184,7 +184,9 @@ def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
     if not files:
         lacks = "no tokenizer" if tokenizer_alone else f"no model: it lacks {CONFIGS[0]}"
         if any(file.endswith(".gguf") for file in sizes):
-            lacks += f"; download a GGUF file of it, and give its path: hf download {name} FILE.gguf"
+            lacks += (
+                f"; download a GGUF file of it, and give its path: hf download {name} FILE.gguf"
+            )
         raise UserError(f"{name} on the Hugging Face hub has {lacks}")
     found = {file: try_to_load_from_cache(name, file, revision=info.sha) for file in files}
     if new := [file for file, path in found.items() if not isinstance(path, str)]:

@@ -3,6 +3,14 @@
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
+
+
+def is_installed(package: str) -> bool:
+    """Say whether a package can be imported. A directory of that name, which runs leave behind, is
+    found without an origin."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def lazy_attributes(

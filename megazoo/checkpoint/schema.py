@@ -144,6 +144,7 @@ class StreamPosition:
     document: Count
     tokens: Count
     state: dict[str, Any] | None
+    version: Annotated[str, Meta(max_length=100)] = ""
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Rules that settings must keep to, checked before anything is built."""
 
-import importlib.util
 import math
 import os
 from dataclasses import fields, replace
@@ -13,6 +12,7 @@ from megazoo.cli.options import ModelOptions, Options
 from megazoo.data.text_files import is_streamed
 from megazoo.errors import UserError
 from megazoo.files import brief, reason_of
+from megazoo.lazy import is_installed
 from megazoo.models.pretrained import with_labels
 from megazoo.models.registry import find_config, tiny_preset
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
@@ -207,9 +207,7 @@ def _check_outputs(options: Options) -> None:
         run_lock(options.checkpoint.save).check()
     boards = {"tensorboard": log.tensorboard, "wandb": log.wandb, "trackio": log.trackio}
     for package, wanted in boards.items():
-        found = importlib.util.find_spec(package) if wanted else None
-        # A directory of that name, which runs leave behind, is found without an origin.
-        if wanted and (found is None or found.origin is None):
+        if wanted and not is_installed(package):
             raise UserError(
                 f"--{package} needs the package {package}: install it, or leave --{package} out"
             )

@@ -20,8 +20,8 @@ from megazoo.data.samples import Conversations, LabelledTexts, MockDataset, Pack
 from megazoo.data.streaming import (
     Position,
     StreamedTexts,
+    TextStream,
     check_stream,
-    open_stream,
 )
 from megazoo.data.text_files import is_loose_json, is_streamed, is_text
 from megazoo.errors import UserError
@@ -143,7 +143,7 @@ def prepare_datasets(
     for name in files_of_text(sources):
         cached_tokens(Path(name), tokenizer.source, chat_template, labels)
     for name in filter(is_streamed, sources.names):
-        open_stream(name)
+        TextStream(name)
 
 
 def needs_preparation(sources: Sources) -> bool:
@@ -267,7 +267,7 @@ def _open_streamed(
             seq_length,
             seed=None if number else seed,
             eod=eod,
-            position=Position(**position) if position and not number else None,
+            position=Position.of(position) if position and not number else None,
         )
         if share
         else None

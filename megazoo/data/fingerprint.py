@@ -62,7 +62,7 @@ def _fingerprint(
         files = [Path(file) for file in files_of_stream(name) if os.path.isfile(file)]
         checksum = 0
         for file in files:
-            checksum = sampled_checksum(file, checksum, max(1, BLOCKS // len(files)))
+            checksum = sampled_checksum(file, checksum, max(2, BLOCKS // len(files)))
         return Fingerprint(name, sum(file.stat().st_size for file in files), 0, checksum)
     if is_text(Path(name)):
         tokens = cached_tokens(Path(name), tokenizer, chat_template, labels)[0]
@@ -120,5 +120,7 @@ def positions_in(then: list[dict], names: Sequence[str]) -> list[dict | None]:
 
 def _same_source(then: dict, name: str) -> bool:
     """Return whether a source at the same place in the blend is the one that it was: directories
-    may have been moved, so that only the last part of its path counts."""
+    may have been moved, so that only the last part of its path counts, but not of a URL."""
+    if "://" in name:
+        return then["source"] == name
     return Path(then["source"]).name == Path(name).name

@@ -1,10 +1,11 @@
 """Text of any size, streamed by the package `datasets` and tokenized while a run trains."""
 
+import glob
+import json
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -16,13 +17,15 @@ from megazoo.data.samples import Sample, sample_of
 from megazoo.data.text_files import builder_of_stream, files_of_stream
 from megazoo.errors import UserError
 from megazoo.files import brief
+from megazoo.lazy import is_installed
 from megazoo.parallel.random import derive_seed
 from megazoo.terminal import note_rank_0
 from megazoo.tokenizer import Tokenizer
 
 COLUMN = "text"
 BLOCK_TOKENS = 1 << 20  # of the samples that are shuffled together
-KEPT_BLOCKS = 8  # that are still in memory
+READ_TOGETHER = 16  # samples of a block that is not shuffled
+KEPT_BLOCKS = 8  # of BLOCK_TOKENS that are still in memory
 KEPT_POSITIONS = 1024
 DEALT = 4096  # documents that are dealt to the parts together
 
@@ -33,7 +36,8 @@ class Position:
 
     sample: the number of its first sample. epoch, document: the pass over the stream and the number
     there of the document that the block begins in. tokens: of this document, before the block.
-    state: of `datasets`, before this document; None: before the first.
+    state: of `datasets`, before this document. version: of `datasets`, which alone reads it:
+    otherwise, and without a state, the documents before this one are read and skipped.
     """
 
     sample: int = 0
@@ -41,6 +45,12 @@ class Position:
     document: int = 0
     tokens: int = 0
     state: dict[str, Any] | None = None
+    version: str = ""
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Position":
+        """Return what a checkpoint says; keys that are not known are another version's."""
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 def check_stream(name: str) -> None:
@@ -48,34 +58,96 @@ def check_stream(name: str) -> None:
     opened."""
     builder_of_stream(name)
     files_of_stream(name)
-    if find_spec("datasets") is None:
-        raise UserError(f"data {name!r} is read by the package datasets: pip install datasets")
-
-
-def open_stream(name: str) -> Any:
-    """Return the `datasets.IterableDataset` of a source, with its text alone. UserError for what
-    can't be opened, or has no text."""
-    load_dataset = import_module("datasets").load_dataset
-    try:
-        stream = load_dataset(
-            builder_of_stream(name), data_files=files_of_stream(name), split="train", streaming=True
+    if not is_installed("datasets"):
+        raise UserError(
+            f"data {name!r} is read by the package datasets: pip install 'megazoo[datasets]'"
         )
-        columns = stream.column_names or list(next(iter(stream), {}))
-    except UserError:
-        raise
-    except Exception as error:
-        raise _unreadable(name, error) from error
-    if COLUMN not in columns:
-        found = ", ".join(map(str, columns[:20])) or "none"
-        raise UserError(f"data {name!r} has no column {COLUMN!r}; its columns are: {found}")
-    return stream.select_columns([COLUMN])
 
 
-def _unreadable(name: str, error: Exception) -> UserError:
-    lines = str(error).strip().splitlines() or [""]
-    return UserError(
-        f"data {name!r} can't be read: {type(error).__name__}: {brief(lines[0])}", exit_code=1
-    )
+class TextStream:
+    """The documents of a source, in order, read by `datasets`. UserError if it can't be opened."""
+
+    def __init__(self, name: str):
+        self.name, self.is_json = name, builder_of_stream(name) == "json"
+        try:
+            datasets = import_module("datasets")
+            # These ask the hub at every opening, also of local files, and print what is raised.
+            datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+            datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+            files = [file if "://" in file else glob.escape(file) for file in files_of_stream(name)]
+            # A line of JSONL is parsed here: `datasets` demands the same columns of all lines.
+            builder, columns = ("text", {}) if self.is_json else ("parquet", {"columns": [COLUMN]})
+            how = {"data_files": files, "split": "train", "streaming": True}
+            try:
+                self.stream = datasets.load_dataset(builder, **how, **columns)
+                self.version, self._beginning = datasets.__version__, self.stream.state_dict()
+                first = next(iter(self.stream), None)
+            except ValueError:
+                self._check_columns(datasets.load_dataset(builder, **how).column_names or [])
+                raise
+        except UserError:
+            raise
+        except Exception as error:
+            raise self._unreadable(error) from error
+        if first and self.is_json:
+            self._check_columns(self._object(0, first[COLUMN]))
+
+    def read(self, start: Position) -> Iterator[tuple[Position, str | None]]:
+        """Yield each document from a position on until the last, and its place. None: it has no
+        text."""
+        number, state = 0, self._beginning
+        if start.state and start.version == self.version:
+            number, state = start.document, start.state
+        try:
+            self.stream.load_state_dict(state)
+            for value in self.stream:
+                if number >= start.document:
+                    place = Position(0, start.epoch, number, 0, state, self.version)
+                    yield place, self._text(number, value[COLUMN])
+                number, state = number + 1, self.stream.state_dict()
+        except UserError:
+            raise
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    def _text(self, number: int, value: Any) -> str | None:
+        """Return the text of a document."""
+        if self.is_json:
+            value = self._object(number, value).get(COLUMN) if value.strip() else None
+        if value is None or value == "":
+            return None
+        if not isinstance(value, str):
+            raise UserError(
+                f"data {self.name!r}, document {number + 1}: its {COLUMN} is no string: "
+                f"{brief(value)}",
+                exit_code=1,
+            )
+        return value
+
+    def _object(self, number: int, line: str) -> dict[str, Any]:
+        """Return the object of a line of JSONL."""
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            value = error
+        if not isinstance(value, dict):
+            told = value if isinstance(value, Exception) else "it is no object"
+            raise UserError(f"data {self.name!r}, document {number + 1}: {told}", exit_code=1)
+        return value
+
+    def _check_columns(self, columns) -> None:
+        """Refuse documents without text."""
+        if COLUMN not in columns:
+            found = ", ".join(map(str, list(columns)[:20])) or "none"
+            raise UserError(
+                f"data {self.name!r} has no column {COLUMN!r}; its columns are: {found}"
+            )
+
+    def _unreadable(self, error: Exception) -> UserError:
+        line = (str(error).strip().splitlines() or [""])[0]
+        return UserError(
+            f"data {self.name!r} can't be read: {type(error).__name__}: {brief(line)}", exit_code=1
+        )
 
 
 class StreamedTexts:
@@ -86,8 +158,8 @@ class StreamedTexts:
     dealt to the parts in turn. seed: samples are shuffled within blocks of about a million tokens;
     None: they keep their order. eod: as for `PackedDataset`. position: where a resumed run begins.
 
-    Samples are asked for in ascending order; to go back further than KEPT_BLOCKS reads the stream
-    from its start. Every process that opens it reads it whole, and all find the same samples.
+    Samples are asked for in ascending order; to go back further than to what is in memory reads the
+    stream from its start. Every process that opens it reads all, and finds the same samples.
     """
 
     def __init__(
@@ -104,11 +176,15 @@ class StreamedTexts:
     ):
         self.name, self.tokenizer, self.seq_length = name, tokenizer, seq_length
         self.shares, self.part, self.seed, self.eod = shares_of(shares), part, seed, eod
-        self.block = max(1, BLOCK_TOKENS // seq_length)  # samples
-        self.first = position or Position()
+        largest = max(1, BLOCK_TOKENS // seq_length)
+        self.block = largest if seed is not None else min(READ_TOGETHER, largest)  # samples
+        self.start = self.begun = position or Position()  # of the run, and of what is being read
         self.positions: deque[Position] = deque(maxlen=KEPT_POSITIONS)
+        self.stream = TextStream(name)
         self._blocks: dict[int, np.ndarray] = {}  # by the number of their first sample
+        self._most_blocks = KEPT_BLOCKS * largest // self.block
         self._reader: Iterator[tuple[Position, np.ndarray]] | None = None
+        self._dealt: tuple[int, np.ndarray] = -1, np.empty(0)
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -131,23 +207,24 @@ class StreamedTexts:
         """Return the last place from which the samples from `sample` on can be read again, as a
         dictionary for JSON: see `Position`."""
         before = [position for position in list(self.positions) if position.sample <= sample]
-        return asdict(before[-1] if before else self.first)
+        return asdict(before[-1] if before else self.start)
 
     def _row(self, index: int) -> np.ndarray:
         """Return the tokens of a sample."""
         while True:
-            for first, rows in self._blocks.items():
-                if first <= index < first + len(rows):
-                    return rows[index - first]
+            place = (index - self.begun.sample) % self.block
+            rows = self._blocks.get(index - place)
+            if rows is not None:
+                return rows[place]
             if self._reader is None or index < min(self._blocks, default=0):
-                start = self.first if index >= self.first.sample else Position()
+                self.begun = self.start if index >= self.start.sample else Position()
                 self._blocks.clear()
                 self.positions.clear()
-                self._reader = self._read_blocks(start)
+                self._reader = self._read_blocks(self.begun)
             position, rows = next(self._reader)
             self.positions.append(position)
             self._blocks[position.sample] = rows
-            if len(self._blocks) > KEPT_BLOCKS:
+            if len(self._blocks) > self._most_blocks:
                 del self._blocks[min(self._blocks)]
 
     def _read_blocks(self, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
@@ -178,15 +255,16 @@ class StreamedTexts:
         """Yield the tokens of each document of this part, and its place, without end."""
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
         end = np.array([self.tokenizer.eod], dtype)
-        skip, skipped = start.tokens, False
+        skip, skipped, found = start.tokens, False, start.document > 0
         for epoch in count(start.epoch):
-            position = start if epoch == start.epoch else Position()
-            found = epoch == start.epoch and start.document > 0
-            for number, state, text in self._read_texts(position):
-                if not text:
+            begin = start if epoch == start.epoch else Position(epoch=epoch)
+            for position, text in self.stream.read(begin):
+                if self._part_of(position.document) != self.part:
+                    continue
+                if text is None:
                     if not skipped:
                         note_rank_0(
-                            f"warning: {self.name}: document {number + 1} has no text; "
+                            f"warning: {self.name}: document {position.document + 1} has no text; "
                             "such documents are skipped"
                         )
                     skipped = True
@@ -194,34 +272,16 @@ class StreamedTexts:
                 found = True
                 # A special token's name in a document is text.
                 ids = self.tokenizer.encode_to_numpy(text, parse_special=False)
-                tokens = np.concatenate([ids.astype(dtype, copy=False), end])[skip:]
-                yield Position(0, epoch, number, skip, state), tokens
+                tokens = np.concatenate([ids.astype(dtype, copy=False), end])
+                yield replace(position, tokens=skip), tokens[skip:]
                 skip = 0
             if not found:
                 raise UserError(f"data {self.name!r} has no documents for this part of --split")
-
-    def _read_texts(self, start: Position) -> Iterator[tuple[int, dict | None, Any]]:
-        """Yield the number, the state of `datasets` before it, and the text of this part's
-        documents in one pass."""
-        stream = open_stream(self.name)
-        try:
-            if start.state:
-                stream.load_state_dict(start.state)
-            texts = iter(stream)
-            for number in count(start.document):
-                # Until something is read, a stream has the state of its beginning.
-                state = start.state if number == start.document else stream.state_dict()
-                value = next(texts, None)
-                if value is None:
-                    return
-                if self._part_of(number) == self.part:
-                    yield number, state, value[COLUMN]
-        except Exception as error:
-            raise _unreadable(self.name, error) from error
+            found = False
 
     def _part_of(self, document: int) -> int:
         """Return the part that a document is dealt to."""
-        group = document // DEALT
-        if getattr(self, "_group", None) != group:
-            self._group, self._dealt = group, interleaved(self.shares, group * DEALT, DEALT)[0]
-        return int(self._dealt[document % DEALT])
+        group, place = divmod(document, DEALT)
+        if self._dealt[0] != group:
+            self._dealt = group, interleaved(self.shares, group * DEALT, DEALT)[0]
+        return int(self._dealt[1][place])

@@ -10,7 +10,7 @@ import pytest
 
 from megazoo import pretrain
 from megazoo.data.conversations import CHATML
-from megazoo.data.fingerprint import changes, fingerprints, sampled_checksum
+from megazoo.data.fingerprint import changes, fingerprints, positions_in, sampled_checksum
 from megazoo.data.indexed import write_index
 from megazoo.data.preprocess import Recipe, preprocess
 from tests.support.data import write_lines
@@ -116,3 +116,28 @@ def test_a_resumed_run_tells_of_data_that_has_changed(tmp_path, monkeypatch, cap
         f"warning: {path} has changed since the checkpoint: {then:,} bytes then, {then + 17:,} "
         "now: samples will not be the same"
     ]
+
+
+def test_a_changed_file_among_many_that_are_streamed_is_found(tmp_path):
+    for number in range(100):
+        (tmp_path / f"{number}.parquet").write_bytes(bytes(20_000))
+    name = f"{tmp_path}/*.parquet"
+    then = fingerprints([name], "byte", "")
+    (tmp_path / "7.parquet").write_bytes(bytes(19_999) + b"1")
+    assert changes(then, fingerprints([name], "byte", "")) == [
+        f"{name} has changed since the checkpoint: other contents: samples will not be the same"
+    ]
+
+
+def test_a_position_belongs_to_its_source():
+    place = {"sample": 3}
+    for then, now, same in [
+        ("a/x.parquet", "b/x.parquet", True),
+        ("a/x.parquet", "a/y.parquet", False),
+        ("hf://datasets/o/a/x.parquet", "hf://datasets/o/a/x.parquet", True),
+        ("hf://datasets/o/a/x.parquet", "hf://datasets/o/b/x.parquet", False),
+        ("a/x.jsonl", "a/x.jsonl", False),
+    ]:
+        found = positions_in([{"source": then, "position": place}], [now])
+        assert found == [place if same else None]
+    assert positions_in([{"source": "a.parquet"}], ["a.parquet", "b.parquet"]) == [None, None]

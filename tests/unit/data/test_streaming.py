@@ -88,12 +88,35 @@ def test_reading_resumes_after_any_sample_of_any_pass(source):
         position = json.loads(json.dumps(straight.position_before(sample)))
         assert position["sample"] == sample // BLOCK * BLOCK  # no more than a block is read again
         epochs.add(position["epoch"])
-        resumed = opened(source, seed=1, position=Position(**position))
+        resumed = opened(source, seed=1, position=Position.of(position))
         assert rows_of(resumed, sample, sample + 50) == rows[sample : sample + 50]
         assert resumed.position_before(sample) == position
-        again = opened(source, seed=1, position=Position(**resumed.position_before(sample + 50)))
+        again = opened(source, seed=1, position=Position.of(resumed.position_before(sample + 50)))
         assert rows_of(again, sample + 50, sample + 57) == rows[sample + 50 : sample + 57]
     assert epochs == {0, 1, 2}
+
+
+def test_a_position_of_another_version_of_datasets_is_found_by_counting(source):
+    straight = opened(source, seed=1)
+    rows = rows_of(straight, 0, 100)
+    position = straight.position_before(77)
+    assert position["document"] > 0
+    for other in ({"version": "0.1", "state": {"unknown": 1}}, {"state": None}, {"more": 1}):
+        resumed = opened(source, seed=1, position=Position.of(position | other))
+        assert rows_of(resumed, 77, 100) == rows[77:]
+
+
+def test_other_columns_may_differ_and_names_may_have_brackets(tmp_path):
+    folder = tmp_path / "data[1]"
+    folder.mkdir()
+    others = [{"id": 1}, {"id": "x", "url": None}, {"url": {"a": 1}}, {"more": [1]}]
+    rows = [{"text": f"{number}.", **other} for number, other in enumerate(others)]
+    for number, row in enumerate(rows):
+        pq.write_table(pa.Table.from_pylist([row]), folder / f"{number}.parquet")
+    write_lines(folder / "a.jsonl", *rows)
+    expected = tokens_of(["0.", "1.", "2.", "3."] * 2)[:LENGTH].tolist()
+    for name in (f"{tmp_path}/data?1?/*.parquet", f"stream:{folder}/a.jsonl"):
+        assert opened(name)[0].input_ids.tolist() == expected
 
 
 def test_a_blend_resumes_each_source_where_it_stood(source, tmp_path):
@@ -146,8 +169,20 @@ def test_what_cannot_be_streamed_gets_one_line(tmp_path, monkeypatch):
     (tmp_path / "broken.parquet").write_text("no parquet")
     (tmp_path / "a.txt").write_text("text")
     write_lines(tmp_path / "few.jsonl", *({"text": "a"} for _ in range(5)))
-    with pytest.raises(UserError, match=r"has no column 'text'; its columns are: content, id"):
-        open_all(tmp_path / "other.parquet", split="1,0").training.samples(0, 1)
+    write_lines(tmp_path / "other.jsonl", {"content": "a", "id": 1})
+    for name in (tmp_path / "other.parquet", f"stream:{tmp_path}/other.jsonl"):
+        with pytest.raises(UserError, match=r"no column 'text'; its columns are: content, id"):
+            open_all(name, split="1,0").training.samples(0, 1)
+    for value in (5, True, ["a"]):
+        write_lines(tmp_path / "odd.jsonl", {"text": "a"}, {"text": value})
+        with pytest.raises(UserError, match=r"odd\.jsonl', document 2: its text is no string"):
+            open_all(f"stream:{tmp_path}/odd.jsonl", split="1,0").training.samples(0, 1)
+    pq.write_table(pa.Table.from_pylist([{"text": 5}]), tmp_path / "odd.parquet")
+    with pytest.raises(UserError, match=r"odd\.parquet', document 1: its text is no string: 5"):
+        open_all(f"{tmp_path}/odd.parquet", split="1,0").training.samples(0, 1)
+    (tmp_path / "odd.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
+    with pytest.raises(UserError, match=r"odd\.jsonl', document 2: Expecting"):
+        open_all(f"stream:{tmp_path}/odd.jsonl", split="1,0").training.samples(0, 1)
     with pytest.raises(UserError, match=r"broken\.parquet' can't be read: "):
         open_all(tmp_path / "broken.parquet", split="1,0").training.samples(0, 1)
     with pytest.raises(UserError, match=r"must end in \.parquet or \.jsonl"):
@@ -156,9 +191,8 @@ def test_what_cannot_be_streamed_gets_one_line(tmp_path, monkeypatch):
         check_data([f"{tmp_path}/no-*.parquet"], "95,5")
     with pytest.raises(UserError, match=r"no documents for this part of --split"):
         open_all(f"stream:{tmp_path}/few.jsonl", split="95,5").validation.samples(0, 1)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.setattr(streaming, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install datasets"):
+    monkeypatch.setattr(streaming, "is_installed", lambda name: False)
+    with pytest.raises(UserError, match=r"pip install 'megazoo\[datasets\]'"):
         check_data([f"{tmp_path}/other.parquet"], "95,5")
 
 
