@@ -54,16 +54,11 @@ def read_gguf(path: Path) -> GGUF:
     path: the file, or any one of several. A file is parsed once per process: the package takes 7 s
     for a vocabulary of 150,000 tokens. UserError names a file that is missing or broken.
     """
-    part = PART.fullmatch(path.name)
-    numbers = range(1, int(part["count"]) + 1) if part else ()
-    names = [f"{part['start']}-{n:05d}-of-{part['count']}.gguf" for n in numbers if part]
-    metadata, tensors, files = {}, {}, {}
-    for name in names or [path.name]:
+    names, metadata, tensors, files = names_of_parts(path), {}, {}, {}
+    for name in names:
         file = path.with_name(name)
         if not file.is_file():
-            raise UserError(
-                f"{file} is missing: it is one of the {len(names) or 1} files of {path}"
-            )
+            raise UserError(f"{file} is missing: it is one of the {len(names)} files of {path}")
         status = file.stat()
         values, there = _parsed(file.absolute(), status.st_size, status.st_mtime_ns)
         metadata = values | metadata  # the first file says what the model is
@@ -72,12 +67,22 @@ def read_gguf(path: Path) -> GGUF:
     return GGUF(metadata, tensors, files)
 
 
+def names_of_parts(path: Path) -> list[str]:
+    """Return the names of the files of a model, of which `path` is one."""
+    if part := PART.fullmatch(path.name):
+        numbers = range(1, int(part["count"]) + 1)
+        return [f"{part['start']}-{number:05d}-of-{part['count']}.gguf" for number in numbers]
+    return [path.name]
+
+
 @lru_cache(maxsize=16)
 def _parsed(path: Path, size: int, modified: int) -> "tuple[dict, dict[str, gguf.ReaderTensor]]":
     """Parse one file. size, modified: of the file, so that another one is parsed anew."""
     gguf = library()
     try:
         reader = gguf.GGUFReader(path)
+        if reader.byte_order == "S":
+            raise UserError(f"{path} is not supported: its numbers are big-endian", exit_code=1)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         return metadata, {tensor.name: tensor for tensor in reader.tensors}
     except (ValueError, KeyError, IndexError, OSError, OverflowError, MemoryError) as error:

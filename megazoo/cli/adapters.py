@@ -116,7 +116,7 @@ def open_named_base(
     path = adapters.base_path
     assert path, "SavedAdapters without a directory of its base"
     try:
-        is_there = named_directory(path).is_dir()
+        is_there = named_directory(path).exists()  # also a GGUF file
     except OSError as error:  # of a name that is too long, say
         raise UserError(
             f"the base of {adapters.path}, {brief(str(path))}: {error.strerror}"

@@ -38,6 +38,7 @@ from megazoo.data.text_files import files_of_stream, is_streamed, is_text
 from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
+from megazoo.gguf_file import names_of_parts
 from megazoo.models.megatron.source import is_iteration
 from megazoo.models.registry import family_of
 from megazoo.tokenizer import tokenizer_files
@@ -160,7 +161,12 @@ def checksums(inputs: dict[str, list[str]]) -> list[InputFile]:
             found.append(InputFile("tokenizer", name, len(data), digest))
     for where in inputs["weights"]:
         root = Path(where)
-        entries = root.rglob("*") if is_iteration(root) else root.iterdir()  # ranks' directories
+        if root.is_file():  # GGUF
+            root, entries = root.parent, [root.parent / name for name in names_of_parts(root)]
+        else:
+            entries = (
+                root.rglob("*") if is_iteration(root) else root.iterdir()
+            )  # ranks' directories
         for path in sorted(path for path in entries if path.is_file()):
             found.append(_of_path("weights", path.relative_to(root).as_posix(), path))
     found += [_of_path("import", Path(name).name, Path(name)) for name in inputs["import"]]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 
 from megazoo.errors import UserError
+from megazoo.files import convert
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN
@@ -77,11 +78,19 @@ def tokenizer_files_of(metadata: dict[str, Any]) -> dict[str, bytes]:
     metadata; nothing if it has no tokenizer. UserError for a kind that is not supported."""
     if not has_vocabulary(metadata):
         return {}
-    of = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    start = "tokenizer.ggml."
+    of = {
+        key.removeprefix(start): value for key, value in metadata.items() if key.startswith(start)
+    }
+    of = {key: convert(of[key], TYPES.get(key, Any), f"{start}{key}") for key in of}
     tokens, kind = of["tokens"], of.get("model")
     kinds = of.get("token_type") or [NORMAL] * len(tokens)
-    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise UserError("tokenizer.ggml.tokens has repeated tokens, or tokens without a type")
+    scores = of.setdefault("scores", [0.0] * len(tokens))
+    if not len(kinds) == len(scores) == len(tokens) == len(set(tokens)):
+        raise UserError(f"{start}tokens has repeated tokens, or tokens without a type or a score")
+    for key in ROLES.values():
+        if not 0 <= of.get(f"{key}_token_id", 0) < len(tokens):
+            raise UserError(f"{start}{key}_token_id {of[f'{key}_token_id']} is no token's")
     if kind not in ("gpt2", "llama"):
         raise UserError(f"tokenizer.ggml.model {kind!r} is not supported: only gpt2 and llama")
     pipeline, bos = (_byte_level if kind == "gpt2" else _sentencepiece)(of, tokens, kinds)
@@ -115,12 +124,23 @@ def tokenizer_files_of(metadata: dict[str, Any]) -> dict[str, bytes]:
         "post_processor": _template(around, tokens) or pipeline["post_processor"],
     }
     files = {"tokenizer.json": json.dumps(whole), "tokenizer_config.json": json.dumps(settings)}
-    if template := metadata.get("tokenizer.chat_template"):
+    template = convert(metadata.get("tokenizer.chat_template", ""), str, "tokenizer.chat_template")
+    if template:
         files["chat_template.jinja"] = template
     return {name: text.encode() for name, text in files.items()}
 
 
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+TYPES: dict[str, Any] = {
+    "tokens": list[str],
+    "token_type": list[int],
+    "scores": list[float],
+    "merges": list[str],
+    "model": str,
+    "pre": str,
+    **dict.fromkeys((f"{role}_token_id" for role in ROLES.values()), int),
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), bool),
+}  # by the keys after tokenizer.ggml.
 
 
 def _byte_level(of: dict, tokens: list[str], kinds: list[int]) -> tuple[dict, bool]:
@@ -161,8 +181,8 @@ def _sentencepiece(of: dict, tokens: list[str], kinds: list[int]) -> tuple[dict,
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = next((c for c, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
-    scores = of.get("scores") or [0.0] * len(tokens)
-    normal = {c: s for c, s, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
+    listed = zip(tokens, of.get("scores", ()), kinds, strict=True)
+    normal = {content: score for content, score, kind in listed if kind == NORMAL}
     merges = [merge.split(" ", 1) for merge in of.get("merges") or []]
     parts = {
         "normalizer": {"type": "Sequence", "normalizers": [*before, spaces]},
@@ -239,6 +259,8 @@ def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) 
         tokens, values = _of_pieces(files["tokenizer.model"], tokenizer)
     else:
         raise UserError("only a tokenizer.json or a sentencepiece model is written to GGUF")
+    if len(tokens) > vocab_size:
+        raise UserError(f"its {len(tokens)} tokens are more than the model's {vocab_size}")
     for token in range(len(tokens), vocab_size):
         tokens.append(Token(f"[PAD{token}]", UNUSED, 0.0))
     values |= {
@@ -278,6 +300,11 @@ def _of_pipeline(whole: dict) -> tuple[list[Token], dict[str, Any]]:
     if "merges" not in model:
         raise UserError(f"a tokenizer of the model {model.get('type')} is not written to GGUF")
     added = [AddedToken.from_json(entry, entry["id"]) for entry in whole.get("added_tokens") or []]
+    for token in added:
+        if token.lstrip or token.rstrip or token.single_word:
+            raise UserError(
+                f"{token.content!r} has lstrip, rstrip or single_word, which GGUF has no place for"
+            )
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     vocab, byte_level = model["vocab"], not model.get("byte_fallback")
     names = {token: content for content, token in vocab.items()}
@@ -305,13 +332,13 @@ BYTE_NAME = re.compile(r"<0x[0-9A-F]{2}>")
 
 def _name_of_words(whole: dict) -> str:
     """Return the tokenizer.ggml.pre of a tokenizer.json."""
-    normalizer = whole.get("normalizer")
-    nfc = normalizer is not None
+    normalizer = whole.get("normalizer") or {"normalizers": []}
+    steps = normalizer.get("normalizers", [normalizer])
     for name, words in WORDS.items():
         if (
             _steps_of(words.pre_tokenizer()) == _steps_of(whole.get("pre_tokenizer") or {})
             and words.whole == bool(whole["model"].get("ignore_merges"))
-            and (not nfc or (words.nfc and normalizer == {"type": "NFC"}))
+            and steps == ([{"type": "NFC"}] if words.nfc else [])
         ):
             return name
     raise UserError("GGUF has no name for how its tokenizer.json splits a text into words")
@@ -320,7 +347,14 @@ def _name_of_words(whole: dict) -> str:
 def _steps_of(pre_tokenizer: dict) -> list[dict]:
     """Return the steps of a pre_tokenizer, without what does not change ids."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
+    usual = {"ByteLevel": {"use_regex": True}}
+    return [
+        {
+            **usual.get(step.get("type"), {}),
+            **{k: v for k, v in step.items() if k != "trim_offsets"},
+        }
+        for step in steps
+    ]
 
 
 def _adds_space(whole: dict) -> bool:
@@ -362,5 +396,10 @@ def _of_pieces(data: bytes, tokenizer: Tokenizer) -> tuple[list[Token], dict[str
         tokens.append(Token(model.id_to_piece(token), kind, model.get_score(token)))
     if any(token.score % 1 for token in tokens):  # logarithms of probabilities
         raise UserError("a sentencepiece model of the kind unigram is not written to GGUF")
+    if sum(token.kind == NORMAL and token.score == 0 for token in tokens) > 1:
+        raise UserError("a sentencepiece model with user-defined symbols is not written to GGUF")
     prefix = model.encode("a", out_type=str)[0].startswith(SPACE)
+    text = " two  spaces, \uff21 \ufb01 e\u0301 "
+    if model.normalize(text) != (SPACE if prefix else "") + text.replace(" ", SPACE):
+        raise UserError("a sentencepiece model that normalizes text is not written to GGUF")
     return tokens, {"model": "llama", "pre": "default", "add_space_prefix": prefix}

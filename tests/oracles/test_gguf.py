@@ -1,6 +1,8 @@
 """GGUF files: read and written as transformers reads them, and bit for bit both ways."""
 
 import contextlib
+import hashlib
+import json
 
 import gguf
 import numpy as np
@@ -8,7 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megazoo import pretrain
+from megazoo.checkpoint import writing
 from megazoo.errors import UserError
+from megazoo.models.gguf import source as gguf_source
 from megazoo.models.gguf.architecture import rows_in_pairs
 from megazoo.models.gguf.export import write_gguf
 from megazoo.models.gguf.source import GGUFModel
@@ -161,8 +166,9 @@ def test_rows_in_pairs_are_those_of_llama_cpps_converter():
         assert (theirs[rows_in_pairs(0, len(rows), size)] == rows).all()
 
 
-def test_q8_0_is_the_packages_and_keeps_vectors(tmp_path):
+def test_q8_0_is_the_packages_and_keeps_vectors(tmp_path, monkeypatch):
     """What is written in pieces is what the package makes of a whole tensor."""
+    monkeypatch.setattr(writing, "PIECE_BYTES", 1000)
     source = open_source(saved(model_of("qwen3", hidden_size=64), tmp_path / "hf"))
     write_gguf(source, tmp_path / "q8.gguf", q8_0=True)
     tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "q8.gguf").tensors}
@@ -175,6 +181,49 @@ def test_q8_0_is_the_packages_and_keeps_vectors(tmp_path):
     assert tensors["output_norm.weight"].tensor_type.name == "F32"
     # 48 features are no multiple of 32
     assert tensors["blk.0.ffn_down.weight"].tensor_type.name == "F16"
+
+
+def test_rows_are_paired_also_in_pieces(tmp_path, monkeypatch):
+    """Of weights and biases, of heads of any size: pieces begin and end within a head."""
+    theirs = model_of("llama", attention_bias=True, head_dim=12)
+    source = open_source(saved(theirs, tmp_path / "hf"))
+    write_gguf(source, tmp_path / "whole.gguf")
+    monkeypatch.setattr(writing, "PIECE_BYTES", 4 * 32 * 5)  # five rows
+    write_gguf(source, tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    for layer, block in enumerate(theirs.model.layers):
+        for name in "qk":
+            projection = getattr(block.self_attn, f"{name}_proj")
+            for kind, value in projection.named_parameters():
+                rows = value.detach().numpy()
+                expected = rows.reshape(-1, 2, 6, *rows.shape[1:]).swapaxes(1, 2)  # as published
+                found = tensors[f"blk.{layer}.attn_{name}.{kind}"]
+                assert (found == expected.reshape(rows.shape)).all()
+    monkeypatch.setattr(gguf_source, "AT_ONCE", 100)
+    again = dict(from_pretrained(tmp_path / "model.gguf").named_parameters())
+    for name, value in from_pretrained(tmp_path / "hf").named_parameters():
+        assert torch.equal(value, again[name]), name
+
+
+def test_values_too_large_for_their_type_are_named(tmp_path):
+    theirs = model_of("qwen3", hidden_size=64)
+    with torch.no_grad():
+        theirs.model.layers[0].mlp.down_proj.weight[0, 0] = 1e5
+    source = open_source(saved(theirs, tmp_path / "hf"))
+    with pytest.raises(UserError, match=r"blk\.0\.ffn_down\.weight has .* too large for F16"):
+        write_gguf(source, tmp_path / "q8.gguf", q8_0=True)
+    assert not (tmp_path / "q8.gguf").exists()
+
+
+def test_ids_of_generation_travel(tmp_path):
+    theirs = model_of("llama")
+    theirs.generation_config.eos_token_id, theirs.generation_config.bos_token_id = [0, 5], 7
+    theirs.generation_config.pad_token_id = 3
+    source = open_source(saved(theirs, tmp_path / "hf"))
+    write_gguf(source, tmp_path / "m.gguf")
+    found = open_source(tmp_path / "m.gguf").generation
+    assert found == {"bos_token_id": 7, "eos_token_id": [0, 5], "pad_token_id": 3}
 
 
 def edited(path, tmp_path, change):
@@ -218,6 +267,10 @@ REFUSED = {
         lambda v, t: v.update({"llama.block_count": 10**9}),
         "it has 20 tensors for llama.block_count 1000000000",
     ),
+    "text for a number": (
+        lambda v, t: v.update({"llama.rope.freq_base": "much"}),
+        "rope.freq_base is 'much': it must be a number",
+    ),
     "a missing number": (lambda v, t: v.pop("llama.block_count"), "it has no llama.block_count"),
     "a missing tensor": (
         lambda v, t: t.pop("blk.1.ffn_up.weight"),
@@ -250,6 +303,17 @@ def test_what_is_not_supported_is_named(name, small, tmp_path):
         open_source(file)
     assert str(file.parent) in str(raised.value)
     assert message in str(raised.value)
+
+
+def test_numbers_of_the_other_byte_order_are_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_tensor("token_embd.weight", np.ones((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=r"big\.gguf is not supported: its numbers are big-endian"):
+        open_source(tmp_path / "big.gguf")
 
 
 def test_broken_files_are_named(small, tmp_path):
@@ -290,6 +354,12 @@ def test_what_gguf_has_no_place_for_is_refused(tmp_path):
         ("gpt2", model_of("gpt2"), "GGUF files are written of llama, mistral, qwen2, qwen3"),
         ("window", model_of("mistral"), "no place for the sliding_window 5 of mistral"),
         ("yarn", llama(rope_scaling=scaled("yarn", 4.0, 16)), "rope_type 'yarn' is not written"),
+        ("gelu", model_of("llama", hidden_act="gelu"), "no place for hidden_act 'gelu': only silu"),
+        (
+            "llama3",
+            llama(rope_scaling=scaled("llama3", 4.0, 16)),
+            "llama3's scaling have original_max_position_embeddings 8192, not 16",
+        ),
     ):
         source = open_source(saved(theirs, tmp_path / name))
         with pytest.raises(UserError, match=message):
@@ -305,6 +375,7 @@ def test_an_output_loses_nothing(small, tmp_path):
         (other, False, "exists: choose another name, or --overwrite"),
         (other, True, "is no GGUF file"),
         (small, True, "is the input, too"),
+        (tmp_path / "m-00001-of-00003.gguf", False, "is the name of one of several files"),
     ):
         with pytest.raises(UserError, match=message):
             write_gguf(source, path, overwrite=overwrite)
@@ -333,3 +404,18 @@ def test_flags_of_another_target_are_refused(small, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             convert.main([str(small), str(tmp_path / "out.gguf"), *flags])
+
+
+def test_adapters_on_a_gguf_file_resume_and_merge_and_are_recorded(small, tmp_path):
+    run, record = tmp_path / "run", tmp_path / "record"
+    words = ["--tokenizer", "byte", "--mock-data", "--seq-length", "8", "--global-batch-size", "2"]
+    words += ["--eval-steps", "0", "--save", str(run), "--record", str(record), "--device", "cpu"]
+    pretrain.main(["--load", str(small), "--lora-rank", "2", "--steps", "2", *words])
+    (entry,) = json.loads((record / "record.json").read_text())["files"]
+    digest = hashlib.sha256(small.read_bytes()).hexdigest()
+    assert (entry["kind"], entry["name"], entry["sha256"]) == ("weights", small.name, digest)
+    pretrain.main(["--load", str(run), "--steps", "4", *words])
+    for name, arguments in (("a", [run]), ("b", [small, "--adapter", run])):
+        convert.main([*map(str, arguments), str(tmp_path / name), "--to", "hf"])
+    merged = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert merged[0] == merged[1]

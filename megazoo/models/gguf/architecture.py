@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megazoo.errors import UserError
+from megazoo.files import convert
 from megazoo.gguf_file import GGUF, library
 from megazoo.layers.rotary import Rotary
 
@@ -42,7 +43,7 @@ def config_values(contents: GGUF) -> dict[str, Any]:
     """Return what a Hugging Face config.json says of the model in a GGUF file. UserError names what
     is missing, or changes the mathematics and is not supported."""
     metadata, tensors = contents.metadata, contents.tensors
-    architecture = metadata.get("general.architecture")
+    architecture = convert(metadata.get("general.architecture", ""), str, "general.architecture")
     if architecture not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise UserError(f"general.architecture {architecture!r} is not supported: only {known}")
@@ -101,14 +102,17 @@ def _head_sizes(values: dict[str, Any], left: dict[str, Any]) -> dict[str, int]:
 
 def _rope(values: dict[str, Any], left: dict[str, Any], contents: GGUF) -> dict[str, Any]:
     """Return the rope_parameters of config.json."""
-    theta = _shortest(float(left.pop("rope.freq_base", 10000.0)))
+    for key in ("rope.freq_base", "rope.scaling.factor"):
+        if key in left:
+            left[key] = convert(left[key], float, key)
+    theta = _shortest(left.pop("rope.freq_base", 10000.0))
     kind = left.pop("rope.scaling.type", "none")
     rope: dict[str, Any] = {"rope_theta": theta}
     rope["rope_type"] = "default" if kind == "none" else kind
     if kind == "linear":
-        rope["factor"] = _shortest(float(left.pop("rope.scaling.factor", 1.0)))
+        rope["factor"] = _shortest(left.pop("rope.scaling.factor", 1.0))
     elif kind == "yarn":
-        rope["factor"] = _shortest(float(left.pop("rope.scaling.factor", 1.0)))
+        rope["factor"] = _shortest(left.pop("rope.scaling.factor", 1.0))
         original = left.pop("rope.scaling.original_context_length", None)
         rope["original_max_position_embeddings"] = original or values["max_position_embeddings"]
     left.pop("rope.scaling.finetuned", None)  # says nothing of the mathematics
@@ -116,8 +120,7 @@ def _rope(values: dict[str, Any], left: dict[str, Any], contents: GGUF) -> dict[
         return rope
     factors = torch.from_numpy(np.array(contents.tensors[ROPE_FACTORS].data, np.float32))
     scaling: dict[str, Any] = {**LLAMA3, "factor": float(factors.max())}
-    size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    expected = rope_factors(size, theta, values["max_position_embeddings"], scaling)
+    expected = rope_factors(head_size(values), theta, values["max_position_embeddings"], scaling)
     if kind != "none" or factors.shape != expected.shape or not factors.allclose(expected):
         raise UserError(f"{ROPE_FACTORS} is not supported: it is not llama3's scaling")
     return rope | scaling
@@ -149,8 +152,12 @@ def head_rows(architecture: str, values: dict[str, Any], theirs: str) -> int:
     """Return the features of a head if GGUF has the rows of one of Hugging Face's tensors in pairs
     (see IN_PAIRS), 0 otherwise."""
     turned = ".self_attn.q_proj." in theirs or ".self_attn.k_proj." in theirs
-    usual = values["hidden_size"] // values["num_attention_heads"]
-    return (values.get("head_dim") or usual) if architecture in IN_PAIRS and turned else 0
+    return head_size(values) if architecture in IN_PAIRS and turned else 0
+
+
+def head_size(values: dict[str, Any]) -> int:
+    """Return the features of a head, as a Hugging Face config.json says them."""
+    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
 def rows_in_pairs(start: int, stop: int, size: int) -> np.ndarray:

@@ -21,12 +21,15 @@ from megazoo.checkpoint.writing import (
     sync,
 )
 from megazoo.errors import UserError
-from megazoo.gguf_file import is_gguf, library
+from megazoo.gguf_file import PART, is_gguf, library, names_of_parts
 from megazoo.models.gguf.architecture import (
     ARCHITECTURES,
+    LLAMA3,
+    NUMBERS,
     ROPE_FACTORS,
     gguf_name_of,
     head_rows,
+    head_size,
     rope_factors,
     rows_in_pairs,
 )
@@ -58,8 +61,8 @@ def write_gguf(
     no multiple of 32 becomes fp16. overwrite: replace another GGUF file. UserError for a config
     that GGUF can't represent.
     """
-    architecture = architecture_of(source.config)
     values = hugging_face_config(source.config)
+    architecture = architecture_of(source.config, values)
     _check_output(path, overwrite, source.path)
     writer = library().GGUFWriter(None, architecture)
     _add_config(writer, values, source)
@@ -90,9 +93,22 @@ def write_gguf(
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 
 
-def architecture_of(config: Any) -> str:
+# Of a Hugging Face config.json: what has a place in the file, and what follows from the tensors or
+# says nothing of the mathematics. `architecture_of` looks at the windows.
+WITH_A_PLACE = {*NUMBERS.values(), "vocab_size", "head_dim", "rope_parameters"}
+WITHOUT_ONE = set(
+    "architectures attention_bias attention_dropout layer_types max_window_layers mlp_bias "
+    "model_type sliding_window tie_word_embeddings use_sliding_window".split()
+)
+FIXED = {"hidden_act": "silu"}
+
+
+def architecture_of(config: Any, values: dict[str, Any]) -> str:
     """Return the general.architecture of a config. UserError for one that GGUF files are not
-    written of."""
+    written of.
+
+    values: what a Hugging Face config.json says of it.
+    """
     family = family_of(config)
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -105,9 +121,18 @@ def architecture_of(config: Any) -> str:
             f"GGUF files have no place for the sliding_window {window} of {family}: make it null "
             "in config.json if each token is to attend to all before it"
         )
-    kind = (config.rope_scaling or {}).get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise UserError(f"rope_type {kind!r} is not written to GGUF: only linear and llama3")
+    for key in sorted(values.keys() - WITH_A_PLACE - WITHOUT_ONE):
+        if values[key] != FIXED.get(key):
+            only = f": only {FIXED[key]}" if key in FIXED else ""
+            raise UserError(f"GGUF files have no place for {key} {values[key]!r}{only}")
+    rope = values["rope_parameters"]
+    if rope["rope_type"] not in ("default", "linear", "llama3"):
+        raise UserError(
+            f"rope_type {rope['rope_type']!r} is not written to GGUF: only linear and llama3"
+        )
+    for key, usual in LLAMA3.items() if rope["rope_type"] == "llama3" else ():
+        if rope[key] != usual:
+            raise UserError(f"GGUF files of llama3's scaling have {key} {usual}, not {rope[key]}")
     return ARCHITECTURES[family]
 
 
@@ -117,7 +142,10 @@ def _check_output(path: Path, overwrite: bool, source: Path) -> None:
         raise UserError(f"--to gguf writes one file: give OUTPUT a name such as {path.name}.gguf")
     if path.is_symlink() or path.is_dir():
         raise UserError(f"{path} is a link or a directory: choose another name")
-    if path.resolve() == source.resolve():
+    if PART.fullmatch(path.name):
+        raise UserError(f"{path} is the name of one of several files: choose another name")
+    inputs = [source.with_name(name).resolve() for name in names_of_parts(source)]
+    if path.resolve() in inputs:
         raise UserError(f"{path} is the input, too: choose another name")
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another name, or --overwrite")
@@ -127,7 +155,7 @@ def _check_output(path: Path, overwrite: bool, source: Path) -> None:
 
 def _add_config(writer: "gguf.GGUFWriter", values: dict[str, Any], source: ModelSource) -> None:
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    size, rope = values.get("head_dim") or hidden // heads, values["rope_parameters"]
+    size, rope = head_size(values), values["rope_parameters"]
     writer.add_type("model")
     writer.add_name(source.path.stem)
     writer.add_context_length(values["max_position_embeddings"])
@@ -159,6 +187,7 @@ def _add_tokenizer(writer: "gguf.GGUFWriter", source: ModelSource) -> str:
         except UserError as error:
             metadata = {"tokenizer.ggml.model": "no_vocab"}
             reason = str(error).replace(directory, str(source.path))
+    metadata |= _generation_ids(source.generation, metadata)
     for key, value in metadata.items():
         if isinstance(value, list):
             writer.add_array(key, value)
@@ -169,6 +198,19 @@ def _add_tokenizer(writer: "gguf.GGUFWriter", source: ModelSource) -> str:
         else:
             writer.add_string(key, value)
     return reason
+
+
+def _generation_ids(generation: dict, metadata: dict[str, Any]) -> dict[str, int]:
+    """Return the tokens that end and fill up what the model writes, by their keys."""
+    ends = generation.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    of_tokenizer = metadata.get("tokenizer.ggml.eos_token_id")
+    ends.sort(key=lambda token: token != of_tokenizer)  # in their order, but for this one
+    ids = dict(zip(("eos", "eot"), ends, strict=False))
+    ids |= {"bos": generation.get("bos_token_id"), "padding": generation.get("pad_token_id")}
+    return {
+        f"tokenizer.ggml.{key}_token_id": token for key, token in ids.items() if token is not None
+    }
 
 
 def _tensors(
@@ -183,9 +225,8 @@ def _tensors(
     rope = values["rope_parameters"]
     if rope["rope_type"] == "llama3":
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
         positions = values["max_position_embeddings"]
-        factors = rope_factors(size, rope["rope_theta"], positions, scaling)
+        factors = rope_factors(head_size(values), rope["rope_theta"], positions, scaling)
 
         def fill(rows: torch.Tensor, start: int) -> None:
             rows.copy_(factors[start : start + len(rows)])
@@ -229,15 +270,19 @@ def _write(
     for name, tensor in tensors.items():
         for piece in pieces_of_tensor(tensor):
             check_finite(name, piece)
-            file.write(_bytes_of(piece, kind_of[name]))
+            file.write(_bytes_of(name, piece, kind_of[name]))
         writer.write_padding(file, file.tell())
     file.flush()
     sync(file.fileno())
     writer.close()
 
 
-def _bytes_of(piece: torch.Tensor, kind: "gguf.GGMLQuantizationType") -> memoryview:
-    """Return what a file of this kind holds of rows of a tensor."""
+def _bytes_of(name: str, piece: torch.Tensor, kind: "gguf.GGMLQuantizationType") -> memoryview:
+    """Return what a file of this kind holds of rows of a tensor. UserError for a value that is too
+    large for it."""
+    most = {"Q8_0": 127, "F16": 1}.get(kind.name, math.inf) * torch.finfo(torch.float16).max
+    if piece.numel() and (largest := piece.abs().max().item()) > most:
+        raise UserError(f"{name} has the value {largest:g}, too large for {kind.name}")
     if kind.name == "Q8_0":
         return library().quantize(piece.float().numpy(), kind).data
     if kind.name == "F16":
