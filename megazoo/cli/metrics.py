@@ -87,7 +87,7 @@ class Metrics:
         settings: dict | None = None,
     ):
         self.path, self.board, self.wandb_run, self.trackio_run = path, None, None, None
-        runs = runs or {}
+        runs, self.runs = runs or {}, {}
         self.lost: dict[str, str] = {}
         flag = f"--metrics {path}"
         try:
@@ -101,16 +101,10 @@ class Metrics:
             raise UserError(f"{flag}: {reason_of(error)}", exit_code=1) from error
         if wandb:
             self.wandb_run = _open_wandb(wandb, runs.get("wandb_run"), settings)
+            self.runs["wandb_run"] = self.wandb_run.id
         if trackio:
             self.trackio_run = _open_trackio(trackio, runs.get("trackio_run"), settings)
-
-    @property
-    def runs(self) -> dict[str, str | None]:
-        """How the run is found again in Weights & Biases and in trackio; None: not there."""
-        return {
-            "wandb_run": self.wandb_run and self.wandb_run.id,
-            "trackio_run": self.trackio_run and self.trackio_run.name,
-        }
+            self.runs["trackio_run"] = self.trackio_run.name
 
     def write(self, step: int, values: dict) -> None:
         """Write the numbers of a step, or of an evaluation after it; the names of the latter begin
@@ -130,19 +124,27 @@ class Metrics:
             "--tensorboard", step, self.lost, partial(self._show, self.board, named, step)
         ):
             self.board = None
-        if self.wandb_run:
-            self.wandb_run.log({"step": step, **named})
-        if self.trackio_run:
-            self.trackio_run.log(named, step=step)
+        if self.wandb_run and not kept(
+            "--wandb",
+            step,
+            self.lost,
+            lambda: self.wandb_run.log({"step": step, **named}),
+            Exception,
+        ):
+            self.wandb_run = None
+        if self.trackio_run and not kept(
+            "--trackio", step, self.lost, lambda: self.trackio_run.log(named, step=step), Exception
+        ):
+            self.trackio_run = None
 
     def close(self) -> None:
         """Close what was opened of TensorBoard, Weights & Biases and trackio."""
         if self.board:
             kept("--tensorboard", None, self.lost, self.board.close)
         if self.wandb_run:
-            self.wandb_run.finish()
-        if self.trackio_run:
-            import_module("trackio").finish()  # at exit it would finish the run again
+            kept("--wandb", None, self.lost, self.wandb_run.finish, Exception)
+        if self.trackio_run:  # not the run's own, after which the exit would finish it again
+            kept("--trackio", None, self.lost, import_module("trackio").finish, Exception)
 
     @staticmethod
     def _show(board: "SummaryWriter", named: dict, step: int) -> None:
@@ -150,17 +152,27 @@ class Metrics:
             board.add_scalar(name, value, step)
 
 
-def kept(flag: str, step: int | None, lost: dict[str, str], write: Callable[[], None]) -> bool:
+def kept(
+    flag: str,
+    step: int | None,
+    lost: dict[str, str],
+    write: Callable[[], None],
+    errors: type[Exception] = OSError,
+) -> bool:
     """Write what a flag asks for, and return whether that went well. If not, say so on stderr and
     in `lost`, and go on: the run is worth more.
 
-    step: after which it is written, None at the end.
+    step: after which it is written, None at the end. errors: that are caught.
     """
     try:
         write()
-    except OSError as error:
+    except errors as error:
         since = "at the end" if step is None else f"at step {step}"
-        lost[flag] = f"{since}: {reason_of(error)}"
+        if isinstance(error, OSError):
+            reason = reason_of(error)
+        else:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+        lost[flag] = f"{since}: {reason}"
         advise(f"{flag} could not be written {lost[flag]}; the run goes on without it")
         return False
     return True

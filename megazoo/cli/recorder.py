@@ -148,8 +148,8 @@ class Recorder:
             "consumed_tokens": self.consumed_tokens,
             "data": _with_positions(self.run.fingerprints, batches, self.consumed_samples),
         }
-        for key, run in self.metrics.runs.items():
-            if run := run or self.run.state.get(key):
+        for key in ("wandb_run", "trackio_run"):
+            if run := self.metrics.runs.get(key) or self.run.state.get(key):
                 trainer[key] = run
         trainer["settings"] = settings_to_resume(self.run.options)
         may_fail = keep.on_save_error == "continue" and not self.run.is_last(step)

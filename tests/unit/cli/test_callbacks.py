@@ -238,16 +238,19 @@ def init(project, **how):
 
 def finish():
     told("finish")
+    raise RuntimeError("the disk is full")
 """
 
 
-def test_trackio_is_told_what_the_metrics_file_says(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore:--trackio could not be written")
+def test_trackio_is_told_what_the_metrics_file_says(tmp_path, monkeypatch, capsys):
     (tmp_path / "trackio.py").write_text(TRACKIO)
     monkeypatch.syspath_prepend(tmp_path)
     run = tmp_path / "run"
     job = ["--trackio", "mine", "--save", str(run), "--device", "cpu"]
     try:
         pretrain.main([*SMALL, *job, "--steps", "2", "--metrics", str(tmp_path / "metrics")])
+        assert "--trackio lost at the end: the disk is full" in capsys.readouterr().out
         pretrain.main(["--load", str(run), *job[2:], "--steps", "3"])
         pretrain.main(["--load", str(run), *job, "--steps", "4"])
         with pytest.raises(UserError, match="--trackio for/bidden: no such project"):
