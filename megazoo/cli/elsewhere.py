@@ -79,7 +79,7 @@ TRAINER = {
     "optim": "--optimizer",
     "lora-r": "--lora-rank",
     "lora-target-modules": "--lora-targets",
-    "report-to": "--tensorboard, --wandb or --trackio",
+    "report-to": "--tensorboard or --wandb or --trackio",
 }
 TORCHTITAN = {
     "job.config-file": "--config",
