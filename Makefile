@@ -1,4 +1,6 @@
 # make pretrain   the environment, and the main job: a small GPT-2 at tp 2 x pp 2 on the text of Python's library
+# make layouts    the picture of the README: the same model in five layouts, their losses over each other
+# make site       the documentation as a site, in site/
 # make check      ruff, pyrefly, and half a minute of tests: for the loop of someone who edits
 # make test       the environment, ruff, pyrefly, and the tests
 # make test-all   the slow sweeps, too
@@ -22,6 +24,15 @@ pretrain: $(PLAIN)
 	$(RUN) tools/plot_metrics.py runs/gpt2-tiny/metrics.jsonl --output runs/gpt2-tiny/loss.png
 	$(RUN) tools/generate.py runs/gpt2-tiny --prompt "    def __init__(self" --max-new-tokens 100 --temperature 0.8 \
 	    --top-k 10 --seed 4
+
+layouts: $(PLAIN)
+	for layout in "one" "tp2 --tp 2" "pp2 --pp 2" "cp2 --cp 2" "dp2 --dp 2"; do set -- $$layout; name=$$1; shift; \
+	    $(RUN) pretrain_gpt.py --preset gpt2-tiny --steps 100 --eval-steps 0 $$@ --metrics runs/$$name/metrics.jsonl; done
+	$(RUN) tools/plot_metrics.py $(foreach name,one tp2 pp2 cp2 dp2,runs/$(name)/metrics.jsonl) --difference \
+	    --output docs/layouts.png
+
+site: $(INSTALLED)
+	$(RUN) -m zensical build --strict -f mkdocs.yml
 
 check: lint
 	$(PYTEST) $(QUICK)
@@ -48,4 +59,4 @@ $(INSTALLED): $(PLAIN)
 	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
-.PHONY: pretrain check test test-all lint
+.PHONY: pretrain layouts site check test test-all lint

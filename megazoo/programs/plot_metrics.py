@@ -1,6 +1,7 @@
 """Draw the loss curves of one or several metrics files as a PNG.
 
 $ megazoo plot metrics runs/gpt2-tiny/metrics.jsonl --output loss.png
+$ megazoo plot metrics runs/one/metrics.jsonl runs/tp2/metrics.jsonl --difference
 
 Needs matplotlib: pip install -e .[plots]
 """
@@ -49,6 +50,8 @@ class Options:
 
     metrics: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Files of --metrics."""
+    difference: bool = False
+    """Draw the difference of each run's training losses from those of the first run, too."""
     output: Path = Path("loss.png")
     """PNG to write."""
 
@@ -65,16 +68,27 @@ def main(arguments: list[str]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120, layout="constrained")
-    for path, training, validation in curves:
+    size = {"figsize": (7, 5 if options.difference else 4), "dpi": 120, "layout": "constrained"}
+    rows, heights = (2, (2, 1)) if options.difference else (1, (1,))
+    figure, panels = pyplot.subplots(
+        rows, sharex=True, squeeze=False, height_ratios=heights, **size
+    )
+    axes = panels[0, 0]
+    for number, (path, training, validation) in enumerate(curves):
         label = f"{path.parent.name}: " if len(curves) > 1 else ""
+        # Curves that are the same remain visible below one another.
+        width, alpha = (2 * (len(curves) - number), 1) if options.difference else (1, 0.45)
         (line,) = axes.plot(
             *zip(*sorted(training.items()), strict=True),
-            linewidth=1,
-            alpha=0.45,
-            label=f"{label}training",
+            linewidth=width,
+            alpha=alpha,
+            label=path.parent.name if options.difference else f"{label}training",
         )
-        if validation:
+        if options.difference and number:
+            first = curves[0][1]
+            points = [(s, abs(x - first[s])) for s, x in sorted(training.items()) if s in first]
+            panels[1, 0].semilogy(*zip(*points, strict=True), color=line.get_color(), linewidth=1)
+        if validation and not options.difference:
             points = zip(*sorted(validation.items()), strict=True)
             axes.plot(
                 *points,
@@ -84,9 +98,13 @@ def main(arguments: list[str]) -> None:
                 markersize=6,
                 label=f"{label}validation",
             )
-    axes.set(xlabel="step", ylabel="loss, nats a token")
-    axes.grid(alpha=0.3)
+    axes.set(ylabel="loss (nats per token)")
     axes.legend(frameon=False)
+    if options.difference:
+        panels[1, 0].set(ylabel=f"difference from {curves[0][0].parent.name}")
+    panels[-1, 0].set(xlabel="step")
+    for (panel,) in panels:
+        panel.grid(alpha=0.3)
     try:
         figure.savefig(options.output, format="png")
     except OSError as error:
