@@ -40,6 +40,9 @@ SECONDS = 300  # for one block
 # Those of Slurm, pip and hf, and of Megatron-LM in an example of a refusal.
 FOREIGN = {
     "--index-url",
+    "--no-deps",
+    "--no-index",
+    "--find-links",
     "--local-dir",
     "--train-iters",
     "--use-flash-attn",
