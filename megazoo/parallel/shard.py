@@ -95,13 +95,13 @@ class Shard:
         for part, unit, shared in zip(self.parts, self.all_units, replicated, strict=True):
             if shared and unit == 1:
                 raise UserError(
-                    f"{part} {what} can't be cut over {self.axis} {size}: "
+                    f"{part} {what} can't be split over {self.axis} {size}: "
                     f"use {self.axis} of at most {part}"
                 )
             if shared and (part % unit or not part or size % (part // unit)):
                 raise UserError(
-                    f"{part} {what} in units of {unit} can't be cut over {self.axis} {size}, "
-                    "nor copied evenly"
+                    f"{part} {what} in units of {unit} can't be split over {self.axis} {size}, "
+                    "nor replicated evenly"
                 )
 
 

@@ -505,7 +505,7 @@ def refused_call(kind: str, layout: dict) -> str:
 
 
 OF_WHOLE = "labels go with whole sequences: give targets, shifted before they were cut, or no "
-WHOLE_MASK = "under context parallelism a rank has a part of the sequence, and an attention mask"
+WHOLE_MASK = "under context parallelism, the attention mask must be a MaskPerChunk"
 WORDS = {
     "own mask": WHOLE_MASK,
     "mask": WHOLE_MASK,

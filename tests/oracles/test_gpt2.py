@@ -147,7 +147,7 @@ REFUSED = [
     ({"ffn_size": 132}, 3, 1, "tp 3 doesn't divide heads 4: use tp 1, 2 or 4"),
     ({}, 8, 1, "tp 8 doesn't divide heads 4: use tp 1, 2 or 4"),
     ({"ffn_size": 3}, 4, 1, "tp 4 exceeds ffn-size 3: use tp 1 or 2"),
-    ({"activation": "geglu"}, 1, 1, "activation 'geglu' is not supported: there are gelu_new"),
+    ({"activation": "geglu"}, 1, 1, "activation 'geglu' is not supported: use gelu_new"),
     ({}, 1, 4, "layers 3 don't fill pp 4 stages: use pp of at most 3"),
 ]
 
