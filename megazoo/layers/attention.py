@@ -162,7 +162,7 @@ class CausalSelfAttention(Layer):
                 sequence, sequence]: boolean, True where a query may attend (see segment_mask), or
                 added to the scores, -inf where it may not (see alibi_bias). Also Packed, if
                 takes_packed returns True; or MaskPerWindow, which has one mask per window. Under
-                context parallelism it is None or MaskPerChunk. Tokens beyond the window are hidden
+                context parallelism, use None or MaskPerChunk. Tokens beyond the window are hidden
                 for every mask.
             cache: keys and values of the tokens before x; those of x are appended.
         """

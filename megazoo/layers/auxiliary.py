@@ -44,8 +44,8 @@ class AuxiliaryLosses:
         self.scale = scale
 
     def reduced(self, axes: Iterable[Axis]) -> dict[str, torch.Tensor]:
-        """Return the means over all micro-batches and over the ranks of some axes, by name: fp32,
-        0-dimensional, the same on every rank."""
+        """Return the means over all micro-batches and over the ranks of some axes, as {name: mean}:
+        fp32, 0-dimensional, the same on every rank."""
         means = torch.stack(list(self.means.values()))
         all_reduce_over(means, axes)
         return dict(zip(self.means, means.float(), strict=True))

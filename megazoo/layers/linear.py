@@ -26,7 +26,7 @@ class _ParallelLinear(Layer):
     """Base class of both linear layers; selects the function that multiplies.
 
     lora: product of a weight with adapters, from megazoo.lora. int8: product of a weight that is
-    rounded to 8 bits (see round_to_int8). If both are None, `linear` is used.
+    rounded to 8 bits (see round_to_int8). Otherwise `linear` is used.
     """
 
     multiplied = ("weight",)

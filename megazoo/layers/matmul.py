@@ -1,7 +1,7 @@
 """The matrix products of linear layers, of one x with one weight or with several.
 
-All of them call `multiply`. It is F.linear if there is no memory to save and no communication to
-overlap. Otherwise it is a fused version, which computes the formula in its docstring.
+All of them call `multiply`. It is F.linear unless it can save memory or overlap
+communication. Otherwise it is a fused version, which computes the formula in its docstring.
 tests/unit/layers/test_fused.py compares values and gradients of the two.
 """
 

@@ -172,7 +172,7 @@ def test_bad_inputs_of_a_batch_are_refused():
         model(torch.zeros(1, 25, dtype=torch.long))
     with pytest.raises(UserError, match="token id 61 is outside the vocabulary of 61"):
         model(torch.full((1, 4), 61))
-    with pytest.raises(UserError, match="num_microbatches 2 doesn't divide the batch of 3"):
+    with pytest.raises(UserError, match="num_microbatches 2 does not divide the batch of 3"):
         model.train_batch(token_ids(), labels=token_ids(), num_microbatches=2)
     with pytest.raises(UserError, match="label 61 is outside the vocabulary of 61"):
         model.train_batch(token_ids(), targets=torch.full((3, 24), 61))

@@ -96,7 +96,7 @@ def test_a_loop_over_micro_batches_has_the_mode_of_the_model(read):
             out.loss.backward()
         return out.loss.item()
 
-    with pytest.warns(Advice, match=r"without its dropout: model.train\(\) turns it on"):
+    with pytest.warns(Advice, match=r"without dropout: call model.train\(\) to turn it on"):
         first = loss()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
