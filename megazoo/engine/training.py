@@ -291,7 +291,8 @@ class TrainingEngine:
         if self.first_trained_here() < self.first_trained_stage:  # it would get no gradient
             raise UserError(
                 "a parameter before the first trained one was unfrozen after training began: "
-                "make a new megazoo.optim.AdamW, or call model.engine.agree_on_frozen() on every rank"
+                "create a new megazoo.optim.AdamW, or call model.engine.agree_on_frozen() on every "
+                "rank"
             )
         return self.fit_buckets()
 

@@ -80,5 +80,5 @@ def test_an_axis_or_a_dimension_is_cut_once():
         (Shard(0, (5,)), Shard(1, (300,))),
         (Shard(0, (5,)), Shard(0, (5,), axis="toy")),
     ):
-        with pytest.raises(UserError, match="cut twice"):
+        with pytest.raises(UserError, match="sharded twice"):
             ParameterSpec(SHAPE, shards)
