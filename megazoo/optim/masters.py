@@ -56,7 +56,7 @@ class MasterWeights:
 
 
 def versions_of(entries: list[NamedParameter]) -> dict[str, int]:
-    """Return the number of writes to each parameter, by name."""
+    """Return the number of writes to each parameter, as {name: number}."""
     return {entry.name: entry.parameter._version for entry in entries}
 
 

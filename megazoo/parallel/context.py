@@ -114,7 +114,7 @@ class ParallelContext(ShortNames):
     # number of labels and the gradients are summed over it. ZeRO-1 shards the optimizer over it.
     # Each of its ranks draws different dropout masks.
     token_axis: Axis = field(init=False, repr=False)
-    # The axes that are folded into the token axis, by name: parameters may be sharded over them.
+    # The axes folded into the token axis, by their names: parameters may be sharded over them.
     folded: dict[str, FoldedAxis] = field(init=False, repr=False)
 
     def __post_init__(self):

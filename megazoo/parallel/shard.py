@@ -11,7 +11,7 @@ from megazoo.parallel.axes import Axis
 from megazoo.parallel.context import ParallelContext
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
-# The (size, rank) of a rank along each axis over which parameters are sharded, by name of the axis.
+# The (size, rank) of a rank along each axis over which parameters are sharded, by axis name.
 # An axis that is missing has one rank. For a context: `ctx.place`.
 Place = Mapping[str, tuple[int, int]]
 ALIGNED = 128  # features: GPUs multiply matrices faster if their sizes are multiples of this
